@@ -21,6 +21,7 @@ from gateway.generation.generate import decode
 from gateway.grpc.keys import KeyInterceptor
 from gateway.grpc.servicer import generation_service
 from gateway.keys.door import Door
+from gateway.keys.usage import SharedUsage
 from gateway.lookup.guesses import LookupSources
 from gateway.lookup.memory import Memories
 from gateway.metrics import GatewayMetrics
@@ -109,7 +110,8 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     AddressTaken.
     """
     # First, because it takes no time, and nothing else does any good when it fails.
-    door = Door(settings.api_keys) if settings.api_keys else None
+    usage = SharedUsage(settings.usage_of_all, settings.worker) if settings.usage_of_all else None
+    door = Door(settings.api_keys, usage=usage) if settings.api_keys else None
     tokenizer = await asyncio.to_thread(Tokenizer, settings.tokenizer)
     template = await asyncio.to_thread(ChatTemplate.read, settings.tokenizer, settings.tool_format)
     registry = new_registry()

@@ -223,6 +223,9 @@ class GatewaySettings(ProcessSettings):
     draft_deadline_max_s: float = 5.0
     # No option either: of one of several workers on the same addresses, HOST:PORT of the figures of all.
     figures_of_all: str = ""
+    # And where what all of them used of the keys' limits is, and which of them it is.
+    usage_of_all: str = ""
+    worker: int = 0
     sites: Sites = field(init=False)
     """Made of cors_origins and allowed_hosts."""
 

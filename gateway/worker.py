@@ -20,9 +20,11 @@ def serve(
     settings: GatewaySettings,
     number: Annotated[int, typer.Option(help="Which worker it is, from 0.")],
     figures: Annotated[str, typer.Option(help="Where the figures of all workers are.")],
+    usage: Annotated[str, typer.Option(help="Folder with what all workers used of the keys' limits.")],
 ) -> None:
     """Serves until it is told to stop."""
-    run_service("gateway", start, replace(settings, figures_of_all=figures), worker=number)
+    settings = replace(settings, figures_of_all=figures, usage_of_all=usage, worker=number)
+    run_service("gateway", start, settings, worker=number)
 
 
 if __name__ == "__main__":

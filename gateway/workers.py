@@ -1,17 +1,21 @@
 """Several gateways on the same addresses: the process that holds the ports, keeps workers alive and has all figures.
 
-Workers know nothing of each other. The kernel spreads connections over those that listen, by a hash of their
-addresses, and a port without a worker refuses them. A worker that dies takes its own connections along, and no others.
+Workers know nothing of each other but what was used of the limits of keys. The kernel spreads connections over those
+that listen, by a hash of their addresses, and a port without a worker refuses them. A worker that dies takes its own
+connections along, and no others.
 """
 
 import asyncio
+import fcntl
 import http.client
+import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 from typing import Self
 
 import structlog
@@ -107,7 +111,8 @@ class Workers:
                 self.addresses["metrics"] = metrics.address
                 log.info("serving metrics", address=metrics.address)
             undo.push_async_callback(self._supervisor.stop_together, 0.0)
-            launches = [self._launch(settings, number, metrics.address) for number in range(settings.workers)]
+            usage = undo.enter_context(_folder()) if settings.api_keys else ""
+            launches = [self._launch(settings, number, metrics.address, usage) for number in range(settings.workers)]
             try:
                 await self._supervisor.start(*launches)
             except ServiceFailed as failure:
@@ -130,12 +135,12 @@ class Workers:
         """Ends all workers at once."""
         self._supervisor.kill()
 
-    def _launch(self, settings: GatewaySettings, number: int, figures: str) -> Launch:
+    def _launch(self, settings: GatewaySettings, number: int, figures: str, usage: str) -> Launch:
         # -P keeps a folder of the user's that is called like one of our packages from being imported instead.
-        command = (sys.executable, "-P", "-m", "gateway.worker", "--number", str(number), "--figures", figures)
+        command = (sys.executable, "-P", "-m", "gateway.worker", "--number", str(number))
         return Launch(
             f"worker {number}",
-            (*command, *words_of(settings)),
+            (*command, "--figures", figures, "--usage", usage, *words_of(settings)),
             self.address,
             settings.target_wait_seconds + settings.draft_wait_seconds + START_S,
             {"rest": self.addresses.get("rest", ""), "metrics": f"{HOST}:0"},
@@ -145,6 +150,18 @@ class Workers:
     def _observe(self, change: Change) -> None:
         if change.state is State.SERVING:
             self.starts[int(change.service.split()[-1])] += 1
+
+
+@contextmanager
+def _folder() -> Iterator[str]:
+    """A folder for as long as it is open, under a lock that keeps it from who tidies up temporary files."""
+    with TemporaryDirectory(prefix="outrider-") as folder:
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(opened, fcntl.LOCK_SH)
+            yield folder
+        finally:
+            os.close(opened)
 
 
 def _report(sentence: str) -> None:

@@ -13,6 +13,7 @@ import structlog
 
 from gateway.keys.table import KeysRefused, find_key, read_keys
 from gateway.keys.tenant import Clock, Tenant
+from gateway.keys.usage import OwnUsage, Usage
 from outrider.errors import InvalidKey
 
 # Within this time a file can change again without another date: file systems count in ticks.
@@ -25,9 +26,12 @@ log = structlog.get_logger()
 class Door:
     """Lets the holders of a file's keys in."""
 
-    def __init__(self, path: str, clock: Clock = time.monotonic) -> None:
-        """Raises KeysRefused about a file that cannot be read, or is no file of keys."""
-        self._path, self._clock = Path(path), clock
+    def __init__(self, path: str, clock: Clock = time.monotonic, usage: Usage | None = None) -> None:
+        """`usage` is where the workers of a gateway count together; None counts for this process alone.
+
+        Raises KeysRefused about a file that cannot be read, or is no file of keys.
+        """
+        self._path, self._clock, self._usage = Path(path), clock, usage or OwnUsage()
         self._stamp: tuple[int, ...] | None = None
         self._content, self._keys = read_keys(self._path)
         self._tenants: dict[str, Tenant] = {}
@@ -46,7 +50,7 @@ class Door:
         if key is None:
             raise InvalidKey("The API key is none that this gateway knows; its operator has the list")
         # One that has gone and come again goes on with what it had used.
-        tenant = self._tenants.setdefault(key.name, Tenant(key, self._clock))
+        tenant = self._tenants.setdefault(key.name, Tenant(key, self._clock, self._usage))
         tenant.key = key
         return tenant
 

@@ -1,6 +1,4 @@
-"""The holder of a key while the gateway runs: what was used of the key's limits. Times come from a clock that is handed
-in.
-"""
+"""The holder of a key while the gateway runs, held to the key's limits. Times come from a clock that is handed in."""
 
 import hashlib
 import math
@@ -9,41 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gateway.keys.table import Key, KeyLimits
+from gateway.keys.usage import MINUTE_S, SLACK, Bucket, OwnUsage, Usage
 from outrider.errors import InvalidRequest, PromptTooLong, RateLimited
 
 Clock = Callable[[], float]
-MINUTE_S = 60.0
-# Far below one request or token, and far above what floating point loses.
-SLACK = 1e-6
 # What a client is told to wait for a sample's end, by how long samples took lately.
 WAIT_S = (1.0, 60.0)
 SMOOTHING = 0.2
-
-
-@dataclass(slots=True)
-class Bucket:
-    """A token bucket: so many units fit in and come back a minute. `used` are those that have not come back."""
-
-    used: float = 0.0
-    at_s: float = 0.0
-
-    def left(self, per_minute: int, now_s: float) -> float:
-        """What may be taken now."""
-        self.used = max(0.0, self.used - (now_s - self.at_s) * per_minute / MINUTE_S)
-        self.at_s = now_s
-        return per_minute - self.used
-
-    def wait_s(self, amount: int, per_minute: int, now_s: float) -> float:
-        """How long until an amount can be taken; 0 is now."""
-        missing = amount - self.left(per_minute, now_s)
-        return 0.0 if missing <= SLACK else missing * MINUTE_S / per_minute
-
-    def take(self, amount: int) -> None:
-        self.used += amount
-
-    def give_back(self, amount: int) -> None:
-        """Takes back what was not used; what has come back meanwhile stays."""
-        self.used = max(0.0, self.used - amount)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +34,11 @@ class Spending:
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """The holder of a key. All counts are this process's own."""
+    """The holder of a key."""
 
     key: Key
     clock: Clock
-    samples: int = 0
-    """That run or wait."""
-    _requests: Bucket = field(default_factory=Bucket)
-    _tokens: Bucket = field(default_factory=Bucket)
+    usage: Usage = field(default_factory=OwnUsage)
     _held_s: float = WAIT_S[0]
 
     @property
@@ -83,19 +50,33 @@ class Tenant:
         return self.key.limits
 
     @property
+    def samples(self) -> int:
+        """That run or wait."""
+        with self.usage.account(self.name) as account:
+            return account.samples + account.other_samples
+
+    @property
     def requests(self) -> Allowance | None:
         """Requests, where they are limited."""
-        return self._allowance(self._requests, self.limits.requests_per_minute)
+        if self.limits.requests_per_minute is None:
+            return None
+        with self.usage.account(self.name) as account:
+            return self._allowance(account.requests, self.limits.requests_per_minute)
 
     @property
     def tokens(self) -> Allowance | None:
         """Tokens, where they are limited; running requests hold all that they may use."""
-        return self._allowance(self._tokens, self.limits.tokens_per_minute)
+        if self.limits.tokens_per_minute is None:
+            return None
+        with self.usage.account(self.name) as account:
+            return self._allowance(account.tokens, self.limits.tokens_per_minute)
 
     def count_request(self) -> None:
         """Counts a request that has come, whatever becomes of it. Raises RateLimited about one too many."""
-        if self.limits.requests_per_minute is not None:
-            self._take(self._requests, 1, self.limits.requests_per_minute, "requests")
+        if self.limits.requests_per_minute is None:
+            return
+        with self.usage.account(self.name) as account:
+            self._take(account.requests, 1, self.limits.requests_per_minute, "requests")
 
     @contextmanager
     def spending(self, samples: int, prompt_tokens: int, max_tokens: int) -> Iterator[Spending]:
@@ -104,19 +85,21 @@ class Tenant:
         Raises RateLimited, and InvalidRequest or PromptTooLong about what the key's limits never allow.
         """
         self._check_size(samples, prompt_tokens, max_tokens)
-        self._check_samples(samples)
         taken = 0
-        if self.limits.tokens_per_minute is not None:
-            taken = prompt_tokens + samples * max_tokens
-            self._take(self._tokens, taken, self.limits.tokens_per_minute, "tokens")
-        self.samples += samples
+        with self.usage.account(self.name) as account:
+            self._check_samples(account.samples + account.other_samples, samples)
+            if self.limits.tokens_per_minute is not None:
+                taken = prompt_tokens + samples * max_tokens
+                self._take(account.tokens, taken, self.limits.tokens_per_minute, "tokens")
+            account.samples += samples
         spending, begun_s = Spending(), self.clock()
         try:
             yield spending
         finally:
-            self.samples -= samples
             self._held_s += SMOOTHING * (self.clock() - begun_s - self._held_s)
-            self._tokens.give_back(max(0, taken - spending.used_tokens))
+            with self.usage.account(self.name) as account:
+                account.samples -= samples
+                account.tokens.give_back(max(0, taken - spending.used_tokens))
 
     def _check_size(self, samples: int, prompt_tokens: int, max_tokens: int) -> None:
         most_samples, most_tokens = self.limits.concurrent_samples, self.limits.tokens_per_minute
@@ -136,13 +119,13 @@ class Tenant:
             limit = f"at most {room} behind {prompt_tokens} tokens of prompt, of {most_tokens} a minute with this key"
             raise InvalidRequest("max_tokens", max_tokens, limit)
 
-    def _check_samples(self, samples: int) -> None:
+    def _check_samples(self, under_way: int, samples: int) -> None:
         most = self.limits.concurrent_samples
-        if most is not None and self.samples + samples > most:
+        if most is not None and under_way + samples > most:
             min_s, max_s = WAIT_S
             wait_s = math.ceil(min(max(min_s, self._held_s / most), max_s))
             raise RateLimited(
-                f"{self.samples} of at most {most} samples of the key {self.name!r} are under way",
+                f"{under_way} of at most {most} samples of the key {self.name!r} are under way",
                 key=self.name,
                 limit=most,
                 retry_after_s=wait_s,
@@ -160,9 +143,7 @@ class Tenant:
             )
         bucket.take(amount)
 
-    def _allowance(self, bucket: Bucket, per_minute: int | None) -> Allowance | None:
-        if per_minute is None:
-            return None
+    def _allowance(self, bucket: Bucket, per_minute: int) -> Allowance:
         left = bucket.left(per_minute, self.clock())
         return Allowance(per_minute, max(0, math.floor(left + SLACK)), bucket.used * MINUTE_S / per_minute)
 

@@ -6,6 +6,7 @@ its stdin: so it never outlives this process, however this process ends.
 """
 
 import asyncio
+import http.client
 import json
 import os
 import socket
@@ -19,6 +20,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.errors import OutriderError
+from outrider.process.metrics import scraped
 from outrider.process.run import LISTENING
 from outrider.rpc.channels import open_channel
 
@@ -28,6 +30,8 @@ STOP_GRACE_S = 35.0
 # Processes of one gateway.
 MAX_WORKERS = 256
 MAX_LINE_BYTES = 1 << 20
+# A scrape of these only shows that there is somebody.
+NO_SERIES = ("none",)
 # gRPC's core writes lines of its own to stderr, for instance about a taken port; a child's last line is its sentence.
 CHILD_DEFAULTS = {"GRPC_VERBOSITY": "NONE"}
 # Wrong usage and bad configuration, of sysexits.h: only the operator can change what a restart would find again.
@@ -76,7 +80,7 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that hold for it whatever this process has."""
     shares_port: bool = False
-    """Whether others answer at `listen` too, so that silence there says nothing about this one."""
+    """Whether others answer at `listen` too, so that an answer says nothing of this one: its metrics are asked."""
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -246,6 +250,17 @@ async def misses(address: str, answer_s: float) -> bool:
     return False
 
 
+async def metrics_miss(address: str, answer_s: float) -> bool:
+    """Whether the process that serves metrics at an address is silent."""
+    try:
+        await asyncio.to_thread(scraped, address, NO_SERIES, answer_s)
+    except TimeoutError:
+        return True
+    except (OSError, http.client.HTTPException):
+        return False
+    return False
+
+
 class State(StrEnum):
     """Where a service is in its life."""
 
@@ -381,8 +396,6 @@ class Supervisor:
 
     async def _ended(self, process: ServiceProcess) -> str:
         """Waits for the end of a service, and brings it about where it hangs; says how it ended."""
-        if process.launch.shares_port:
-            return _ending(await process.wait())
         async with asyncio.TaskGroup() as group:
             asking = group.create_task(self._kill_silent(process))
             code = await process.wait()
@@ -394,9 +407,10 @@ class Supervisor:
 
     async def _kill_silent(self, process: ServiceProcess) -> None:
         """Ends a service that has not answered several times in a row."""
-        policy, num_misses = self._policy, 0
+        policy, num_misses, launch = self._policy, 0, process.launch
+        ask = partial(metrics_miss, launch.further["metrics"]) if launch.shares_port else partial(misses, launch.listen)
         while num_misses < policy.max_misses:
             if not num_misses:
                 await asyncio.sleep(policy.ask_every_s)
-            num_misses = num_misses + 1 if await misses(process.address, policy.answer_s) else 0
+            num_misses = num_misses + 1 if await ask(policy.answer_s) else 0
         process.kill()

@@ -6,6 +6,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -17,10 +18,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.basics import eventually
+from support.keys import bearer, write_keys
 from support.observability import findings
 from support.stack import TARGET, RunningStack, request_of, running_stack
 
-from outrider.errors import PeerLost
+from outrider.errors import PeerLost, RateLimited
 from outrider.process.children import Launch, ServiceProcess
 from outrider.process.metrics import scraped
 from outrider.rpc.channels import AddressTaken, hold, open_channel
@@ -209,6 +211,46 @@ async def test_a_killed_worker_takes_only_its_own_streams_along(stack: RunningSt
     assert any("The worker 0 service is back" in line for line in gateway.lines)
     while not (await gateway.figures(SAID))[0]:
         assert await gateway.begin(SHORT).said() == expected[:SHORT]
+
+
+async def test_a_limit_of_a_key_is_that_of_all_workers(stack: RunningStack, tmp_path: Path) -> None:
+    """Of 200 requests at once, each on a connection of its own, as many come in as one process would let in."""
+    per_minute, keys = 50, write_keys(tmp_path / "keys.toml", alice={"requests_per_minute": 50})
+    wish = request_of(max_tokens=1, **REQUEST)
+    process = await ServiceProcess.start(launch(stack, "--api-keys", keys, "--max-queue", "300"), lambda line: None)
+    gateway = Gateway(process, [])
+    async with AsyncExitStack() as life:
+        life.push_async_callback(process.wait)
+        life.callback(process.kill)
+        began_s = time.monotonic()
+
+        async def is_let_in() -> bool:
+            async with open_channel(process.address) as channel:
+                call = GenerationServiceStub(channel).Generate(wish, metadata=tuple(bearer("alice").items()))
+                try:
+                    return [message async for message in call] != []
+                except grpc.aio.AioRpcError as error:
+                    if not isinstance(error_from(error), RateLimited):
+                        raise
+                    return False
+
+        let_in = sum(await asyncio.gather(*(is_let_in() for _ in range(200))))
+        came_back = int((time.monotonic() - began_s) * per_minute / 60)
+        assert per_minute <= let_in <= per_minute + came_back
+        said = await gateway.figures(SAID)
+        assert sum(said.values()) == let_in
+        assert all(said.values())
+
+
+@pytest.mark.slow
+async def test_a_frozen_worker_is_replaced(gateway: Gateway) -> None:
+    """It answers nothing although its port seems open: it is killed, and another one serves in its place."""
+    frozen = gateway.workers()[0]
+    os.kill(frozen, signal.SIGSTOP)
+    await eventually(lambda: any("The worker 0 service is back" in line for line in gateway.lines), 2 * START_S)
+    assert any("The worker 0 service did not answer 3 times" in line for line in gateway.lines)
+    assert gateway.workers()[0] != frozen
+    assert set((await gateway.figures(UP)).values()) == {1}
 
 
 @pytest.mark.slow

@@ -1,12 +1,16 @@
-"""What the holder of a key may use, on a clock that the test moves: exact to the request and to the token."""
+"""What the holder of a key may use, on a clock that the test moves: exact to the request and to the token, whether it
+is counted in one process or in a folder that several share.
+"""
 
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from support.keys import table_of
 
 from gateway.keys.table import parse_keys
 from gateway.keys.tenant import Allowance, Tenant, salt_of
+from gateway.keys.usage import OwnUsage, SharedUsage, Usage
 from outrider.errors import InvalidRequest, PromptTooLong, RateLimited
 
 
@@ -20,10 +24,16 @@ class Clock:
         return self.now_s
 
 
-def tenant_of(clock: Clock, **limits: int) -> Tenant:
+@pytest.fixture(params=["own", "shared"])
+def usage(request: pytest.FixtureRequest, tmp_path: Path) -> Usage:
+    """Where it is counted."""
+    return OwnUsage() if request.param == "own" else SharedUsage(str(tmp_path), 0)
+
+
+def tenant_of(usage: Usage, clock: Clock, **limits: int) -> Tenant:
     """The holder of a key with these limits."""
     [key] = parse_keys(table_of("alice", **limits).encode(), "keys.toml")
-    return Tenant(key, clock)
+    return Tenant(key, clock, usage)
 
 
 def count_let_in(tenant: Tenant, times: int) -> int:
@@ -38,10 +48,10 @@ def count_let_in(tenant: Tenant, times: int) -> int:
     return count
 
 
-def test_of_two_hundred_requests_at_once_as_many_come_in_as_may() -> None:
+def test_of_two_hundred_requests_at_once_as_many_come_in_as_may(usage: Usage) -> None:
     """And as time goes by as many more as have come back, to the request."""
     clock = Clock()
-    tenant = tenant_of(clock, requests_per_minute=50)
+    tenant = tenant_of(usage, clock, requests_per_minute=50)
     assert count_let_in(tenant, 200) == 50
     clock.now_s += 30.0
     assert count_let_in(tenant, 200) == 25
@@ -50,10 +60,10 @@ def test_of_two_hundred_requests_at_once_as_many_come_in_as_may() -> None:
 
 
 @pytest.mark.parametrize("per_minute", [1, 7, 50, 59, 61, 997])
-def test_a_request_comes_in_when_it_was_told_to_come_again(per_minute: int) -> None:
+def test_a_request_comes_in_when_it_was_told_to_come_again(usage: Usage, per_minute: int) -> None:
     """Neither a request sooner, nor refused at that moment for what floating point loses."""
     clock = Clock()
-    tenant = tenant_of(clock, requests_per_minute=per_minute)
+    tenant = tenant_of(usage, clock, requests_per_minute=per_minute)
     assert count_let_in(tenant, per_minute) == per_minute
     for _ in range(20):
         assert count_let_in(tenant, 3) == 0
@@ -66,10 +76,10 @@ def test_a_request_comes_in_when_it_was_told_to_come_again(per_minute: int) -> N
     assert count_let_in(tenant, 1) == 1
 
 
-def test_what_is_left_is_told() -> None:
+def test_what_is_left_is_told(usage: Usage) -> None:
     """And when all of it is left again; of what is not limited, nothing."""
     clock = Clock()
-    tenant = tenant_of(clock, requests_per_minute=60, tokens_per_minute=6000)
+    tenant = tenant_of(usage, clock, requests_per_minute=60, tokens_per_minute=6000)
     count_let_in(tenant, 3)
     assert tenant.requests == Allowance(60, 57, 3.0)
     with tenant.spending(2, 10, 100) as spending:
@@ -78,12 +88,12 @@ def test_what_is_left_is_told() -> None:
     assert tenant.tokens == Allowance(6000, 5940, 0.6)
     clock.now_s += 0.6
     assert tenant.tokens == Allowance(6000, 6000, 0.0)
-    assert (tenant_of(clock).requests, tenant_of(clock).tokens) == (None, None)
+    assert (tenant_of(usage, clock).requests, tenant_of(usage, clock).tokens) == (None, None)
 
 
-def test_tokens_are_held_while_a_request_runs_so_that_the_limit_is_never_passed() -> None:
+def test_tokens_are_held_while_a_request_runs_so_that_the_limit_is_never_passed(usage: Usage) -> None:
     """Each holds its prompt and all that it may answer; what it did not say is given back at its end."""
-    tenant = tenant_of(Clock(), tokens_per_minute=1000)
+    tenant = tenant_of(usage, Clock(), tokens_per_minute=1000)
     with ExitStack() as running:
         held = [running.enter_context(tenant.spending(1, 50, 150)) for _ in range(5)]
         with pytest.raises(RateLimited) as refused, tenant.spending(1, 1, 1):
@@ -99,10 +109,10 @@ def test_tokens_are_held_while_a_request_runs_so_that_the_limit_is_never_passed(
     assert tenant.tokens.remaining == 650
 
 
-def test_no_more_samples_are_under_way_than_may() -> None:
+def test_no_more_samples_are_under_way_than_may(usage: Usage) -> None:
     """A request has all of its samples at once, or none; and a place is free when another one has ended."""
     clock = Clock()
-    tenant = tenant_of(clock, concurrent_samples=4)
+    tenant = tenant_of(usage, clock, concurrent_samples=4)
     with tenant.spending(1, 1, 1):
         with tenant.spending(3, 1, 1):
             with pytest.raises(RateLimited, match="4 of at most 4 samples"), tenant.spending(1, 1, 1):
@@ -115,9 +125,9 @@ def test_no_more_samples_are_under_way_than_may() -> None:
     assert tenant.samples == 0
 
 
-def test_what_can_never_be_is_no_matter_of_waiting() -> None:
+def test_what_can_never_be_is_no_matter_of_waiting(usage: Usage) -> None:
     """It is a wrong request, with the field and the most that it may be."""
-    tenant = tenant_of(Clock(), concurrent_samples=2, tokens_per_minute=100)
+    tenant = tenant_of(usage, Clock(), concurrent_samples=2, tokens_per_minute=100)
     with pytest.raises(InvalidRequest, match="sample_count is 3, but must be at most 2"), tenant.spending(3, 1, 1):
         pass
     with pytest.raises(InvalidRequest, match="max_tokens is 41, but must be at most 40"), tenant.spending(2, 20, 41):
@@ -127,9 +137,9 @@ def test_what_can_never_be_is_no_matter_of_waiting() -> None:
     assert (tenant.samples, tenant.tokens) == (0, Allowance(100, 100, 0.0))
 
 
-def test_new_limits_hold_for_what_was_used_before() -> None:
+def test_new_limits_hold_for_what_was_used_before(usage: Usage) -> None:
     """Whoever has used 40 of 50 has used 40 of 45 as well, and is not given more by running requests of before."""
-    tenant = tenant_of(Clock(), requests_per_minute=50)
+    tenant = tenant_of(usage, Clock(), requests_per_minute=50)
     assert count_let_in(tenant, 40) == 40
     with tenant.spending(1, 10, 500):
         [tenant.key] = parse_keys(table_of("alice", requests_per_minute=45, tokens_per_minute=100).encode(), "keys")

@@ -52,6 +52,13 @@ import sys
 print("x" * 200_000, file=sys.stderr)
 sys.exit(3)
 """
+SERVES_METRICS = SERVES.replace(
+    "server.start()",
+    "from outrider.process.metrics import new_registry, serve_metrics\n"
+    'serve_metrics(sys.argv[sys.argv.index("--metrics-listen") + 1], new_registry())\n'
+    "server.start()",
+)
+ANYWHERE = {"metrics": "127.0.0.1:0"}
 QUICK = RestartPolicy(first_s=0.01, longest_s=0.02, healthy_s=30.0)
 
 
@@ -174,11 +181,15 @@ async def test_dead_service_comes_back_on_its_port(supervisor: Supervisor, recor
     await asyncio.gather(watching, return_exceptions=True)
 
 
-async def test_a_service_that_hangs_is_started_again(record: Record) -> None:
-    """One that is frozen answers nothing, is killed after some questions, and is back on its address."""
+@pytest.mark.parametrize("shares_port", [False, True])
+async def test_a_service_that_hangs_is_started_again(record: Record, shares_port: bool) -> None:
+    """One that is frozen answers nothing, is killed after some questions, and is back on its address; also one whose
+    port others answer.
+    """
     policy = replace(QUICK, ask_every_s=0.05, answer_s=1.0)
     async with Supervisor(record.report, lambda name, line: None, policy) as supervisor:
-        [address, _] = await supervisor.start(launch(SERVES, "target"), launch(SERVES, "draft"))
+        launches = [replace(launch(SERVES_METRICS, name), further=ANYWHERE) for name in ("target", "draft")]
+        [address, _] = await supervisor.start(*(replace(each, shares_port=shares_port) for each in launches))
         watching = asyncio.create_task(supervisor.watch())
         frozen, other = supervisor.pid("target"), supervisor.pid("draft")
         os.kill(frozen, signal.SIGSTOP)
@@ -299,18 +310,9 @@ async def test_a_taken_port_is_told_by_the_child_alone(supervisor: Supervisor, r
     assert record.log == []
 
 
-SERVES_METRICS = SERVES.replace(
-    "server.start()",
-    "import socket\n"
-    'place = sys.argv[sys.argv.index("--metrics-listen") + 1]\n'
-    'metrics = socket.create_server(("127.0.0.1", int(place.rpartition(":")[2])))\n'
-    "server.start()",
-)
-
-
 async def test_a_restart_keeps_all_ports(supervisor: Supervisor, record: Record) -> None:
     """Also that of the metrics, which was any free one, so that whoever scrapes it goes on."""
-    child = Launch("target", (sys.executable, "-c", SERVES_METRICS), further={"metrics": "127.0.0.1:0"})
+    child = Launch("target", (sys.executable, "-c", SERVES_METRICS), further=ANYWHERE)
     await supervisor.start(child)
     before = dict(supervisor.addresses("target"))
     watching = asyncio.create_task(supervisor.watch())

@@ -1,0 +1,143 @@
+"""What the workers of a gateway count together, in files that real processes read and write at once."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.basics import eventually
+
+from gateway.keys.usage import SharedUsage
+
+NUM_PROCESSES = 4
+TIMES = 500
+# Takes one sample so often, each only if fewer than the limit are taken, and says how many it got.
+TAKES = """
+import sys
+from gateway.keys.usage import SharedUsage
+
+folder, worker, times, limit = sys.argv[1], *map(int, sys.argv[2:])
+usage, count = SharedUsage(folder, worker), 0
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(times):
+    with usage.account("alice") as account:
+        if account.samples + account.other_samples < limit:
+            account.samples += 1
+            account.requests.take(1)
+            count += 1
+print(count, flush=True)
+"""
+
+
+def takers(folder: Path, times: int, limit: int) -> list[subprocess.Popen[str]]:
+    """Processes that all begin when they are told."""
+    words = (str(folder),)
+    begun = [
+        subprocess.Popen(
+            [sys.executable, "-c", TAKES, *words, str(worker), str(times), str(limit)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for worker in range(1, NUM_PROCESSES + 1)
+    ]
+    for each in begun:
+        assert each.stdout is not None
+        assert each.stdout.readline() == "ready\n"
+    return begun
+
+
+def test_workers_see_what_the_others_used(tmp_path: Path) -> None:
+    """Of each key, whichever of them counted it."""
+    one, other = SharedUsage(str(tmp_path), 0), SharedUsage(str(tmp_path), 1)
+    with one.account("alice") as account:
+        account.samples += 2
+        account.requests.take(5)
+    with other.account("alice") as account:
+        assert (account.samples, account.other_samples, account.requests.used) == (0, 2, 5)
+        account.samples += 3
+        account.tokens.take(7.5)
+    with one.account("alice") as account:
+        assert (account.samples, account.other_samples, account.tokens.used) == (2, 3, 7.5)
+    with one.account("bobby") as account:
+        assert (account.samples, account.other_samples, account.requests.used) == (0, 0, 0)
+
+
+def test_what_fails_in_between_counts_nothing(tmp_path: Path) -> None:
+    """And the account is open to the next one."""
+    usage = SharedUsage(str(tmp_path), 0)
+
+    def fail() -> None:
+        with usage.account("alice") as account:
+            account.samples += 1
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    with usage.account("alice") as account:
+        assert account.samples == 0
+
+
+def test_a_worker_that_begins_again_has_no_samples_yet(tmp_path: Path) -> None:
+    """Those of the one before it have died with it; what it used of a minute stays used."""
+    for number in range(2):
+        with SharedUsage(str(tmp_path), number).account("alice") as account:
+            account.samples += 4
+            account.requests.take(3)
+    again = SharedUsage(str(tmp_path), 0)
+    with again.account("alice") as account:
+        assert (account.samples, account.other_samples, account.requests.used) == (0, 4, 6)
+
+
+def test_an_account_grows_and_shrinks(tmp_path: Path) -> None:
+    """Nothing of a longer record stands behind a shorter one, and the file does not grow for ever."""
+    usage = SharedUsage(str(tmp_path), 0)
+    for used in (1 / 3, 0.0, 1e9 / 7, 2.0):
+        with usage.account("alice") as account:
+            account.tokens.used = used
+        with usage.account("alice") as account:
+            assert account.tokens.used == used
+    assert (tmp_path / "alice").stat().st_size < 200
+
+
+def test_processes_that_count_at_once_lose_nothing(tmp_path: Path) -> None:
+    """All together take as many as there are, to the last one."""
+    limit = NUM_PROCESSES * TIMES // 2 + 1
+    begun = takers(tmp_path, TIMES, limit)
+    for each in begun:
+        assert each.stdin is not None
+        each.stdin.write("\n")
+        each.stdin.flush()
+    counts = [int(each.communicate(timeout=60)[0]) for each in begun]
+    assert sum(counts) == limit
+    record = json.loads((tmp_path / "alice").read_text())
+    assert sum(record["samples"].values()) == limit
+    with SharedUsage(str(tmp_path), 0).account("alice") as account:
+        assert (account.requests.used, account.other_samples) == (limit, limit)
+
+
+async def test_a_process_that_is_killed_leaves_its_account_whole(tmp_path: Path) -> None:
+    """In the middle of its counting, again and again: the others read it, and wait for nobody."""
+    usage = SharedUsage(str(tmp_path), 0)
+    for _ in range(3):
+        begun = takers(tmp_path, 10**9, 10**9)
+        with usage.account("alice") as account:
+            before = account.requests.used
+        for each in begun:
+            assert each.stdin is not None
+            each.stdin.write("\n")
+            each.stdin.flush()
+
+        def are_counting(before: float = before) -> bool:
+            with usage.account("alice") as account:
+                return account.requests.used > before + 50
+
+        await eventually(are_counting)
+        for each in begun:
+            each.kill()
+            each.communicate(timeout=60)
+        with usage.account("alice") as account:
+            assert account.requests.used > before + 50
+            assert account.other_samples > 0
