@@ -220,8 +220,7 @@ async def test_a_limit_of_a_key_is_that_of_all_workers(stack: RunningStack, tmp_
     process = await ServiceProcess.start(launch(stack, "--api-keys", keys, "--max-queue", "300"), lambda line: None)
     gateway = Gateway(process, [])
     async with AsyncExitStack() as life:
-        life.push_async_callback(process.wait)
-        life.callback(process.kill)
+        life.push_async_callback(process.stop, START_S)
         began_s = time.monotonic()
 
         async def is_let_in() -> bool:
