@@ -11,14 +11,16 @@ from pathlib import Path
 
 import structlog
 
-from gateway.keys.table import KeysRefused, find_key, read_keys
+from gateway.keys.table import KeysRefused, find_key, parse_keys, read_file
 from gateway.keys.tenant import Clock, Tenant
 from gateway.keys.usage import OwnUsage, Usage
 from outrider.errors import InvalidKey
 
 # Within this time a file can change again without another date: file systems count in ticks.
-SETTLED_NS = 100_000_000
+SETTLED_S = 0.1
 SCHEME = b"bearer "
+# One by each header; each is compared with all of the file.
+MAX_GIVEN = 2
 
 log = structlog.get_logger()
 
@@ -32,8 +34,11 @@ class Door:
         Raises KeysRefused about a file that cannot be read, or is no file of keys.
         """
         self._path, self._clock, self._usage = Path(path), clock, usage or OwnUsage()
-        self._stamp: tuple[int, ...] | None = None
-        self._content, self._keys = read_keys(self._path)
+        self._seen: tuple[int, ...] | None = None
+        self._seen_s = 0.0
+        self._settled: tuple[int, ...] | None = None
+        self._content = read_file(self._path)
+        self._keys = parse_keys(self._content, path)
         self._tenants: dict[str, Tenant] = {}
         self._complaint = ""
         if not self._keys:
@@ -43,9 +48,11 @@ class Door:
         """The holder of the first known key among the values of these headers; raises InvalidKey."""
         self._look()
         bearers = [each[len(SCHEME) :] for each in authorization if each[: len(SCHEME)].lower() == SCHEME]
-        given = [each.strip() for each in (*bearers, *x_api_key) if each.strip()]
+        given = {each.strip(): None for each in (*bearers, *x_api_key) if each.strip()}
         if not given:
             raise InvalidKey("No API key came; send it as `authorization: Bearer KEY` or as `x-api-key: KEY`")
+        if len(given) > MAX_GIVEN:
+            raise InvalidKey(f"{len(given)} different API keys came, but a request must have at most {MAX_GIVEN}")
         key = next(filter(None, (find_key(self._keys, each) for each in given)), None)
         if key is None:
             raise InvalidKey("The API key is none that this gateway knows; its operator has the list")
@@ -55,24 +62,28 @@ class Door:
         return tenant
 
     def _look(self) -> None:
-        """Reads the file again where it has changed."""
+        """Reads the file again where it has changed, or may have within its latest date."""
         stamp = None
         with suppress(OSError):
             found = self._path.stat()
-            changed_ns = max(found.st_mtime_ns, found.st_ctime_ns)
-            stamp = (changed_ns, found.st_size, found.st_ino, found.st_dev)
-        if stamp is not None and stamp == self._stamp:
+            stamp = (found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino, found.st_dev)
+        if stamp is not None and stamp == self._settled:
             return
-        is_settled = stamp is not None and time.time_ns() - stamp[0] > SETTLED_NS
-        self._stamp = stamp if is_settled else None
+        now_s = self._clock()
+        if stamp != self._seen:
+            self._seen, self._seen_s = stamp, now_s
         try:
-            content, keys = read_keys(self._path)
+            content = read_file(self._path)
+            # Not before it was read: what could not be read for once is tried again with the next key.
+            self._settled = stamp if now_s - self._seen_s > SETTLED_S else None
+            if content == self._content and not self._complaint:
+                return
+            keys = parse_keys(content, str(self._path))
         except KeysRefused as error:
             if error.message != self._complaint:
                 self._complaint = error.message
                 log.error("the file of keys is wrong, so the keys before it go on", problem=error.message)
             return
-        if content != self._content or self._complaint:
-            self._complaint = ""
-            self._content, self._keys = content, keys
-            log.warning("the file of keys was read again", keys=len(keys))
+        self._complaint = ""
+        self._content, self._keys = content, keys
+        log.warning("the file of keys was read again", keys=len(keys))

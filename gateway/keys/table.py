@@ -1,7 +1,7 @@
 """The file of keys, read and checked: a table a key, by name, with the key's SHA-256 and what its holder may do.
 
-Keys are random and long, so a plain hash of one tells nothing, and a file that is lost opens no door. No sentence here
-repeats what may be a key by mistake.
+Keys are random and long, so a plain hash of one tells nothing, and a file that is lost opens no door. What is refused
+may be a key in the wrong place, so no sentence here repeats a word of the file: each says the number of the entry.
 """
 
 import hashlib
@@ -18,9 +18,12 @@ MAX_FILE_BYTES = 1 << 20
 # All are compared with each key that comes, which takes about 0.2 ms then.
 MAX_KEYS = 1000
 MAX_LIMIT = 1_000_000_000
-NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# The first no dot: workers count in files of these names.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 OF_NOTHING = hashlib.sha256(b"").digest()
+# Of what TOML has beside dates and times.
+KINDS = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "a table"}
 
 
 class KeysRefused(OutriderError):
@@ -71,16 +74,15 @@ def find_key(keys: Collection[Key], given: bytes) -> Key | None:
     return found
 
 
-def read_keys(path: Path) -> tuple[bytes, list[Key]]:
-    """What is in a file, and the keys that it lists. Raises KeysRefused about the first thing wrong with it."""
+def read_file(path: Path) -> bytes:
+    """What is in a file, as far as a file of keys may be long. Raises KeysRefused about one that cannot be read."""
     try:
         if not path.is_file():
             raise KeysRefused(f"{path} is no file of keys: it is missing, or not a regular file", file=path)
         with path.open("rb") as opened:
-            content = opened.read(MAX_FILE_BYTES + 1)
+            return opened.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise KeysRefused(f"{path} cannot be read as a file of keys: {error.strerror}", file=path) from None
-    return content, parse_keys(content, str(path))
 
 
 def parse_keys(content: bytes, path: str) -> list[Key]:
@@ -89,63 +91,78 @@ def parse_keys(content: bytes, path: str) -> list[Key]:
         raise KeysRefused(f"{path} has more than {MAX_FILE_BYTES} bytes, the most of a file of keys", file=path)
     try:
         tables = tomllib.loads(content.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        # The parser may quote what it found, which could be a key; where it found it always comes last.
+    except (ValueError, RecursionError) as error:
+        # The parser may quote what it found; where it found it always comes last. Tables in tables without end, and
+        # numbers of thousands of digits, it refuses in ways of its own.
         where = re.search(r"\(at .*\)$", str(error))
         raise KeysRefused(f"{path} is not TOML in UTF-8 {where[0] if where else ''}".rstrip(), file=path) from None
     if len(tables) > MAX_KEYS:
         raise KeysRefused(f"{path} has {len(tables)} keys, but must have at most {MAX_KEYS}", file=path)
-    names: dict[bytes, str] = {}
-    keys = []
+    keys: dict[bytes, Key] = {}
     for number, (name, table) in enumerate(tables.items(), start=1):
-        # Neither is repeated: it may be the key itself, written into the wrong place.
+        entry = Entry(path, number)
         if not NAME.fullmatch(name):
-            what = "a name must have 1 to 64 letters, digits, '.', '_' and '-'"
-            raise KeysRefused(f"{path}: entry {number} has a name that is none: {what}", file=path)
+            what = "1 to 64 letters, digits, '.', '_' and '-', of which the first is a letter or a digit"
+            raise entry.refused("name", f"is none, but must have {what}")
+        if SHA256.fullmatch(name.lower()):
+            raise entry.refused("name", "has the shape of a key or of a hash, but must be one that everybody may read")
         if not isinstance(table, dict):
-            what = 'a table, [NAME] with sha256 = "..." below it'
-            raise KeysRefused(f"{path}: entry {number} is no table, but must be {what}", file=path)
-        key = _key(path, name, table)
-        if (other := names.setdefault(key.sha256, name)) != name:
-            raise _refused(path, name, "sha256", f"is that of [{other}] too, but must be another one for each name")
-        keys.append(key)
-    return keys
+            raise entry.refused("value", f'is {_kind(table)}, but must be a table, [NAME] with sha256 = "..." below it')
+        key = _key(entry, name, table)
+        if key.sha256 in keys:
+            raise entry.refused("sha256", "is that of another entry too, but must be another one for each name")
+        keys[key.sha256] = key
+    for number, name in enumerate(tables, start=1):
+        if hashlib.sha256(name.encode()).digest() in keys:
+            raise Entry(path, number).refused("name", "is a key of this file, but must be one that everybody may read")
+    return list(keys.values())
 
 
-def _key(path: str, name: str, table: Mapping[str, object]) -> Key:
-    for other in table:
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where something is wrong: the file, and which of its tables."""
+
+    path: str
+    number: int
+
+    def refused(self, field: str, what: str) -> KeysRefused:
+        message = f"{self.path}: {field} of entry {self.number} {what}"
+        return KeysRefused(message, file=self.path, entry=self.number, field=field)
+
+
+def _key(entry: Entry, name: str, table: Mapping[str, object]) -> Key:
+    for number, other in enumerate(table, start=1):
         if other not in ("sha256", "priority", "metrics", *LIMITS):
             what = f"is unknown; a key has sha256, priority, metrics, {', '.join(LIMITS)}"
-            raise _refused(path, name, other[:80], what)
+            raise entry.refused(f"field {number}", what)
     metrics = table.get("metrics", False)
     if not isinstance(metrics, bool):
-        raise _refused(path, name, "metrics", f"is {metrics!r}, but must be true or false")
-    limits = {each: _number(path, name, each, table[each], 1) for each in LIMITS if each in table}
-    priority = _number(path, name, "priority", table.get("priority", 0), -MAX_LIMIT)
-    return Key(name, _sha256(path, name, table), KeyLimits(**limits), priority, metrics)
+        raise entry.refused("metrics", f"is {_kind(metrics)}, but must be true or false")
+    limits = {each: _number(entry, each, table[each], 1) for each in LIMITS if each in table}
+    priority = _number(entry, "priority", table.get("priority", 0), -MAX_LIMIT)
+    return Key(name, _sha256(entry, table), KeyLimits(**limits), priority, metrics)
 
 
-def _sha256(path: str, name: str, table: Mapping[str, object]) -> bytes:
+def _sha256(entry: Entry, table: Mapping[str, object]) -> bytes:
     given = table.get("sha256")
     if given is None:
-        raise _refused(path, name, "sha256", "is missing")
-    # Not repeated: it may be the key itself.
+        raise entry.refused("sha256", "is missing")
     if not isinstance(given, str) or not SHA256.fullmatch(given):
-        shape = f"text of {len(given)} characters" if isinstance(given, str) else "no text"
-        raise _refused(path, name, "sha256", f"is {shape}, but must be 64 hexadecimal digits in small letters")
+        shape = f"text of {len(given)} characters" if isinstance(given, str) else _kind(given)
+        raise entry.refused("sha256", f"is {shape}, but must be 64 hexadecimal digits in small letters")
     digest = bytes.fromhex(given)
     if digest == OF_NOTHING:
-        raise _refused(path, name, "sha256", "is that of an empty text, but must be that of a key")
+        raise entry.refused("sha256", "is that of an empty text, but must be that of a key")
     return digest
 
 
-def _number(path: str, name: str, field: str, value: object, least: int) -> int:
+def _number(entry: Entry, field: str, value: object, least: int) -> int:
     # True is an int in Python, and a mistake here.
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_LIMIT:
-        limit = f"a whole number in [{least}, {MAX_LIMIT}]"
-        raise _refused(path, name, field, f"is {str(value)[:80]!r}, but must be {limit}")
+        raise entry.refused(field, f"is {_kind(value)}, but must be a whole number in [{least}, {MAX_LIMIT}]")
     return value
 
 
-def _refused(path: str, name: str, field: str, what: str) -> KeysRefused:
-    return KeysRefused(f"{path}: {field} of [{name}] {what}", file=path, table=name, field=field)
+def _kind(value: object) -> str:
+    """What a value is, in words."""
+    return KINDS.get(type(value), "a date or a time")

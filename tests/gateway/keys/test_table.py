@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from support.keys import key_of, table_of, write_keys
 
-from gateway.keys.table import MAX_KEYS, KeyLimits, KeysRefused, find_key, parse_keys, read_keys
+from gateway.keys.table import MAX_KEYS, KeyLimits, KeysRefused, find_key, parse_keys, read_file
 
-DIGEST = hashlib.sha256(b"any").hexdigest()
+DIGEST, SECRET = (hashlib.sha256(text).hexdigest() for text in (b"any", b"sk-secret"))
 
 
 def test_a_file_lists_names_hashes_and_limits(tmp_path: Path) -> None:
@@ -16,7 +16,7 @@ def test_a_file_lists_names_hashes_and_limits(tmp_path: Path) -> None:
     path = write_keys(
         tmp_path / "keys.toml", alice={"requests_per_minute": 60, "max_tokens": 512}, bob={"metrics": True}
     )
-    alice, bob = read_keys(Path(path))[1]
+    alice, bob = parse_keys(read_file(Path(path)), path)
     assert (alice.name, alice.limits, alice.metrics) == (
         "alice",
         KeyLimits(requests_per_minute=60, max_tokens=512),
@@ -53,38 +53,55 @@ def test_a_hash_is_not_shown() -> None:
     [
         ("[a]\nsha256 = @", ["not TOML", "line 2"]),
         (b"[a]\nsha256 = '\xff'", ["not TOML in UTF-8"]),
-        ("sk-secret = 'sk-secret'", ["entry 1 is no table"]),
-        ("[a]", ["sha256 of [a] is missing"]),
-        ("[a]\nsha256 = 'sk-secret'", ["sha256 of [a] is text of 9 characters", "64 hexadecimal digits"]),
+        ("sk-secret = 'sk-secret'", ["value of entry 1 is text", "must be a table"]),
+        ("[a]", ["sha256 of entry 1 is missing"]),
+        ("[a]\nsha256 = 'sk-secret'", ["sha256 of entry 1 is text of 9 characters", "64 hexadecimal digits"]),
         (f"[a]\nsha256 = '{DIGEST.upper()}'", ["64 hexadecimal digits in small letters"]),
-        ("[a]\nsha256 = 12", ["sha256 of [a] is no text"]),
+        ("[a]\nsha256 = 12", ["sha256 of entry 1 is a number"]),
         (f"[a]\nsha256 = '{hashlib.sha256(b'').hexdigest()}'", ["that of an empty text"]),
-        (f"[a]\nsha256 = '{DIGEST}'\nmax_token = 1", ["max_token of [a] is unknown", "max_tokens"]),
-        (f"[a]\nsha256 = '{DIGEST}'\nmax_tokens = 0", ["max_tokens of [a] is '0'", "in [1, 1000000000]"]),
-        (f"[a]\nsha256 = '{DIGEST}'\nmax_tokens = true", ["max_tokens of [a] is 'True'"]),
-        (f"[a]\nsha256 = '{DIGEST}'\nconcurrent_samples = 1.5", ["concurrent_samples of [a] is '1.5'"]),
-        (f"[a]\nsha256 = '{DIGEST}'\npriority = 'high'", ["priority of [a] is 'high'", "in [-1000000000, 1000000000]"]),
-        (f"[a]\nsha256 = '{DIGEST}'\npriority = 0.5", ["priority of [a] is '0.5'"]),
-        (f"[a]\nsha256 = '{DIGEST}'\npriority = -1000000001", ["priority of [a] is '-1000000001'"]),
-        (f"[a]\nsha256 = '{DIGEST}'\nmetrics = 1", ["metrics of [a] is 1", "true or false"]),
-        (f"[a]\nsha256 = '{DIGEST}'\n[b]\nsha256 = '{DIGEST}'", ["sha256 of [b] is that of [a] too"]),
-        (f"['sk-secret+']\nsha256 = '{DIGEST}'", ["entry 1", "1 to 64 letters"]),
+        (f"[a]\nsha256 = '{DIGEST}'\nmax_token = 1", ["field 2 of entry 1 is unknown", "max_tokens"]),
+        (f"[a]\nsha256 = '{DIGEST}'\nmax_tokens = 0", ["max_tokens of entry 1 is a number", "in [1, 1000000000]"]),
+        (f"[a]\nsha256 = '{DIGEST}'\nmax_tokens = true", ["max_tokens of entry 1 is true or false"]),
+        (f"[a]\nsha256 = '{DIGEST}'\nconcurrent_samples = 1.5", ["concurrent_samples of entry 1 is a number"]),
+        (f"[a]\nsha256 = '{DIGEST}'\npriority = 'high'", ["priority of entry 1 is text", "[-1000000000, 1000000000]"]),
+        (f"[a]\nsha256 = '{DIGEST}'\npriority = 0.5", ["priority of entry 1 is a number"]),
+        (f"[a]\nsha256 = '{DIGEST}'\npriority = 2026-11-25", ["priority of entry 1 is a date or a time"]),
+        (f"[a]\nsha256 = '{DIGEST}'\npriority = -1000000001", ["priority of entry 1 is a number"]),
+        (f"[a]\nsha256 = '{DIGEST}'\nmetrics = 1", ["metrics of entry 1 is a number", "true or false"]),
+        (f"[a]\nsha256 = '{DIGEST}'\n[b]\nsha256 = '{DIGEST}'", ["sha256 of entry 2 is that of another entry too"]),
+        # A key in the wrong place.
+        (f"['sk-secret+']\nsha256 = '{DIGEST}'", ["name of entry 1", "1 to 64 letters"]),
+        ("[sk-secret]", ["sha256 of entry 1 is missing"]),
+        (f"[a]\nsk-secret = '{DIGEST}'", ["field 1 of entry 1 is unknown"]),
+        (f"[a]\nsha256 = '{DIGEST}'\nmax_tokens = 'sk-secret'", ["max_tokens of entry 1 is text"]),
+        (f"[a]\nsha256 = '{DIGEST}'\npriority = 'sk-secret'", ["priority of entry 1 is text"]),
+        (f"[a]\nsha256 = '{DIGEST}'\nmetrics = 'sk-secret'", ["metrics of entry 1 is text"]),
+        (f"[a]\nsha256 = '{DIGEST}'\n[sk-secret]\nsha256 = '{SECRET}'", ["name of entry 2 is a key of this file"]),
+        (f"[sk-secret]\nsha256 = '{DIGEST}'\n[a]\nsha256 = '{SECRET}'", ["name of entry 1 is a key of this file"]),
+        (f"[{'0aF9' * 16}]\nsha256 = '{DIGEST}'", ["name of entry 1 has the shape of a key"]),
+        # Names that mean something to a file system.
+        (f"['.']\nsha256 = '{DIGEST}'", ["name of entry 1", "the first is a letter or a digit"]),
+        (f"['..']\nsha256 = '{DIGEST}'", ["name of entry 1", "the first is a letter or a digit"]),
+        # What the parser refuses in ways of its own, or takes and cannot write out again.
+        (f"x = {'[' * 100_000}", ["is not TOML"]),
+        (f"x = {'9' * 5000}", ["is not TOML"]),
+        (f"[a]\nsha256 = '{DIGEST}'\nmax_tokens = 0x{'f' * 5000}", ["max_tokens of entry 1 is a number"]),
         ("x" * ((1 << 20) + 1), ["more than 1048576 bytes"]),
         ("".join(table_of(f"k{number}") for number in range(MAX_KEYS + 1)), ["1001 keys", "at most 1000"]),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(content: str | bytes, words: list[str]) -> None:
-    """With the file, the table, the field and the limit, and without anything that may be a key."""
+    """With the file, the number of the table, the field and the limit, and without anything that may be a key."""
     with pytest.raises(KeysRefused) as raised:
         parse_keys(content.encode() if isinstance(content, str) else content, "keys.toml")
     assert "keys.toml" in raised.value.message
     for word in words:
         assert word in raised.value.message
-    assert "sk-secret" not in raised.value.message
+    assert "sk-secret" not in f"{raised.value.message} {raised.value.metadata}"
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     """A folder, and nothing at all."""
     for path in (tmp_path, tmp_path / "missing.toml"):
         with pytest.raises(KeysRefused, match="missing, or not a regular file"):
-            read_keys(path)
+            read_file(path)
