@@ -17,6 +17,7 @@ from gateway.generation.frontend import Admission
 from gateway.generation.generate import CompletionEvent, Event, RoundEvent
 from gateway.generation.request import CheckedRequest
 from gateway.generation.transcript import counts_by_drafter
+from gateway.keys.door import Door
 from gateway.rounds.round import FallbackReason, Round, TokenOrigin
 from gateway.sessions.link import ROLLBACK_S
 from outrider.errors import OutriderError
@@ -124,9 +125,11 @@ class GatewayMetrics:
         self.params_max_tokens = histogram("request_params_max_tokens", "Most tokens that a request allowed.", TOKENS)
         registry.register(figures)
 
-    def watch(self, admission: Admission, backend: Backend) -> None:
-        """Tells at every scrape who runs and waits, which services are there, and what was rolled back."""
-        self.registry.register(Watched(admission, backend, lambda: self._rejected_rows))
+    def watch(self, admission: Admission, backend: Backend, door: Door | None) -> None:
+        """Tells at every scrape who runs and waits, which services are there, what was rolled back, and how often
+        nobody was let in.
+        """
+        self.registry.register(Watched(admission, backend, door, lambda: self._rejected_rows))
 
     def admitted(self, requests: Sequence[CheckedRequest]) -> None:
         for request in requests:
@@ -230,12 +233,17 @@ class GatewayMetrics:
 
 
 class Watched:
-    """What is looked up at every scrape: who runs and waits, which services are there, what was rolled back."""
+    """What is looked up at every scrape: who runs and waits, which services are there, what was rolled back, and who
+    was not let in.
+    """
 
-    def __init__(self, admission: Admission, backend: Backend, rejected_tokens: Callable[[], int]) -> None:
+    def __init__(
+        self, admission: Admission, backend: Backend, door: Door | None, rejected_tokens: Callable[[], int]
+    ) -> None:
         """`rejected_tokens` tells how many draft tokens were not kept, which both caches have to forget."""
         self._admission = admission
         self._backend = backend
+        self._door = door
         self._rejected_tokens = rejected_tokens
 
     def collect(self) -> Iterator[Metric]:
@@ -245,6 +253,11 @@ class Watched:
         yield GaugeMetricFamily(
             PREFIX + "num_requests_waiting", "Requests that wait and have no sample running.", admission.waiting
         )
+        meaning = "Requests that were not let in, for want of a known API key."
+        refusals = CounterMetricFamily(PREFIX + "key_refusals", meaning, labels=["surface"])
+        for surface, count in self._door.refusals.items() if self._door else ():
+            refusals.add_metric([surface], count)
+        yield refusals
         meaning = "K: draft tokens a round that the policy would ask for."
         yield GaugeMetricFamily(PREFIX + "current_draft_tokens", meaning, backend.policy.best_count)
         memories = backend.lookup.memories if backend.lookup is not None else None

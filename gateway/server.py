@@ -130,7 +130,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
         await asyncio.gather(*(_await_draft(each, settings.draft_wait_seconds) for each in backend.drafts.values()))
         admission = Admission(settings.max_requests, settings.max_queue)
         metrics = GatewayMetrics(registry)
-        metrics.watch(admission, backend)
+        metrics.watch(admission, backend, door)
         names = ModelNames.of(listed(settings.served_model_name), backend.target.present().model_name)
         frontend = Frontend(backend, admission, metrics, template, names)
         service = generation_service(frontend, settings.client_stall_seconds, door)

@@ -26,6 +26,7 @@ from gateway.generation.beams import searched
 from gateway.generation.generate import CompletionEvent, Event, RequestContext, merged, prepare
 from gateway.generation.request import DEFAULT_MAX_TOKENS, CheckedRequest, GenerationRequest
 from gateway.generation.transcript import SpeculationFigures
+from gateway.keys.door import Entrance
 from gateway.keys.tenant import Spending, Tenant
 from gateway.text.chat_template import ChatTemplate
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
@@ -332,16 +333,18 @@ class Frontend:
 
     @asynccontextmanager
     async def open(
-        self, requests: Sequence[GenerationRequest], tenant: Tenant | None = None
+        self, requests: Sequence[GenerationRequest], enter: Entrance | None = None
     ) -> AsyncIterator[Generation]:
         """Checks requests that belong together, and waits for a place for the first sample; the others wait for theirs
-        while events come. What they hold is given back when it is left. `tenant` is whose requests they are, where
-        keys are asked for.
+        while events come. What they hold is given back when it is left. `enter` tells whose requests they are, where
+        keys are asked for: asked when the requests are there, and once more when they have their place.
 
-        Raises InvalidRequest, PromptTooLong, Overloaded, RateLimited, and what is said of a target that is away.
+        Raises InvalidRequest, PromptTooLong, Overloaded, RateLimited, InvalidKey, and what is said of a target that is
+        away.
         """
         async with AsyncExitStack() as stack:
             stack.enter_context(request_scope())
+            tenant = None if enter is None else enter()
             if tenant is not None:
                 stack.enter_context(bound(key=tenant.name))
             spending, priority = Spending(), 0 if tenant is None else tenant.key.priority
@@ -354,6 +357,9 @@ class Frontend:
                 if tenant is not None:
                     spending = stack.enter_context(_spending(tenant, [context.request for context in contexts]))
                 places = await stack.enter_async_context(self.admission.entry(priority))
+                if enter is not None:
+                    # It may have waited long, and begins only now.
+                    enter()
             except OutriderError as error:
                 self.metrics.rejected(error, None if tenant is None else tenant.name)
                 log.info("request refused", status=error.reason)

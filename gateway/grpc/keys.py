@@ -5,9 +5,8 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import grpc
 
-from gateway.keys.door import Door
+from gateway.keys.door import GRPC, Door
 from gateway.keys.tenant import Tenant
-from outrider.errors import InvalidKey
 from outrider.rpc.guard import OPEN, Handler
 
 Metadata = Iterable[tuple[str, str | bytes]] | None
@@ -18,7 +17,7 @@ def entered(door: Door, metadata: Metadata) -> Tenant:
     values: defaultdict[str, list[bytes]] = defaultdict(list)
     for name, value in metadata or ():
         values[name].append(value.encode() if isinstance(value, str) else value)
-    return door.enter(values["authorization"], values["x-api-key"])
+    return door.enter(GRPC, values["authorization"], values["x-api-key"])
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
@@ -36,12 +35,12 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         if not handler_call_details.method.startswith(OPEN):
             try:
                 entered(self._door, handler_call_details.invocation_metadata)
-            except InvalidKey as error:
+            except Exception as error:  # noqa: BLE001 - raised again inside the wall, which no interceptor is
                 return _refusing(error)
         return await continuation(handler_call_details)
 
 
-def _refusing(error: InvalidKey) -> Handler:
+def _refusing(error: Exception) -> Handler:
     async def refuse(_messages: object, _context: object) -> None:
         raise error
 

@@ -8,6 +8,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Self
 
 import grpc
@@ -123,9 +124,9 @@ class GenerationServicer(GenerationServiceServicer):
             await self._answer(await chat_request_from(request, template, tokenizer), context)
 
     async def _answer(self, request: GenerationRequest, context: Context | ChatContext) -> None:
-        tenant = None if self._door is None else entered(self._door, context.invocation_metadata())
+        enter = None if self._door is None else partial(entered, self._door, context.invocation_metadata())
         async with (
-            self._frontend.open([request], tenant) as generation,
+            self._frontend.open([request], enter) as generation,
             aclosing(generation.events) as events,
             ClientWriter(context, self._client_stall_s) as writer,
         ):

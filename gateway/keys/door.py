@@ -5,13 +5,13 @@ everybody out. What it no longer lists is refused from then on; requests under w
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import structlog
 
-from gateway.keys.table import KeysRefused, find_key, parse_keys, read_file
+from gateway.keys.table import Key, KeysRefused, find_key, parse_keys, read_file
 from gateway.keys.tenant import Clock, Tenant
 from gateway.keys.usage import OwnUsage, Usage
 from outrider.errors import InvalidKey
@@ -21,6 +21,10 @@ SETTLED_S = 0.1
 SCHEME = b"bearer "
 # One by each header; each is compared with all of the file.
 MAX_GIVEN = 2
+REST, GRPC = "rest", "grpc"
+
+# Asks the door once more for the same request; raises InvalidKey when the key has gone meanwhile.
+Entrance = Callable[[], Tenant]
 
 log = structlog.get_logger()
 
@@ -41,12 +45,25 @@ class Door:
         self._keys = parse_keys(self._content, path)
         self._tenants: dict[str, Tenant] = {}
         self._complaint = ""
+        self.refusals = {REST: 0, GRPC: 0}
+        """Requests that were not let in, by surface."""
         if not self._keys:
             log.warning("the file of keys has none, so nobody comes in", file=path)
 
-    def enter(self, authorization: Iterable[bytes], x_api_key: Iterable[bytes]) -> Tenant:
+    def enter(self, surface: str, authorization: Iterable[bytes], x_api_key: Iterable[bytes]) -> Tenant:
         """The holder of the first known key among the values of these headers; raises InvalidKey."""
         self._look()
+        try:
+            key = self._known(authorization, x_api_key)
+        except InvalidKey:
+            self.refusals[surface] += 1
+            raise
+        # One that has gone and come again goes on with what it had used.
+        tenant = self._tenants.setdefault(key.name, Tenant(key, self._clock, self._usage))
+        tenant.key = key
+        return tenant
+
+    def _known(self, authorization: Iterable[bytes], x_api_key: Iterable[bytes]) -> Key:
         bearers = [each[len(SCHEME) :] for each in authorization if each[: len(SCHEME)].lower() == SCHEME]
         given = {each.strip(): None for each in (*bearers, *x_api_key) if each.strip()}
         if not given:
@@ -56,10 +73,7 @@ class Door:
         key = next(filter(None, (find_key(self._keys, each) for each in given)), None)
         if key is None:
             raise InvalidKey("The API key is none that this gateway knows; its operator has the list")
-        # One that has gone and come again goes on with what it had used.
-        tenant = self._tenants.setdefault(key.name, Tenant(key, self._clock, self._usage))
-        tenant.key = key
-        return tenant
+        return key
 
     def _look(self) -> None:
         """Reads the file again where it has changed, or may have within its latest date."""

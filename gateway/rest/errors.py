@@ -205,6 +205,8 @@ def error_response(error: OutriderError, path: str, headers: Mapping[str, str] |
         advice = {"retry-after": str(math.ceil(wait_s)), "retry-after-ms": str(math.ceil(1000 * wait_s))}
     elif status not in RETRIED:
         advice = {"x-should-retry": "false"}
+    if status == 401:
+        advice["www-authenticate"] = "Bearer"
     is_of_messages = path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
     body = messages_error_json(error) if is_of_messages else error_json(error)
     return Response(body, status, {**advice, **(headers or {})}, "application/json")

@@ -24,10 +24,10 @@ from gateway.generation.frontend import Frontend, ModelNames
 from gateway.generation.generate import CompletionEvent, Event
 from gateway.generation.request import CheckedRequest, GenerationRequest
 from gateway.generation.transcript import SpeculationFigures
-from gateway.keys.tenant import Tenant
+from gateway.keys.door import Entrance
 from gateway.rest import responses
 from gateway.rest.errors import UnknownModel, error_json, unexpected
-from gateway.rest.keys import tenant_of
+from gateway.rest.keys import entrance_of
 from gateway.rest.middleware import RestSettings, ignored_header
 from gateway.rest.responses import AnswerWriter, ChoiceBuffer, ResponseFormatter, ResponseHeader
 from gateway.rest.schemas import GenerationFields, ShapeFields, SpeculationFields, StreamOptions
@@ -345,17 +345,17 @@ class Responder:
 
     async def respond(self, request: Request) -> Response:
         """The response; raises whatever is wrong before there is one, and ClientGone."""
-        headers, tenant = ignored_header(self.ignored), tenant_of(request)
+        headers, enter = ignored_header(self.ignored), entrance_of(request)
         if not self.is_streamed:
             async with while_there(request.receive):
-                return Response(await self._body_json(tenant), headers=headers, media_type="application/json")
+                return Response(await self._body_json(enter), headers=headers, media_type="application/json")
         keep_alive_s, stall_s = self.settings.keep_alive_s, self.settings.client_stall_s
-        stream = EventStream(self._frames(tenant), keep_alive_s, stall_s, headers, self.keep_alive)
+        stream = EventStream(self._frames(enter), keep_alive_s, stall_s, headers, self.keep_alive)
         await stream.begin(request.receive)
         return stream
 
-    async def _body_json(self, tenant: Tenant | None) -> str:
-        async with self._opened(tenant) as opened:
+    async def _body_json(self, enter: Entrance | None) -> str:
+        async with self._opened(enter) as opened:
             choices = [ChoiceBuffer() for _ in range(opened.figures.first_choices[-1])]
             async for index, event in opened.events:
                 opened.figures.add(index, event)
@@ -363,11 +363,11 @@ class Responder:
         whole = partial(opened.writer.whole, choices)
         return await asyncio.to_thread(whole) if opened.writer.takes_long else whole()
 
-    async def _frames(self, tenant: Tenant | None) -> AsyncGenerator[bytes, None]:
+    async def _frames(self, enter: Entrance | None) -> AsyncGenerator[bytes, None]:
         """The events of a stream. The first frame is empty, and says that the headers may go out."""
         writer: AnswerWriter | None = None
         try:
-            async with self._opened(tenant) as opened:
+            async with self._opened(enter) as opened:
                 writer = opened.writer
                 yield b""
                 for frame in writer.begin():
@@ -385,10 +385,10 @@ class Responder:
             yield frame
 
     @asynccontextmanager
-    async def _opened(self, tenant: Tenant | None) -> AsyncIterator[OpenResponse]:
+    async def _opened(self, enter: Entrance | None) -> AsyncIterator[OpenResponse]:
         async with AsyncExitStack() as stack:
             try:
-                generation = await stack.enter_async_context(self.frontend.open(self.requests, tenant))
+                generation = await stack.enter_async_context(self.frontend.open(self.requests, enter))
             except OutriderError as error:
                 raise in_names_of(self.names, error) from None
             target, fingerprint = self.frontend.backend.target.info, None

@@ -4,28 +4,27 @@ The page itself has no secrets, and asks for the key when its first call is refu
 one too, so that a new route is closed until it is named here.
 """
 
-from collections.abc import Iterable
+from functools import partial
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.keys.door import Door
+from gateway.keys.door import REST, Door, Entrance
 from gateway.keys.tenant import Tenant
 from gateway.rest.errors import error_response
-from outrider.errors import InvalidKey, KeyForbidden, OutriderError
+from outrider.errors import KeyForbidden, OutriderError
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/"})
 OPEN_FILES = "/static/"
 READING = frozenset({"GET", "HEAD"})
 FIGURES = "/metrics"
-CHALLENGE = {"www-authenticate": "Bearer"}
 UNITS = ("requests", "tokens")
 LIMIT_HEADERS = tuple(f"x-ratelimit-{what}-{unit}" for unit in UNITS for what in ("limit", "remaining", "reset"))
 
 
 class KeyGuard:
-    """Lets requests with a known key in, and tells the route whose it is; answers say what is left of its limits."""
+    """Lets requests with a known key in, and the route ask whose it is; answers say what is left of its limits."""
 
     def __init__(self, app: ASGIApp, door: Door) -> None:
         self._app, self._door = app, door
@@ -34,16 +33,16 @@ class KeyGuard:
         if is_open(scope["method"], scope["path"]):
             await self._app(scope, receive, send)
             return
+        enter = partial(self._door.enter, REST, _values(scope, b"authorization"), _values(scope, b"x-api-key"))
         try:
-            tenant = self._door.enter(_values(scope, b"authorization"), _values(scope, b"x-api-key"))
+            tenant = enter()
             if scope["path"] == FIGURES and not tenant.key.metrics:
                 message = f"{FIGURES} tells of all keys; to read it the key {tenant.name!r} needs metrics = true"
                 raise KeyForbidden(message, key=tenant.name)
         except OutriderError as error:
-            headers = CHALLENGE if isinstance(error, InvalidKey) else None
-            await error_response(error, scope["path"], headers)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
-        scope.setdefault("state", {})["tenant"] = tenant
+        scope.setdefault("state", {})["enter"] = enter
 
         async def send_with_limits(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -63,9 +62,9 @@ def tells_nothing(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(OPEN_FILES)
 
 
-def tenant_of(request: Request) -> Tenant | None:
-    """Whose request it is; None where no keys are asked for."""
-    found: Tenant | None = request.scope.get("state", {}).get("tenant")
+def entrance_of(request: Request) -> Entrance | None:
+    """Tells whose request it is, as often as it is asked; None where no keys are asked for."""
+    found: Entrance | None = request.scope.get("state", {}).get("enter")
     return found
 
 
@@ -82,5 +81,5 @@ def limit_headers(tenant: Tenant) -> dict[str, str]:
     return found
 
 
-def _values(scope: Scope, name: bytes) -> Iterable[bytes]:
-    return (value for each, value in scope["headers"] if each == name)
+def _values(scope: Scope, name: bytes) -> list[bytes]:
+    return [value for each, value in scope["headers"] if each == name]

@@ -25,11 +25,11 @@ from gateway.generation.frontend import Frontend
 from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import GenerationRequest
 from gateway.generation.transcript import GuessFacts, round_facts
-from gateway.keys.tenant import Tenant
+from gateway.keys.door import Entrance
 from gateway.rest.conversation import template_messages
 from gateway.rest.errors import MissingParameter
 from gateway.rest.generate import CHAT_NAMES, TEXT_NAMES, check_prompt_len, generation_request, in_names_of
-from gateway.rest.keys import tenant_of
+from gateway.rest.keys import entrance_of
 from gateway.rest.middleware import ParsedBodyRoute, RestSettings
 from gateway.rest.schemas import GenerationFields, Messages, Seed, Text, Unserved
 from gateway.rest.sse import EventStream, typed
@@ -138,7 +138,7 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
             logprob_count=logprob_count,
             reading=reading,
         )
-        frames = event_frames(frontend, generation, names, tenant_of(request))
+        frames = event_frames(frontend, generation, names, entrance_of(request))
         stream = EventStream(frames, settings.keep_alive_s, settings.client_stall_s)
         await stream.begin(request.receive)
         return stream
@@ -162,7 +162,7 @@ def read_files() -> dict[str, WebFile]:
 
 
 async def event_frames(
-    frontend: Frontend, request: GenerationRequest, names: Mapping[str, str], tenant: Tenant | None
+    frontend: Frontend, request: GenerationRequest, names: Mapping[str, str], enter: Entrance | None
 ) -> AsyncGenerator[bytes, None]:
     """The events of a request. What is wrong before it has its place is raised, in the route's `names` of fields; what
     goes wrong later is an event.
@@ -170,7 +170,7 @@ async def event_frames(
     started_ns = time.perf_counter_ns()
     is_open = False
     try:
-        async with frontend.open([request], tenant) as generation:
+        async with frontend.open([request], enter) as generation:
             target, checked = frontend.backend.target.present(), generation.requests[0]
             is_open = True
             opened = {

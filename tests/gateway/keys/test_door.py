@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from support.keys import key_of, table_of, write_keys
 
 from gateway.keys import door as door_module
-from gateway.keys.door import Door
+from gateway.keys.door import REST, Door
 from gateway.keys.table import Key, KeysRefused, parse_keys
 from outrider.errors import InvalidKey
 
@@ -20,7 +20,7 @@ from outrider.errors import InvalidKey
 def let_in(door: Door, name: str) -> bool:
     """Whether the key of a name opens."""
     try:
-        door.enter([f"Bearer {key_of(name)}".encode()], [])
+        door.enter(REST, [f"Bearer {key_of(name)}".encode()], [])
     except InvalidKey:
         return False
     return True
@@ -48,7 +48,7 @@ def test_a_key_comes_by_either_header(tmp_path: Path) -> None:
         ([b"Bearer " + key], [b"none"]),
         ([b"Basic x", b"BEARER " + key], []),
     ):
-        assert door.enter(authorization, x_api_key).name == "alice"
+        assert door.enter(REST, authorization, x_api_key).name == "alice"
     for authorization, x_api_key in (
         ([], []),
         ([b"Bearer"], []),
@@ -57,9 +57,9 @@ def test_a_key_comes_by_either_header(tmp_path: Path) -> None:
         ([b"Basic " + key], []),
     ):
         with pytest.raises(InvalidKey, match="No API key came"):
-            door.enter(authorization, x_api_key)
+            door.enter(REST, authorization, x_api_key)
     with pytest.raises(InvalidKey, match="none that this gateway knows") as refused:
-        door.enter([], [b"sk-wrong"])
+        door.enter(REST, [], [b"sk-wrong"])
     assert "sk-wrong" not in f"{refused.value} {refused.value.metadata}"
 
 
@@ -145,21 +145,21 @@ def test_a_file_that_stays_as_it_is_is_not_read_again(tmp_path: Path, monkeypatc
 def test_a_request_with_many_keys_is_refused_before_they_are_compared(tmp_path: Path) -> None:
     """Two may come, one by each header, and each as often as it will."""
     door, key = Door(write_keys(tmp_path / "keys.toml", alice={})), key_of("alice").encode()
-    assert door.enter([b"Bearer a"] * 1000, [key] * 1000).name == "alice"
+    assert door.enter(REST, [b"Bearer a"] * 1000, [key] * 1000).name == "alice"
     with pytest.raises(InvalidKey, match="3 different API keys came, but a request must have at most 2"):
-        door.enter([b"Bearer a", b"Bearer b"], [key])
+        door.enter(REST, [b"Bearer a", b"Bearer b"], [key])
 
 
 def test_what_was_used_outlives_a_change_of_the_file(tmp_path: Path) -> None:
     """Also that of a name which was away for a while, and with a new key."""
     path = tmp_path / "keys.toml"
     door = Door(write_keys(path, alice={"concurrent_samples": 3}))
-    tenant = door.enter([], [key_of("alice").encode()])
+    tenant = door.enter(REST, [], [key_of("alice").encode()])
     with tenant.spending(2, 1, 1):
         write_keys(path, bobby={})
         assert not let_in(door, "alice")
         path.write_text(table_of("bobby", concurrent_samples=2).replace("[bobby]", "[alice]"))
-        again = door.enter([], [key_of("bobby").encode()])
+        again = door.enter(REST, [], [key_of("bobby").encode()])
         assert (again.name, again.samples, again.limits.concurrent_samples) == ("alice", 2, 2)
 
 

@@ -6,7 +6,7 @@ What is open is listed here once; whatever else a gateway learns to serve is clo
 import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from support.basics import eventually
 from support.keys import bearer, key_of, write_keys
 from support.services.markov_services import MarkovStack, markov_stack, request, write_tokenizer
 
+from gateway.keys.door import REST
 from gateway.keys.tenant import Tenant
 from gateway.rest.keys import LIMIT_HEADERS
 from outrider.client import AsyncClient, Client
@@ -256,7 +257,7 @@ async def ask(http: httpx.AsyncClient, name: str, **body: object) -> httpx.Respo
 def still(stack: MarkovStack, name: str) -> Tenant:
     """The holder of a name's key, for whose limits time stands still: requests at once are so on any machine."""
     assert stack.gateway.door is not None
-    tenant = stack.gateway.door.enter([], [key_of(name).encode()])
+    tenant = stack.gateway.door.enter(REST, [], [key_of(name).encode()])
     tenant.clock = lambda: 1000.0
     return tenant
 
@@ -268,6 +269,16 @@ async def call(stack: MarkovStack, name: str) -> pb.Completion | OutriderError:
         return [each async for each in stack.generate(asked, metadata=tuple(bearer(name).items()))][-1].completion
     except grpc.aio.AioRpcError as error:
         return error_from(error)
+
+
+@contextmanager
+def taken_out(keys: Path, name: str) -> Iterator[None]:
+    """While it is open, the file does not list a name."""
+    write_keys(keys, **{each: limits for each, limits in NAMES.items() if each != name})
+    try:
+        yield
+    finally:
+        write_keys(keys, **NAMES)
 
 
 async def test_of_two_hundred_requests_at_once_as_many_are_served_as_may(
@@ -355,11 +366,85 @@ async def test_an_answer_is_no_longer_than_a_key_may_have_it(http: httpx.AsyncCl
 async def test_a_key_that_is_taken_out_opens_nothing_any_more(http: httpx.AsyncClient, keys: Path) -> None:
     """From the very next request on, also on a connection that is open already."""
     assert (await ask(http, "leaver")).status_code == 200
-    write_keys(keys, **{name: limits for name, limits in NAMES.items() if name != "leaver"})
-    assert (await ask(http, "leaver")).status_code == 401
-    assert (await ask(http, "alice")).status_code == 200
-    write_keys(keys, **NAMES)
+    with taken_out(keys, "leaver"):
+        assert (await ask(http, "leaver")).status_code == 401
+        assert (await ask(http, "alice")).status_code == 200
     assert (await ask(http, "leaver")).status_code == 200
+
+
+async def test_a_key_that_is_taken_out_opens_nothing_over_grpc(stack: MarkovStack, keys: Path) -> None:
+    """From the very next call on; a stream that has begun goes on to its end."""
+    asked = request(400, sampling=types_pb2.SamplingParameters(temperature=0, ignore_eos=True))
+    begun = aiter(stack.generate(asked, metadata=tuple(bearer("leaver").items())))
+    assert (await anext(begun)).HasField("round")
+    with taken_out(keys, "leaver"):
+        assert isinstance(await call(stack, "leaver"), InvalidKey)
+        assert [each async for each in begun][-1].completion.usage.completion_tokens > 100
+    assert isinstance(await call(stack, "leaver"), pb.Completion)
+
+
+async def test_a_body_that_comes_behind_the_end_of_its_key_begins_nothing(
+    stack: MarkovStack, http: httpx.AsyncClient, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its headers were let in when the key still opened."""
+    door, let_in, gone = stack.gateway.door, asyncio.Event(), asyncio.Event()
+    assert door is not None
+    enter = door.enter
+
+    def entering(surface: str, authorization: list[bytes], x_api_key: list[bytes]) -> Tenant:
+        tenant = enter(surface, authorization, x_api_key)
+        let_in.set()
+        return tenant
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b'{"prompt": "fox sea", '
+        await gone.wait()
+        yield b'"max_tokens": 4}'
+
+    monkeypatch.setattr(door, "enter", entering)
+    headers = {**bearer("leaver"), "content-type": "application/json"}
+    asked = asyncio.create_task(http.post("/v1/completions", content=body(), headers=headers))
+    await let_in.wait()
+    with taken_out(keys, "leaver"):
+        gone.set()
+        refused = await asked
+    assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert refused.headers["www-authenticate"] == "Bearer"
+
+
+async def test_who_waits_for_a_place_behind_the_end_of_its_key_begins_nothing(
+    stack: MarkovStack, http: httpx.AsyncClient, keys: Path
+) -> None:
+    """On both surfaces; its place is the next one's."""
+    tenant, admission = still(stack, "leaver"), stack.gateway.frontend.admission
+    async with AsyncExitStack() as places:
+        for _ in range(admission.places):
+            await places.enter_async_context(admission.entry())
+        waiting = asyncio.gather(call(stack, "leaver"), ask(http, "leaver"), ask(http, "alice"))
+        await eventually(lambda: admission.waiting == 3, PATIENCE_S)
+        with taken_out(keys, "leaver"):
+            await places.aclose()
+            over_grpc, over_rest, other = await waiting
+    assert isinstance(over_grpc, InvalidKey)
+    assert (over_rest.status_code, other.status_code) == (401, 200)
+    assert tenant.samples == 0
+
+
+async def test_who_was_not_let_in_is_counted(stack: MarkovStack, http: httpx.AsyncClient) -> None:
+    """By surface, whether no key came or an unknown one."""
+
+    def counts() -> list[float]:
+        text = exposition(stack.gateway.frontend.metrics.registry)[0].decode()
+        lines = [line for line in text.splitlines() if line.startswith("outrider_key_refusals_total{")]
+        figures = dict(line.rsplit(" ", 1) for line in lines)
+        return [float(figures[f'outrider_key_refusals_total{{surface="{name}"}}']) for name in ("rest", "grpc")]
+
+    before = counts()
+    for name in ("nobody", "alice", "nobody"):
+        await ask(http, name)
+    await http.get("/v1/models")
+    assert isinstance(await call(stack, "nobody"), InvalidKey)
+    assert [new - old for new, old in zip(counts(), before, strict=True)] == [3, 1]
 
 
 async def test_figures_and_lines_have_the_name_and_never_the_key(stack: MarkovStack, http: httpx.AsyncClient) -> None:
