@@ -26,7 +26,7 @@ from gateway.rest.generate import (
 from gateway.rest.middleware import RestSettings
 from gateway.rest.openapi import documented_answer
 from gateway.rest.responses import ChoiceBuffer, Envelope, Finish, ResponseHeader, TextCompletion, TextLogprobs, Tokens
-from gateway.rest.schemas import MAX_PROMPTS, CompletionRequest, StreamOptions
+from gateway.rest.schemas import MAX_PROMPTS, CompletionRequest, StreamOptions, ignored_in
 from gateway.rest.validation import route_class
 from gateway.text.tokenizer import GAPS, Tokenizer
 from outrider.errors import InvalidRequest, PromptTooLong, Unsupported
@@ -87,7 +87,10 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
             formatter = CompletionFormatter(header, tokenizer, has_logprobs, has_token_ids, echo, samples)
             return ChunkWriter(formatter, figures, body.stream_options or StreamOptions())
 
-        responder = Responder(frontend, settings, bool(body.stream), generations, TEXT_NAMES, "cmpl-", make_writer)
+        ignored = tuple(dict.fromkeys(ignored_in(body)))
+        responder = Responder(
+            frontend, settings, bool(body.stream), generations, TEXT_NAMES, "cmpl-", make_writer, ignored
+        )
         return await responder.respond(request)
 
     return router

@@ -21,22 +21,17 @@ from gateway.generation.request import GenerationRequest
 from gateway.rest.errors import MissingParameter
 from gateway.rest.generate import check_prompt_len, generation_request
 from gateway.rest.middleware import RestSettings
-from gateway.rest.schemas import AllowedToolsChoice, ChatRequest, Message, NamedTool, TextPart, Tool, ToolCall
+from gateway.rest.schemas import NO_EFFECT, AllowedToolsChoice, ChatRequest, Message, NamedTool, Tool, ignored_in
 from gateway.text.chat_template import ChatTemplate, RenderedPrompt
 from gateway.tools.call_grammar import CallRules, OfferedTool
 from outrider.errors import InvalidRequest
 
-# Clients echo these, with whatever somebody else's answer had.
-ECHOED: Mapping[type, frozenset[str]] = {
-    Message: frozenset(
-        ("refusal", "annotations", "provider_specific_fields", "cache_control", "thinking_blocks", "reasoning_details")
-    ),
-    TextPart: frozenset(("annotations", "cache_control")),
-    ToolCall: frozenset(("index", "provider_specific_fields", "cache_control")),
-    Tool: frozenset(("cache_control",)),
-}
 # Of a message, to the template; there may be thousands of them, and a dump of the model takes three times as long.
-SHOWN = tuple(name for name in Message.model_fields if name not in {"tool_calls", *ECHOED[Message]})
+SHOWN = tuple(
+    name
+    for name, info in Message.model_fields.items()
+    if name not in {"tool_calls", "refusal"} and info.description != NO_EFFECT
+)
 THINKING = "enable_thinking"
 ABOUT_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 
@@ -58,7 +53,7 @@ async def conversation(body: ChatRequest, frontend: Frontend, settings: RestSett
     if newer is not None and older is not None and newer != older:
         raise InvalidRequest("max_tokens", older, f"absent, or equal to max_completion_tokens, which is {newer}")
     rules = _call_rules(body)
-    variables, ignored = _variables(body, template)
+    variables, ignored = _variables(body, template, settings)
     tools = body.tools or () if shows_tools(template, rules) else ()
     if tools and settings.drops_tools and not template.renders_tools:
         tools, rules = (), CallRules()
@@ -87,7 +82,7 @@ async def _rendered(
 def _call_rules(body: ChatRequest) -> CallRules:
     """Which tools may be called, and whether one must; raises InvalidRequest."""
     choice, tools = body.tool_choice, body.tools or []
-    if choice is not None and not tools:
+    if choice not in (None, "none") and not tools:
         shown = choice if isinstance(choice, str) else choice.model_dump()
         raise InvalidRequest("tool_choice", shown, "absent without tools")
     found = offered(
@@ -109,39 +104,35 @@ def _call_rules(body: ChatRequest) -> CallRules:
     return CallRules(tuple(found.values()), choice == "required", max_calls)
 
 
-def _variables(body: ChatRequest, template: ChatTemplate) -> tuple[dict[str, Any], list[str]]:
+def _variables(body: ChatRequest, template: ChatTemplate, settings: RestSettings) -> tuple[dict[str, Any], list[str]]:
     """What the template is given beside the conversation, and fields that it has no place for."""
-    variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    given = body.chat_template_kwargs or {}
+    variables: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    ignored = []
+    if settings.ignores_unknown:
+        ignored = [f"chat_template_kwargs.{name}" for name in variables if name not in template.variables]
+        variables = {name: value for name, value in variables.items() if name in template.variables}
     check_variables("chat_template_kwargs", variables, template)
     effort = body.reasoning_effort
     if effort is None:
-        return variables, []
+        return variables, ignored
     if "reasoning_effort" in template.variables:
-        return {"reasoning_effort": effort, **variables}, []
+        return {"reasoning_effort": effort, **variables}, ignored
     if THINKING in template.variables:
-        return {THINKING: effort != "none", **variables}, []
-    return variables, ["reasoning_effort"]
+        return {THINKING: effort != "none", **variables}, ignored
+    return variables, [*ignored, "reasoning_effort"]
 
 
 def _ignored(body: ChatRequest, template: ChatTemplate) -> Iterator[str]:
     """What of a body was not looked at, by the names of the fields."""
+    yield from ignored_in(body)
+    unread = [name for name in ("name", "tool_calls") if not template.shows(name)]
     for message in body.messages:
-        yield from _echoed("messages.", message)
+        if message.refusal and message.content is not None:
+            yield "messages.refusal"
         if (message.reasoning_content or message.reasoning) and not template.shows_reasoning:
             yield "messages.reasoning_content"
-        for call in message.tool_calls or ():
-            yield from _echoed("messages.tool_calls.", call)
-        if isinstance(message.content, list):
-            for part in message.content:
-                yield from _echoed("messages.content.", part)
-    for tool in body.tools or ():
-        yield from _echoed("tools.", tool)
-
-
-def _echoed(prefix: str, part: Message | TextPart | ToolCall | Tool) -> Iterator[str]:
-    for name in sorted((part.model_fields_set & ECHOED[type(part)]).union(part.model_extra or ())):
-        if getattr(part, name) is not None:
-            yield prefix + name
+        yield from (f"messages.{name}" for name in unread if getattr(message, name))
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -152,13 +143,16 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _template_message(number: int, message: Message) -> dict[str, Any]:
     """A message as templates take it: its text in one piece, arguments of calls as objects, and no absent field.
 
-    Raises MissingParameter about one without content and calls.
+    An assistant may have said nothing beside its calls or its reasoning. Raises MissingParameter about other messages
+    without content.
     """
-    if message.content is None and not message.tool_calls:
+    said = message.refusal if message.content is None else message.content
+    is_empty = message.tool_calls or (message.role == "assistant" and (message.reasoning_content or message.reasoning))
+    if said is None and not is_empty:
         raise MissingParameter(f"messages.{number}.content")
     plain = {name: value for name in SHOWN if (value := getattr(message, name)) is not None}
-    if isinstance(message.content, list):
-        plain["content"] = "".join(part.text for part in message.content)
+    if said is not None:
+        plain["content"] = said if isinstance(said, str) else "".join(part.text for part in said)
     for call_number, call in enumerate(message.tool_calls or ()):
         field = f"messages.{number}.tool_calls.{call_number}.function.arguments"
         given = call.function.arguments

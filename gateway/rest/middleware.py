@@ -307,10 +307,14 @@ class ParsedBodyRoute(APIRoute):
     """A route that takes the value of its body from `BodyLimits` instead of parsing the bytes again."""
 
     @property
-    def bodies(self) -> TypeAdapter[Any] | None:
+    def body_type(self) -> Any:  # noqa: ANN401 - whatever a route takes
         """What its bodies are; None where it takes none."""
-        body: Any = self.body_field.field_info.annotation if self.body_field else None
-        return None if body is None else TypeAdapter(body)
+        return self.body_field.field_info.annotation if self.body_field else None
+
+    @property
+    def bodies(self) -> TypeAdapter[Any] | None:
+        """What makes them of values."""
+        return None if self.body_type is None else TypeAdapter(self.body_type)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle, bodies = super().get_route_handler(), self.bodies

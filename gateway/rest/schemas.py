@@ -3,10 +3,11 @@
 What a range depends on, the target's vocabulary for one, is checked with the request itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
 from pydantic.config import JsonDict
 
 from gateway.generation.conversation import MAX_TEMPLATE_VARIABLES, MAX_TOOLS, MAX_VARIABLE_LEN, TOOL_NAME
@@ -32,7 +33,10 @@ MAX_PROMPTS, MAX_IDS = 64, 1_000_000
 MAX_MESSAGES = 4096
 # Of one message. Lists end at their first fault: a finding for each of a million entries takes minutes and gigabytes.
 MAX_PARTS, MAX_CALLS = 4096, 128
-NO_EFFECT = "Accepted without effect."
+# The mark of what is named in the header x-outrider-ignored.
+NO_EFFECT = "Accepted without effect, and named in the header x-outrider-ignored."
+# The mark of what says that all is as usual; a gateway that tolerates unknown fields leaves out what says otherwise.
+AS_USUAL = "Only this is served, and is so without it."
 NO_OTHERS: JsonDict = {"additionalProperties": False}
 
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -43,8 +47,9 @@ TopK = Annotated[
     int, Field(ge=-1, le=MAX_COUNT, description="-1 is 0: off."), AfterValidator(lambda count: max(count, 0))
 ]
 Unserved = Annotated[None, Field(description="Known, but not served: null or absent.")]
-# What clients repeat of answers that they had from others.
-Echoed = Annotated[Any, Field(description="Ignored, and named in the header x-outrider-ignored.")]
+Unusual = Annotated[None, Field(description=AS_USUAL)]
+# What clients repeat of answers, of others too, and what they say to others' servers.
+Ignored = Annotated[Any, Field(description=NO_EFFECT)]
 
 
 def _text_or_list(value: object) -> str | None:
@@ -116,13 +121,31 @@ class TextPart(Parameters):
 
     type: Literal["text"]
     text: str
-    annotations: Echoed = None
-    cache_control: Echoed = None
+    annotations: Ignored = None
+    cache_control: Ignored = None
 
 
+class RefusalPart(Parameters):
+    """What an assistant of another server said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _part_kind(value: object) -> str:
+    return "<refusal>" if isinstance(value, dict) and value.get("type") == "refusal" else "<part>"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<part>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_part_kind)
+]
 Content = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
+    | Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
     Discriminator(
         _text_or_list,
         custom_error_type="content_kind",
@@ -174,11 +197,10 @@ class GenerationFields(Parameters):
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
     user: Annotated[str | None, Field(description=NO_EFFECT)] = None
-    # What clients of vLLM say for what is so anyway.
-    skip_special_tokens: Annotated[Literal[True] | None, Field(description=NO_EFFECT)] = None
-    spaces_between_special_tokens: Annotated[Literal[True] | None, Field(description=NO_EFFECT)] = None
-    include_stop_str_in_output: Annotated[Literal[False] | None, Field(description=NO_EFFECT)] = None
-    priority: Annotated[int | None, Field(description=NO_EFFECT, ge=0, le=0)] = None
+    skip_special_tokens: Annotated[Literal[True] | None, Field(description=AS_USUAL)] = None
+    spaces_between_special_tokens: Annotated[Literal[True] | None, Field(description=AS_USUAL)] = None
+    include_stop_str_in_output: Annotated[Literal[False] | None, Field(description=AS_USUAL)] = None
+    priority: Annotated[int | None, Field(description=AS_USUAL, ge=0, le=0)] = None
 
 
 PROMPT_KINDS = (
@@ -231,6 +253,7 @@ class FunctionCall(Parameters):
 
     name: str
     arguments: Annotated[str | dict[str, Any], Field(description="A JSON object, as text or as it is.")]
+    parsed_arguments: Ignored = None
 
 
 class ToolCall(Parameters):
@@ -239,9 +262,9 @@ class ToolCall(Parameters):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: Echoed = None
-    provider_specific_fields: Echoed = None
-    cache_control: Echoed = None
+    index: Ignored = None
+    provider_specific_fields: Ignored = None
+    cache_control: Ignored = None
 
 
 class Message(Parameters):
@@ -254,12 +277,13 @@ class Message(Parameters):
     tool_call_id: str | None = None
     reasoning_content: Annotated[str | None, Field(description="Also as reasoning.")] = None
     reasoning: str | None = None
-    refusal: Echoed = None
-    annotations: Echoed = None
-    provider_specific_fields: Echoed = None
-    cache_control: Echoed = None
-    thinking_blocks: Echoed = None
-    reasoning_details: Echoed = None
+    refusal: Annotated[str | None, Field(description="Stands for content where there is none, else ignored.")] = None
+    annotations: Ignored = None
+    parsed: Ignored = None
+    provider_specific_fields: Ignored = None
+    cache_control: Ignored = None
+    thinking_blocks: Ignored = None
+    reasoning_details: Ignored = None
     audio: Unserved = None
     function_call: Unserved = None
 
@@ -281,7 +305,7 @@ class Tool(Parameters):
 
     type: Literal["function"]
     function: Function
-    cache_control: Echoed = None
+    cache_control: Ignored = None
 
 
 class FunctionName(Parameters):
@@ -325,7 +349,7 @@ ToolChoice = Annotated[
 ]
 
 
-TemplateVariable = bool | int | Finite | Annotated[str, Field(max_length=MAX_VARIABLE_LEN)]
+TemplateVariable = bool | int | Finite | Annotated[str, Field(max_length=MAX_VARIABLE_LEN)] | None
 
 
 class TemplateFields(Parameters):
@@ -354,19 +378,21 @@ class ChatRequest(GenerationFields, TemplateFields):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool | None = None
     metadata: Annotated[dict[str, str] | None, Field(description=NO_EFFECT, max_length=16)] = None
-    store: Annotated[Literal[False] | None, Field(description=NO_EFFECT)] = None
-    service_tier: Annotated[Literal["auto", "default"] | None, Field(description=NO_EFFECT)] = None
     safety_identifier: Annotated[str | None, Field(description=NO_EFFECT)] = None
     prompt_cache_key: Annotated[str | None, Field(description=NO_EFFECT)] = None
-    audio: Unserved = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
+    service_tier: Annotated[Literal["auto", "default"] | None, Field(description=AS_USUAL)] = None
+    store: Annotated[Literal[False] | None, Field(description=AS_USUAL)] = None
+    modalities: Annotated[
+        Annotated[list[Literal["text"]], Field(min_length=1, fail_fast=True)] | None, Field(description=AS_USUAL)
+    ] = None
+    verbosity: Annotated[Literal["medium"] | None, Field(description=AS_USUAL)] = None
+    audio: Unusual = None
+    moderation: Unusual = None
+    web_search_options: Unusual = None
     function_call: Unserved = None
     functions: Unserved = None
-    modalities: Annotated[list[Literal["text"]] | None, Field(description=NO_EFFECT, min_length=1, max_length=1)] = None
-    moderation: Unserved = None
-    prompt_cache_options: Unserved = None
-    prompt_cache_retention: Unserved = None
-    verbosity: Annotated[Literal["medium"] | None, Field(description=NO_EFFECT)] = None
-    web_search_options: Unserved = None
 
 
 class TokenizeRequest(TemplateFields):
@@ -386,3 +412,23 @@ class DetokenizeRequest(Parameters):
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
+
+
+def ignored_in(model: BaseModel, path: str = "") -> Iterator[str]:
+    """Where a body has values that have no effect, without the numbers of entries; a place may come repeatedly."""
+    for name, place, has_effect in _fields(type(model)):
+        if name not in model.model_fields_set or (value := getattr(model, name)) is None:
+            continue
+        if not has_effect:
+            yield path + place
+        for each in value if isinstance(value, list) else (value,):
+            if isinstance(each, BaseModel):
+                yield from ignored_in(each, f"{path}{place}.")
+    yield from (path + name for name, value in (model.model_extra or {}).items() if value is not None)
+
+
+@cache
+def _fields(kind: type[BaseModel]) -> tuple[tuple[str, str, bool], ...]:
+    """Of a model: each field, what it is called in a body, and whether it has an effect."""
+    fields = kind.model_fields.items()
+    return tuple((name, info.alias or name, info.description != NO_EFFECT) for name, info in fields)

@@ -30,6 +30,7 @@ from gateway.rest.middleware import (
     ignored_header,
     name_of,
 )
+from gateway.rest.schemas import AS_USUAL
 from outrider.errors import Field, InvalidRequest, OutriderError, Unsupported, shown
 from outrider.parameters import KEY_MARK
 
@@ -37,9 +38,14 @@ Finding: TypeAlias = Mapping[str, Any]
 # What pydantic calls a value where only null may stand: the mark of a field that is known but not served.
 UNSERVED_MARK = "none_required"
 UNKNOWN_MARK = "extra_forbidden"
-SHORT = {"string_too_short": "characters", "too_short": "entries"}
-# What older clients of vLLM send, and its name today.
+LENGTHS = {
+    "string_too_short": ("at least", "min_length", "character", "characters"),
+    "string_too_long": ("at most", "max_length", "character", "characters"),
+    "too_short": ("at least", "min_length", "entry", "entries"),
+}
+# What clients of vLLM send, and its name here. None is ever left out: the answer would be without its bounds.
 RENAMED = {
+    "bad_words": "banned_words",
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
     "guided_choice": "structured_outputs.choice",
@@ -49,7 +55,7 @@ RENAMED = {
 # Fields of which only some values are served; the others are not wrong, but not served either.
 CHOICES = frozenset(
     (
-        *("type", "store", "service_tier", "verbosity"),
+        *("type", "store", "service_tier", "verbosity", "modalities"),
         *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
     )
 )
@@ -73,7 +79,8 @@ def error_about(findings: Sequence[Finding], body: object) -> OutriderError:
         return UnknownParameter((Field(field), f" is not a known parameter{advice}"), field=field)
     if kind == UNSERVED_MARK:
         return Unsupported((Field(field), " is not served; leave it out"), field=field)
-    if path[-1:] and path[-1] in CHOICES and any(each["type"] == "literal_error" for each in at_fault):
+    names = [part for part in path if isinstance(part, str)]
+    if names and names[-1] in CHOICES and any(each["type"] == "literal_error" for each in at_fault):
         limit = " or ".join(map(_limit, at_fault))
         return Unsupported((Field(field), f" is {shown(value)}, but only {limit} is served"), field=field, limit=limit)
     if kind == "too_long" and isinstance(value, list | dict):
@@ -102,8 +109,10 @@ def _limit(finding: Finding) -> str:
     """What the value must be."""
     if finding["type"] in {"model_type", "model_attributes_type", "dict_type"}:
         return "an object"
-    if finding["type"] in SHORT:
-        return f"at least {finding['ctx']['min_length']} {SHORT[finding['type']]} long"
+    if finding["type"] in LENGTHS:
+        bound, name, one, several = LENGTHS[finding["type"]]
+        number = finding["ctx"][name]
+        return f"{bound} {number} {one if number == 1 else several} long"
     if finding["type"] == "string_pattern_mismatch":
         return f"text that matches {finding['ctx']['pattern']}"
     message = str(finding["msg"])
@@ -113,11 +122,15 @@ def _limit(finding: Finding) -> str:
 
 
 class TolerantBodyRoute(ParsedBodyRoute):
-    """A route that leaves unknown fields of a body out, and names them in the header of its answer."""
+    """A route that leaves out of a body what is unknown, and what asks for something else than the usual that alone is
+    served; it names both in the header of its answer.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         # Not the parsed route's, which knows one try.
         handle, bodies = APIRoute.get_route_handler(self), self.bodies
+        fields = getattr(self.body_type, "model_fields", {})
+        usual = frozenset(name for name, info in fields.items() if info.description == AS_USUAL)
 
         async def handle_known(unparsed: Request) -> Response:
             # One for both tries, because the body of a request can be read once.
@@ -126,9 +139,13 @@ class TolerantBodyRoute(ParsedBodyRoute):
                 await request.check(bodies)
                 return await handle(request)
             except RequestValidationError as error:
-                if bodies is None or all(finding["type"] != UNKNOWN_MARK for finding in error.errors()):
+                findings, body = error.errors(), request.state.json
+                unusual = usual.intersection(name for each in findings for name in _path(each, body)[:1])
+                if bodies is None or not (unusual or any(each["type"] == UNKNOWN_MARK for each in findings)):
                     raise
-            names = list(_take_unknown(_lenient(bodies, request.state.json), request.state.json))
+            for name in unusual:
+                del body[name]
+            names = sorted(unusual) + list(_take_unknown(_lenient(bodies, body), body))
             response = await handle(request)
             known = filter(None, response.headers.get(IGNORED_HEADER, "").split(", "))
             response.headers.update(ignored_header([*names, *known]))
@@ -153,9 +170,10 @@ def _lenient(bodies: TypeAdapter[Any], body: Json) -> object:
 def _take_unknown(model: object, value: Json, path: str = "") -> Iterator[str]:
     """Takes what a model does not know out of the value that it was made of; gives the names, without indices."""
     if isinstance(model, BaseModel) and isinstance(value, dict):
-        for name in model.model_extra or {}:
-            del value[name]
-            yield path + name
+        for name in model.model_extra or ():
+            if name not in RENAMED:
+                del value[name]
+                yield path + name
         for name, info in type(model).model_fields.items():
             key = info.alias or name
             yield from _take_unknown(getattr(model, name), value.get(key), f"{path}{key}.")

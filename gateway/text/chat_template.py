@@ -9,6 +9,7 @@ everywhere.
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -104,6 +105,7 @@ TEMPLATE_ONLY = ("name", "tool_calls", "tool_call_id")
 # Put behind a message that the answer goes on with, to find its end in the prompt; as transformers does it.
 CUT = "<|end of what is gone on with|>"
 REASONING = ("reasoning_content", "thinking", "reasoning")
+NAME_SHOWN = r"\b(m|msg|\w*message)(\.name\b|\[.name.\]|\.get\(.name.)|.name. in (m|msg|\w*message)\b"
 # What a template is given besides, and functions that it has.
 GIVEN = (
     *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
@@ -111,6 +113,7 @@ GIVEN = (
 )
 
 Message = Mapping[str, object]
+BLANKS: Sequence[Message] = ({}, {"content": None}, {"content": ""})
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +165,11 @@ class ChatTemplate:
         """What a client may set beside the conversation, because a template of the model takes it from outside."""
         found = frozenset(name for each in self._templates.values() for name in each.variables)
         return found - {*GIVEN, *SPECIAL_TOKENS, *self._special_tokens}
+
+    def shows(self, name: str) -> bool:
+        """Whether a field of messages, `name` or `tool_calls`, can be part of a prompt."""
+        # Tools have names too.
+        return re.search(NAME_SHOWN if name == "name" else name, self._source) is not None
 
     @property
     def shows_reasoning(self) -> bool:
@@ -226,21 +234,26 @@ class ChatTemplate:
     def _rendered(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] | None, **variables: object
     ) -> str:
-        given: dict[str, object] = {"messages": messages, "tools": None if tools is None else list(tools)}
-        given |= {"documents": None}
+        given: dict[str, object] = {"tools": None if tools is None else list(tools), "documents": None}
         given |= {**self._special_tokens, **variables}
         template = self._templates[DEFAULT]
         if tools is not None:
             template = self._templates.get(TOOL_USE, template)
-        try:
-            return template.render(given)
-        except Exception as error:  # a template can do wrong whatever Python can
-            takes = "takes them, which says" if isinstance(error, TemplateRefusal) else "can render them"
-            reason = " ".join(str(error).split()) or type(error).__name__
-            if len(reason) > MAX_SENTENCE_LEN:
-                reason = f"{reason[: MAX_SENTENCE_LEN - 3]}..."
-            limit = f"such that the chat template {takes}: {reason}"
-            raise InvalidRequest("messages", f"{len(messages)} messages", limit) from error
+        # Templates differ in what they take for an assistant who called and said nothing: nothing, none, or no text.
+        is_silent = [each.get("role") == "assistant" and "content" not in each for each in messages]
+        failure: Exception | None = None
+        for blank in BLANKS if any(is_silent) else BLANKS[:1]:
+            filled = [{**blank, **each} if silent else each for each, silent in zip(messages, is_silent, strict=True)]
+            try:
+                return template.render({**given, "messages": filled})
+            except Exception as error:  # noqa: BLE001 - a template can do wrong whatever Python can
+                failure = failure or error
+        takes = "takes them, which says" if isinstance(failure, TemplateRefusal) else "can render them"
+        reason = " ".join(str(failure).split()) or type(failure).__name__
+        if len(reason) > MAX_SENTENCE_LEN:
+            reason = f"{reason[: MAX_SENTENCE_LEN - 3]}..."
+        limit = f"such that the chat template {takes}: {reason}"
+        raise InvalidRequest("messages", f"{len(messages)} messages", limit) from failure
 
     async def prompt(
         self,

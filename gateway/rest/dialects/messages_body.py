@@ -8,17 +8,15 @@ from pydantic import Discriminator, Field, Tag
 from gateway.rest.dialects.translation import (
     ChatMessages,
     DialectFields,
-    Ignored,
     Translation,
     Values,
     by_type,
-    ignored_in,
     shared_values,
     text_or_list,
     thinking_values,
     tools_of,
 )
-from gateway.rest.schemas import MAX_CALLS, MAX_MESSAGES, NO_EFFECT, Count, Unserved, Word
+from gateway.rest.schemas import MAX_CALLS, MAX_MESSAGES, NO_EFFECT, Count, Ignored, Unserved, Word, ignored_in
 from outrider.errors import InvalidRequest
 from outrider.parameters import Parameters
 

@@ -8,17 +8,15 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 from gateway.rest.dialects.translation import (
     ChatMessages,
     DialectFields,
-    Ignored,
     Translation,
     Values,
     by_type,
-    ignored_in,
     shared_values,
     text_or_list,
     tools_of,
     type_of,
 )
-from gateway.rest.schemas import MAX_CALLS, MAX_MESSAGES, Count, Unserved
+from gateway.rest.schemas import MAX_CALLS, MAX_MESSAGES, Count, Ignored, Unserved, ignored_in
 from outrider.errors import InvalidRequest
 from outrider.parameters import Parameters
 

@@ -3,7 +3,7 @@
 A translation knows where each of its parts comes from, so that an error about one is told in the dialect's own names.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeAlias
 from urllib.parse import quote
@@ -14,14 +14,12 @@ from gateway.generation.frontend import Frontend
 from gateway.rest.conversation import THINKING, Conversation, conversation
 from gateway.rest.generate import CHAT_NAMES, in_names_of, renamed
 from gateway.rest.middleware import RestSettings
-from gateway.rest.schemas import NO_EFFECT, ChatRequest, Seed, SpeculationFields
+from gateway.rest.schemas import ChatRequest, Seed, SpeculationFields
 from gateway.rest.validation import error_about
 from outrider.errors import OutriderError
 from outrider.parameters import Finite, Parameters
 
 Values: TypeAlias = dict[str, Any]
-# Accepted, named in a header where it is given, and without effect.
-Ignored = Annotated[Any, Field(description=NO_EFFECT)]
 MAX_TYPE_LEN = 64
 
 
@@ -215,19 +213,6 @@ def tools_of(
         names |= {inner: outer, f"{inner}.function": outer, f"{inner}.function.parameters": f"{outer}.{schema_name}"}
         tools.append({"type": "function", "function": function(tool)})
     return tools, names, skipped
-
-
-def ignored_in(model: BaseModel, path: str = "") -> Iterator[str]:
-    """Where a body has values that have no effect, without the numbers of entries; a place may come repeatedly."""
-    for name, info in type(model).model_fields.items():
-        value, place = getattr(model, name), f"{path}{info.alias or name}"
-        if value is None:
-            continue
-        if info.description == NO_EFFECT:
-            yield place
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, BaseModel):
-                yield from ignored_in(each, f"{place}.")
 
 
 def thinking_values(variables: frozenset[str], is_thinking: bool | None) -> tuple[Values, list[str]]:

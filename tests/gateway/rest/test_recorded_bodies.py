@@ -36,6 +36,8 @@ CLOCK = {
         "parameters": {"properties": {}, "type": "object"},
     },
 }
+CALL = {"id": "a", "type": "function", "function": {"name": "get_current_timestamp", "arguments": "{}"}}
+UNUSUAL, UNREAD = "priority, spaces_between_special_tokens", "messages.name, messages.tool_calls"
 OPEN_WEBUI: dict[str, Any] = {
     "stream": True,
     "model": "fox",
@@ -133,10 +135,47 @@ async def test_guidellm_gets_an_answer(stack: RecitingStack, path: str) -> None:
         ("/v1/messages", {"messages": [USER], "max_tokens": 9, "num_ctx": 1, "metadata": {}}, "num_ctx, metadata"),
         ("/v1/responses", {"input": [{**USER, "type": "message", "seen": True}]}, "input.seen"),
         (TOKENIZE, {"prompt": "a", "truncate": True}, "truncate"),
+        (
+            CHAT,
+            {
+                "messages": [USER],
+                "priority": 5,
+                "skip_special_tokens": False,
+                "modalities": ["text", "audio"],
+                "audio": {},
+            },
+            "audio, modalities, priority, skip_special_tokens",
+        ),
+        (
+            CHAT,
+            {"messages": [USER], "service_tier": "flex", "store": True, "verbosity": "low", "num_ctx": 1, "user": "u"},
+            "service_tier, store, verbosity, num_ctx, user",
+        ),
+        (
+            COMPLETIONS,
+            {"prompt": f"x{TURN}assistant\n", "priority": -1, "spaces_between_special_tokens": False},
+            UNUSUAL,
+        ),
+        (
+            CHAT,
+            {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}},
+            "chat_template_kwargs.enable_thinking",
+        ),
+        (CHAT, {"messages": [{**USER, "name": "Ada"}, {"role": "assistant", "tool_calls": [CALL]}]}, UNREAD),
+        (
+            CHAT,
+            {
+                "messages": [USER],
+                "prediction": {"type": "content", "content": [{"type": "text", "text": "It", "y": 1}]},
+            },
+            "prediction.content.y",
+        ),
     ],
 )
 async def test_what_is_unknown_is_named(stack: RecitingStack, path: str, body: dict[str, Any], named: str) -> None:
-    """On every route, wherever in the body it is, and each once."""
+    """On every route, wherever in the body it is, and each once; so is what is known and not served as asked, and what
+    the template does not read.
+    """
     reply = await stack.http.post(path, json=body)
     assert reply.status_code == 200, reply.text
     assert reply.headers.get(IGNORED, "") == named
@@ -148,7 +187,10 @@ async def test_what_is_unknown_is_named(stack: RecitingStack, path: str, body: d
         ({"messages": [USER], "num_ctx": 1, "temperature": -1}, "temperature is -1, but must be greater than or equal"),
         ({"messages": [{"role": "user", "x": 1}]}, "messages.0.content is missing"),
         ({"num_ctx": 1}, "messages is missing"),
-        ({"messages": [USER], "audio": {}, "num_ctx": 1}, "audio is not served"),
+        ({"messages": [USER], "functions": [], "num_ctx": 1}, "functions is not served"),
+        ({"messages": [USER], "guided_json": {}}, "guided_json is not a known parameter; use structured_outputs.json"),
+        ({"messages": [USER], "bad_words": ["x"]}, "bad_words is not a known parameter; use banned_words"),
+        ({"messages": [{**USER, "audio": {}}], "store": True}, "messages.0.audio is not served"),
         (
             {"messages": [USER], "tools": [CLOCK], "tool_choice": {"type": "function"}},
             "tool_choice.function is missing",
@@ -163,7 +205,7 @@ async def test_what_is_known_is_checked_all_the_same(stack: RecitingStack, body:
 
 
 async def test_many_unknown_keys_take_no_longer(stack: RecitingStack) -> None:
-    """One in each of four thousand messages, each with another name; the header is bounded."""
+    """One in each of a hundred messages, each with another name, in one try; the header is bounded."""
     messages = [{**USER, f"key-{number}": 1} for number in range(100)]
     reply = await stack.http.post(CHAT, json={"messages": messages})
     assert reply.status_code == 200
@@ -177,6 +219,18 @@ async def test_nothing_is_ignored_unless_the_operator_says_so(tmp_path: Path) ->
         for body, sentence in (
             ({"messages": [USER], "num_ctx": 1}, "num_ctx is not a known parameter"),
             ({"messages": [USER], "tools": [CLOCK]}, "tools is not served: the model's chat template has no place"),
+            (
+                {"messages": [USER], "skip_special_tokens": False},
+                "skip_special_tokens is False, but only true is served",
+            ),
+            (
+                {"messages": [USER], "modalities": ["text", "audio"]},
+                "modalities.1 is 'audio', but only 'text' is served",
+            ),
+            (
+                {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}},
+                "chat_template_kwargs.enable_th",
+            ),
         ):
             reply = await strict.http.post(CHAT, json=body)
             assert reply.status_code == 400

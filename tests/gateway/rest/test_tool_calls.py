@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from canitoolcall.probe import BUILTIN_SCENARIOS, probe
+from openai import AsyncOpenAI, pydantic_function_tool
+from pydantic import BaseModel
 from support.services.reciting import RecitingStack, reciting_stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -55,6 +57,17 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Recit
     """One stack for all."""
     async with reciting_stack(tmp_path_factory.mktemp("reciter"), script, ANSWERS.values()) as running:
         yield running
+
+
+class City(BaseModel):
+    """Where it may rain."""
+
+    city: str
+
+
+def client_model(stack: RecitingStack) -> str:
+    """The name of the model that is served."""
+    return stack.gateway.frontend.model_name
 
 
 def user(text: str) -> list[dict[str, Any]]:
@@ -219,10 +232,52 @@ async def test_what_clients_echo_is_taken_and_named(stack: RecitingStack) -> Non
     for stream in (False, True):
         reply = await stack.http.post(CHAT, json={"messages": turns, "tools": [TOOL], "stream": stream})
         assert reply.status_code == 200, reply.text
-        named = "messages.annotations, messages.provider_specific_fields, messages.tool_calls.index"
+        named = "messages.tool_calls.index, messages.annotations, messages.provider_specific_fields"
         parts = "messages.content.cache_control, messages.content.its%0Aid%2C%20%C3%A9"
         assert reply.headers["x-outrider-ignored"] == f"{named}, {parts}"
     assert "x-outrider-ignored" not in (await stack.http.post(CHAT, json={"messages": user("Both")})).headers
+
+
+async def test_openai_s_own_message_is_echoed_as_it_is(stack: RecitingStack) -> None:
+    """With what its package parsed of a call, whole and as the fields that are set; what was parsed is named."""
+    async with AsyncOpenAI(base_url=stack.base_url, api_key="none") as client:
+        tools: list[Any] = [pydantic_function_tool(City, name="get_weather")]
+        asked: list[Any] = user("weather in Paris right now")
+        parsed = await client.chat.completions.parse(model=client_model(stack), messages=asked, tools=tools)
+        message = parsed.choices[0].message
+        assert message.tool_calls
+        assert message.tool_calls[0].function.parsed_arguments == City(city="Paris")
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "temp_c: 18"}
+        for echoed in (message, message.to_dict(), message.model_dump(), message.model_dump(exclude_none=True)):
+            raw = await client.chat.completions.with_raw_response.create(
+                model=client_model(stack), messages=[*asked, echoed, result], tools=tools
+            )
+            assert raw.parse().choices[0].message.content == "It is 18 degrees and clear."
+            named = raw.headers["x-outrider-ignored"].split(", ")
+            assert set(named) <= {"messages.parsed", "messages.tool_calls.function.parsed_arguments"}
+            assert "messages.tool_calls.function.parsed_arguments" in named
+
+
+@pytest.mark.parametrize(
+    ("turn", "shown"),
+    [
+        ({"content": None, "refusal": "I will not."}, "I will not."),
+        ({"content": [{"type": "refusal", "refusal": "I will not."}]}, "I will not."),
+        ({"content": "No.", "refusal": "I will not."}, "No."),
+        ({"content": None, "reasoning_content": "Hm."}, ""),
+    ],
+)
+async def test_an_assistant_may_have_refused_or_only_thought(
+    stack: RecitingStack, turn: dict[str, Any], shown: str
+) -> None:
+    """A refusal stands for content where there is none; beside content it is named."""
+    messages = [*user("Who?"), {"role": "assistant", **turn}, *user("weather in Paris right now")]
+    reply = await stack.http.post("/tokenize", json={"messages": messages})
+    assert reply.status_code == 200, reply.text
+    prompt = (await stack.http.post("/detokenize", json={"tokens": reply.json()["tokens"]})).json()["prompt"]
+    assert (shown or "I will not.") in prompt if shown else "I will not." not in prompt
+    is_named = reply.headers.get("x-outrider-ignored") == "messages.refusal"
+    assert is_named == (turn.get("content") == "No.")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ CONVERSATIONS = {
     "thoughts": [templates.USER, templates.THOUGHT],
     "silence": [templates.USER, {"role": "assistant", "content": ""}, {"role": "assistant", "name": "x"}],
 }
+BLANKS: list[dict[str, str | None]] = [{}, {"content": None}, {"content": ""}]
 VARIABLES: list[dict[str, str]] = [{}, {"date_string": "1 Mai 1001", "enable_thinking": "yes"}]
 SOURCES = {name: source for name, source in vars(templates).items() if isinstance(source, str) and name.isupper()}
 
@@ -51,7 +52,10 @@ def outcome(render: Callable[..., str], *args: object, **options: object) -> tup
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_prompts_are_those_of_transformers(reference: PreTrainedTokenizerFast, name: str) -> None:
-    """Every conversation, with and without tools, a last turn to fill and variables; refusals word for word."""
+    """Every conversation, with and without tools, a last turn to fill and variables; refusals word for word.
+
+    Where it fails because an assistant said nothing, the prompt is that for content which is null or no text.
+    """
     template = ours(SOURCES[name])
     reference.chat_template = SOURCES[name]
     expect = partial(reference.apply_chat_template, tokenize=False)
@@ -60,7 +64,16 @@ def test_prompts_are_those_of_transformers(reference: PreTrainedTokenizerFast, n
     for messages, tool, is_open, variables in product(CONVERSATIONS.values(), tools, (True, False), VARIABLES):
         options = {"add_generation_prompt": is_open, **variables}
         found = outcome(lambda *args, **rest: template.render(*args, **rest).text, messages, tool, **options)
-        assert found == outcome(expect, messages, tool, **options)
+        expected = [
+            outcome(
+                expect,
+                [{**blank, **each} if each["role"] == "assistant" else each for each in messages],
+                tool,
+                **options,
+            )
+            for blank in BLANKS
+        ]
+        assert found == next((each for each in expected if each[0] == "prompt"), expected[0])
         prompts |= {found[1]} if found[0] == "prompt" else set()
     assert len(prompts) > 3
 
@@ -80,6 +93,33 @@ def test_a_message_goes_on_as_with_transformers(reference: PreTrainedTokenizerFa
         rendered = template.render(messages, add_generation_prompt=False, continue_final_message=True)
         assert rendered.text == expected
         assert rendered.text.rstrip().endswith(messages[-1]["content"].strip())
+
+
+def test_an_assistant_may_have_called_and_said_nothing() -> None:
+    """Whether a template wants no content there, none, or no text; what a template cannot do with any is told."""
+    calls = "{% if m.tool_calls %}<{{ m.tool_calls[0].id }}>{% endif %}"
+    wants_text = f"{{% for m in messages %}}{{{{ m.role + ': ' + m.content }}}}{calls}{{% endfor %}}"
+    wants_none = f"{{% for m in messages %}}{{% if m.content is none %}}{calls}{{% else %}}{{{{ m.content + ';' }}}}"
+    wants_none += "{% endif %}{% endfor %}"
+    for source, prompt in ((wants_text, "user: Who?assistant: <a>"), (wants_none, "Who?;<a>")):
+        messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "tool_calls": [{"id": "a"}]}]
+        assert ours(source).render(messages).text == prompt
+
+
+@pytest.mark.parametrize(
+    ("source", "named", "called"),
+    [
+        (templates.CHATML, False, False),
+        (templates.LLAMA3, False, True),
+        ("{% for msg in messages %}{{ msg['name'] }}{% endfor %}", True, False),
+        ("{% for message in messages %}{% if 'name' in message %}x{% endif %}{% endfor %}", True, False),
+        ("{% for tool in tools %}{{ tool.name }}{{ item.name }}{{ tool['name'] }}{% endfor %}", False, False),
+    ],
+)
+def test_which_fields_a_template_reads(source: str, named: bool, called: bool) -> None:
+    """The name of who speaks is none of a tool."""
+    template = ours(source)
+    assert (template.shows("name"), template.shows("tool_calls")) == (named, called)
 
 
 @pytest.mark.parametrize("source", ["{{ messages[-1].role }}", "{{ messages[-1].content | upper }}"])

@@ -148,7 +148,7 @@ def test_effort_is_chats() -> None:
         ({"truncation": "auto"}, "truncation is 'auto', but must be 'disabled'"),
         ({"include": ["message.output_text.logprobs"]}, "include.0 is 'message.output_text.logprobs', but must be"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options is 'given', but must be absent unless"),
-        ({"input": []}, "input is [], but must be at least 1 entries long"),
+        ({"input": []}, "input is [], but must be at least 1 entry long"),
         (
             {"input": [{"type": "item_reference", "id": "msg_1"}]},
             "input.0 is {'type': 'item_reference', 'id': 'msg_1'}, but must be an item of type message, function_call, "
