@@ -7,12 +7,14 @@ been answered, and what a client that does not read makes the server keep.
 import asyncio
 import contextvars
 import socket
+import uuid
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 
 import h11
+import structlog
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -31,6 +33,8 @@ SEND_BUFFER_BYTES, WRITE_BUFFER_BYTES = 64 << 10, 16 << 10
 BACKLOG = 1024
 LOOK_S = 0.02
 CUT_S = 5.0
+
+log = structlog.get_logger()
 
 
 class HttpConnection(H11Protocol):
@@ -85,9 +89,12 @@ class HttpConnection(H11Protocol):
         """Answers bytes that are no HTTP, or more than a head may have, in the form of all errors."""
         is_long = len(self.conn.trailing_data[0]) > HEAD_BYTES
         error = HeadersTooLarge(HEAD_BYTES) if is_long else InvalidHttp(msg)
-        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-        status = HTTPStatus(status_of(error))
-        response = h11.Response(status_code=status, headers=headers, reason=status.phrase.encode())
+        # No middleware sees it, so there is nobody else who could give it an id.
+        status, request_id = HTTPStatus(status_of(error)), uuid.uuid4().hex
+        headers = {"content-type": "application/json", "connection": "close", "x-should-retry": "false"}
+        headers |= {"x-request-id": request_id, "request-id": request_id}
+        response = h11.Response(status_code=status, headers=[*headers.items()], reason=status.phrase.encode())
+        log.debug("answered", request_id=request_id, client=self.client, status=int(status), problem=error.message)
         for event in (response, h11.Data(data=error_json(error).encode()), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         # Closing while the client still sends would take the answer from it; what it sends is dropped for a while.

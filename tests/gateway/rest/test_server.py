@@ -10,6 +10,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 from structlog.contextvars import get_contextvars
+from structlog.testing import capture_logs
 from support.basics import eventually
 from support.network import GET, Source, connected, served, streaming
 
@@ -63,10 +64,14 @@ async def test_no_chunk_waits_for_the_client_to_acknowledge_the_one_before() -> 
 
 
 async def test_what_is_no_http_is_told_so_in_the_shape_of_all_errors() -> None:
-    """Before there is a request that a middleware could see."""
-    async with served(streaming(source())) as running, connected(running, b"\x16\x03\x01 hello\r\n\r\n") as (reader, _):
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    """Before there is a request that a middleware could see; with an id that the log has, and the client's address."""
+    with capture_logs() as logged:
+        async with served(streaming(source())) as running, connected(running, b"\x16\x03 hello\r\n\r\n") as (reader, _):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 Bad Request")
+    [line] = [each for each in logged if each["event"] == "answered"]
+    assert f"x-request-id: {line['request_id']}".encode() in head
+    assert (line["status"], line["client"][0]) == (400, "127.0.0.1")
     error = json.loads(body)["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
 
