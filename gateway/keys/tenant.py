@@ -61,7 +61,7 @@ class Tenant:
         if self.limits.requests_per_minute is None:
             return None
         with self.usage.account(self.name) as account:
-            return self._allowance(account.requests, self.limits.requests_per_minute)
+            return self._allowance(account.requests, 0, self.limits.requests_per_minute)
 
     @property
     def tokens(self) -> Allowance | None:
@@ -69,14 +69,16 @@ class Tenant:
         if self.limits.tokens_per_minute is None:
             return None
         with self.usage.account(self.name) as account:
-            return self._allowance(account.tokens, self.limits.tokens_per_minute)
+            held = account.held_tokens + account.other_held_tokens
+            return self._allowance(account.tokens, held, self.limits.tokens_per_minute)
 
     def count_request(self) -> None:
         """Counts a request that has come, whatever becomes of it. Raises RateLimited about one too many."""
         if self.limits.requests_per_minute is None:
             return
         with self.usage.account(self.name) as account:
-            self._take(account.requests, 1, self.limits.requests_per_minute, "requests")
+            self._check_left(account.requests, 1, self.limits.requests_per_minute, "requests")
+            account.requests.take(1)
 
     @contextmanager
     def spending(self, samples: int, prompt_tokens: int, max_tokens: int) -> Iterator[Spending]:
@@ -89,9 +91,11 @@ class Tenant:
         with self.usage.account(self.name) as account:
             self._check_samples(account.samples + account.other_samples, samples)
             if self.limits.tokens_per_minute is not None:
+                held = account.held_tokens + account.other_held_tokens
                 taken = prompt_tokens + samples * max_tokens
-                self._take(account.tokens, taken, self.limits.tokens_per_minute, "tokens")
+                self._check_left(account.tokens, taken, self.limits.tokens_per_minute, "tokens", held)
             account.samples += samples
+            account.held_tokens += taken
         spending, begun_s = Spending(), self.clock()
         try:
             yield spending
@@ -99,7 +103,11 @@ class Tenant:
             self._held_s += SMOOTHING * (self.clock() - begun_s - self._held_s)
             with self.usage.account(self.name) as account:
                 account.samples -= samples
-                account.tokens.give_back(max(0, taken - spending.used_tokens))
+                account.held_tokens -= taken
+                # A limit that is new counts no tokens of requests from before it.
+                if taken and self.limits.tokens_per_minute is not None:
+                    account.tokens.left(self.limits.tokens_per_minute, self.clock())
+                    account.tokens.take(spending.used_tokens)
 
     def _check_size(self, samples: int, prompt_tokens: int, max_tokens: int) -> None:
         most_samples, most_tokens = self.limits.concurrent_samples, self.limits.tokens_per_minute
@@ -131,8 +139,8 @@ class Tenant:
                 retry_after_s=wait_s,
             )
 
-    def _take(self, bucket: Bucket, amount: int, per_minute: int, unit: str) -> None:
-        wait_s = bucket.wait_s(amount, per_minute, self.clock())
+    def _check_left(self, bucket: Bucket, amount: int, per_minute: int, unit: str, held: int = 0) -> None:
+        wait_s = bucket.wait_s(held + amount, per_minute, self.clock())
         if wait_s:
             raise RateLimited(
                 f"the key {self.name!r} has {per_minute} {unit} a minute, and too few are left for {amount} more; "
@@ -141,11 +149,10 @@ class Tenant:
                 limit=per_minute,
                 retry_after_s=math.ceil(wait_s),
             )
-        bucket.take(amount)
 
-    def _allowance(self, bucket: Bucket, per_minute: int) -> Allowance:
-        left = bucket.left(per_minute, self.clock())
-        return Allowance(per_minute, max(0, math.floor(left + SLACK)), bucket.used * MINUTE_S / per_minute)
+    def _allowance(self, bucket: Bucket, held: int, per_minute: int) -> Allowance:
+        left = bucket.left(per_minute, self.clock()) - held
+        return Allowance(per_minute, max(0, math.floor(left + SLACK)), (bucket.used + held) * MINUTE_S / per_minute)
 
 
 def salt_of(tenant: str, cache_salt: str) -> bytes:

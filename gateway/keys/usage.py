@@ -18,7 +18,7 @@ MINUTE_S = 60.0
 SLACK = 1e-6
 # Far more than what is written of a key: a count for each worker that has samples of it.
 MAX_FILE_BYTES = 1 << 16
-NOTHING_USED = '{"requests": [0, 0], "tokens": [0, 0], "samples": {}}'
+NOTHING_USED = '{"requests": [0, 0], "tokens": [0, 0], "under_way": {}}'
 
 
 @dataclass(slots=True)
@@ -40,11 +40,8 @@ class Bucket:
         return 0.0 if missing <= SLACK else missing * MINUTE_S / per_minute
 
     def take(self, amount: int) -> None:
+        """Takes an amount, behind a look at what is left: else what is taken had time to come back already."""
         self.used += amount
-
-    def give_back(self, amount: int) -> None:
-        """Takes back what was not used; what has come back meanwhile stays."""
-        self.used = max(0.0, self.used - amount)
 
 
 @dataclass(slots=True)
@@ -53,10 +50,14 @@ class Account:
 
     requests: Bucket = field(default_factory=Bucket)
     tokens: Bucket = field(default_factory=Bucket)
+    """What requests that are over have used of them."""
     samples: int = 0
     """Of this process, that run or wait."""
+    held_tokens: int = 0
+    """All that these may use, apart from the bucket: what is held does not come back while it is."""
     other_samples: int = 0
     """Of the other workers."""
+    other_held_tokens: int = 0
 
 
 class Usage(Protocol):
@@ -82,11 +83,11 @@ class SharedUsage:
     """The accounts that the workers of a gateway have together."""
 
     def __init__(self, folder: str, worker: int) -> None:
-        """`worker` is this one's number; samples of one before it with that number are over, for it has died."""
+        """`worker` is this one's number; what one before it with that number had under way is over, for it has died."""
         self._folder, self._worker = Path(folder), str(worker)
         for path in self._folder.iterdir():
             with self.account(path.name) as account:
-                account.samples = 0
+                account.samples = account.held_tokens = 0
 
     @contextmanager
     def account(self, name: str) -> Iterator[Account]:
@@ -95,17 +96,18 @@ class SharedUsage:
             fcntl.flock(opened, fcntl.LOCK_EX)
             written = os.pread(opened, MAX_FILE_BYTES, 0)
             record = json.loads(written or NOTHING_USED)
-            samples = record["samples"]
-            own = samples.pop(self._worker, 0)
-            account = Account(Bucket(*record["requests"]), Bucket(*record["tokens"]), own, sum(samples.values()))
+            under_way = record["under_way"]
+            own = under_way.pop(self._worker, (0, 0))
+            others = [sum(each) for each in zip((0, 0), *under_way.values(), strict=True)]
+            account = Account(Bucket(*record["requests"]), Bucket(*record["tokens"]), *own, *others)
             yield account
             if account.samples:
-                samples[self._worker] = account.samples
+                under_way[self._worker] = [account.samples, account.held_tokens]
             requests, tokens = account.requests, account.tokens
             record = {
                 "requests": [requests.used, requests.at_s],
                 "tokens": [tokens.used, tokens.at_s],
-                "samples": samples,
+                "under_way": under_way,
             }
             # In one write, so that a worker that is killed leaves all of it or nothing.
             os.pwrite(opened, json.dumps(record).encode().ljust(len(written)), 0)

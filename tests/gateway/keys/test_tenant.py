@@ -109,6 +109,29 @@ def test_tokens_are_held_while_a_request_runs_so_that_the_limit_is_never_passed(
     assert tenant.tokens.remaining == 650
 
 
+def test_what_is_held_does_not_come_back_while_it_is(usage: Usage) -> None:
+    """However long requests run, no more is used than may be: neither by many together, nor by what they give back."""
+    clock = Clock()
+    tenant = tenant_of(usage, clock, tokens_per_minute=1000)
+    with ExitStack() as running:
+        held = [running.enter_context(tenant.spending(1, 0, 250)) for _ in range(4)]
+        for _ in range(10):
+            clock.now_s += 60.0
+            with pytest.raises(RateLimited), tenant.spending(1, 0, 1):
+                pass
+        assert tenant.tokens == Allowance(1000, 0, 60.0)
+        for each in held:
+            each.used_tokens = 225
+    assert tenant.tokens == Allowance(1000, 100, 54.0)
+    clock.now_s += 30.0
+    with tenant.spending(1, 0, 500) as spending:
+        assert tenant.tokens == Allowance(1000, 100, 54.0)
+        spending.used_tokens = 200
+        clock.now_s += 24.0
+    # All that was used before has come back; what has only just been used has not.
+    assert tenant.tokens == Allowance(1000, 800, 12.0)
+
+
 def test_no_more_samples_are_under_way_than_may(usage: Usage) -> None:
     """A request has all of its samples at once, or none; and a place is free when another one has ended."""
     clock = Clock()

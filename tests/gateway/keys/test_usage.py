@@ -58,9 +58,11 @@ def test_workers_see_what_the_others_used(tmp_path: Path) -> None:
     with other.account("alice") as account:
         assert (account.samples, account.other_samples, account.requests.used) == (0, 2, 5)
         account.samples += 3
+        account.held_tokens += 40
         account.tokens.take(7.5)
     with one.account("alice") as account:
         assert (account.samples, account.other_samples, account.tokens.used) == (2, 3, 7.5)
+        assert (account.held_tokens, account.other_held_tokens) == (0, 40)
     with one.account("bobby") as account:
         assert (account.samples, account.other_samples, account.requests.used) == (0, 0, 0)
 
@@ -81,14 +83,18 @@ def test_what_fails_in_between_counts_nothing(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_begins_again_has_no_samples_yet(tmp_path: Path) -> None:
-    """Those of the one before it have died with it; what it used of a minute stays used."""
+    """Those of the one before it have died with it, with the tokens that they held; what it used of a minute stays
+    used.
+    """
     for number in range(2):
         with SharedUsage(str(tmp_path), number).account("alice") as account:
             account.samples += 4
+            account.held_tokens += 500
             account.requests.take(3)
     again = SharedUsage(str(tmp_path), 0)
     with again.account("alice") as account:
         assert (account.samples, account.other_samples, account.requests.used) == (0, 4, 6)
+        assert (account.held_tokens, account.other_held_tokens) == (0, 500)
 
 
 def test_an_account_grows_and_shrinks(tmp_path: Path) -> None:
@@ -113,7 +119,7 @@ def test_processes_that_count_at_once_lose_nothing(tmp_path: Path) -> None:
     counts = [int(each.communicate(timeout=60)[0]) for each in begun]
     assert sum(counts) == limit
     record = json.loads((tmp_path / "alice").read_text())
-    assert sum(record["samples"].values()) == limit
+    assert sum(samples for samples, _ in record["under_way"].values()) == limit
     with SharedUsage(str(tmp_path), 0).account("alice") as account:
         assert (account.requests.used, account.other_samples) == (limit, limit)
 
