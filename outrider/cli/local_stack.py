@@ -61,6 +61,8 @@ class Stack:
     """Processes of the gateway; None takes the gateway's own default."""
     api_keys: str | None = None
     """File of the keys that the gateway asks for, if it does."""
+    rebuild_budget_s: float | None = None
+    """How long a request waits for a target that is away; None takes the gateway's own default."""
     prefix_cache: bool = True
     offline: bool = False
     """Downloads nothing: a hub id that is not on this machine is refused."""
@@ -139,11 +141,15 @@ def gateway_launch(stack: Stack, target_address: str, draft_address: str | None)
         flags["--workers"] = str(stack.workers)
     if stack.api_keys is not None:
         flags["--api-keys"] = stack.api_keys
-    # REST has the metrics as well, but for a key that whoever started the stack need not have.
-    metrics = "" if stack.api_keys is None else f"{HOST}:0"
+    if stack.rebuild_budget_s is not None:
+        flags["--rebuild-budget-seconds"] = str(stack.rebuild_budget_s)
+    shares_port = (stack.workers or 1) > 1
+    # REST has the metrics as well, but for a key that whoever started the stack need not have; and who shares a port is
+    # asked for them to see whether it hangs.
+    metrics = f"{HOST}:0" if shares_port or stack.api_keys is not None else ""
     further = {"rest": "" if stack.rest_port is None else f"{HOST}:{stack.rest_port}", "metrics": metrics}
     launch = _launch("gateway", "gateway", flags, stack.gateway_port, further, stack)
-    return replace(launch, shares_port=(stack.workers or 1) > 1)
+    return replace(launch, shares_port=shares_port)
 
 
 def _launch(

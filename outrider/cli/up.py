@@ -3,12 +3,13 @@
 import asyncio
 import errno
 import json
+import os
 import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,9 +28,12 @@ from outrider.cli.output import ModelFacts, is_rich, model_facts, model_line, mo
 from outrider.cli.race import RaceQuestion, race
 from outrider.cli.running import Interrupts, Work, note, service_log
 from outrider.errors import NotReady, OutriderError
-from outrider.process.children import Change, State, Supervisor
+from outrider.process.children import Change, RestartPolicy, State, Supervisor
 
 REFRESH_S = 1.0
+# For a target to read its weights again, from a slow disk too.
+LOAD_S = 120.0
+BUDGET_VARIABLE = "OUTRIDER_REBUILD_BUDGET_SECONDS"
 MAX_METRICS_BYTES = 1 << 20
 METRIC_PREFIX = "outrider_"
 RUNNING, WAITING, DRAFT_COUNT = "num_requests_running", "num_requests_waiting", "current_draft_tokens"
@@ -331,20 +335,26 @@ def check_ports(stack: Stack) -> None:
             raise NotReady(f"{found} with --{option}, 0 for a free one.", port=port)
 
 
+def outlasting(policy: RestartPolicy, stack: Stack) -> Stack:
+    """The stack with requests that wait until a target that hangs has been replaced, unless the operator says how long."""
+    return stack if BUDGET_VARIABLE in os.environ else replace(stack, rebuild_budget_s=policy.replaced_s + LOAD_S)
+
+
 def serving(stack: Stack, display: Display, question: RaceQuestion | None) -> Work:
     """The work of the command: starts the stack, runs a race if there is a question, and shows it until it ends.
 
     Meanwhile what dies is restarted.
     """
+    policy = RestartPolicy()
 
     async def work(interrupts: Interrupts) -> None:
         check_ports(stack)
         running: set[asyncio.Task[None]] = set()
         try:
-            async with Supervisor(display.report, display.log, observe=display.observe) as supervisor:
+            async with Supervisor(display.report, display.log, policy, display.observe) as supervisor:
                 interrupts.urgent = supervisor.kill
                 with Console(stderr=True).status("Starting the services"):
-                    addresses = await start_stack(supervisor, stack)
+                    addresses = await start_stack(supervisor, outlasting(policy, stack))
                 served = filter(None, (addresses.target, addresses.draft))
                 display.serving(addresses, await asyncio.gather(*map(model_facts, served)))
                 running.add(asyncio.create_task(supervisor.watch()))

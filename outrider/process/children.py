@@ -233,6 +233,11 @@ class RestartPolicy:
     max_misses: int = 3
     """Answers in a row that did not come in time, after which it is killed: one of a busy machine may be late."""
 
+    @property
+    def replaced_s(self) -> float:
+        """The longest from when a service hangs to the start of another one in its place."""
+        return self.ask_every_s + self.max_misses * self.answer_s + self.longest_s
+
     def delay_s(self, previous_s: float | None, ran_s: float) -> float:
         """The wait after a run of `ran_s`; `previous_s` is the wait before that run, None when there was none."""
         if previous_s is None or ran_s >= self.healthy_s:
