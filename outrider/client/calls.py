@@ -12,8 +12,8 @@ from outrider.rpc.channels import check_address
 from outrider.rpc.errors import error_from, said_by_peer
 from outrider.rpc.tls import Tls, TlsFailed, TlsFiles, has_no_connection, why_refused
 
-# What gRPC says when a server of plain HTTP answers it.
-HTTP_1 = "http1.x server"
+# What gRPC says when a server of plain HTTP answers it, without TLS and with it.
+HTTP_1 = ("http1.x server", "missing selected ALPN")
 # Thirty years. gRPC counts the nanoseconds of deadlines since 1970 in 64 bits, and some centuries ahead they are past.
 MAX_TIMEOUT_S = 1_000_000_000
 
@@ -66,7 +66,7 @@ def failure(
             f"No whole answer within {timeout_s:g} s; allow more time with timeout_s, or ask for fewer tokens.",
             timeout_s=timeout_s,
         )
-    if HTTP_1 in (error.details() or ""):
+    if any(words in (error.details() or "") for words in HTTP_1):
         # Most often the port that a browser takes, of the very same gateway.
         return InvalidRequest("address", address, "where a gateway answers gRPC, and not its REST")
     why = why_refused(address, tls) if has_no_connection(error) else ""
@@ -110,6 +110,8 @@ class Caller:
         if not isinstance(address, str):
             raise InvalidRequest("address", address, "text, HOST:PORT")
         self.address = check_address("address", address)
+        if tls is not None and not isinstance(tls, Tls):
+            raise InvalidRequest("tls", tls, "an outrider.client.Tls, or None for plaintext")
         self.closed = threading.Event()
         self.files = TlsFiles.of(tls)
         """Of its certificates; None for plaintext."""

@@ -13,11 +13,16 @@ import ssl
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import grpc
 import structlog
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+from cryptography.x509.oid import PublicKeyAlgorithmOID
 
 from outrider.errors import Field, InvalidRequest, OutriderError, PeerLost
 from outrider.rpc.errors import error_from, said_by_peer
@@ -31,6 +36,11 @@ NOT_CONNECTED = "failed to connect to all addresses"
 FOREIGN = frozenset({"unable to get local issuer certificate", "self-signed certificate in certificate chain"})
 NO_CERTIFICATE = "PEER_DID_NOT_RETURN_A_CERTIFICATE"
 PLAINTEXT = frozenset({"HTTP_REQUEST", "WRONG_VERSION_NUMBER"})
+ALERT = "_ALERT_"
+CERTIFICATE_ALERTS = ("certificate", "unknown ca", "access denied")
+# Of a connection that began without a handshake of its own, which gRPC allows.
+RESUMED, CERTIFICATE = "ssl_session_reused", "x509_pem_cert"
+CURVES = frozenset({"secp256r1", "secp384r1"})
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -86,11 +96,28 @@ class Tls:
             except (OSError, ValueError) as error:
                 raise InvalidRequest("tls.ca", self.ca, f"an authority's certificate in PEM: {_words(error)}") from None
             context.verify_mode = ssl.CERT_REQUIRED
+            if purpose == ssl.PROTOCOL_TLS_SERVER:
+                # Who takes up an earlier session shows no certificate again: neither its end nor another authority
+                # would be noticed. Before TLS 1.3 sessions come from a cache too, which Python cannot switch off.
+                context.num_tickets = 0
+                context.minimum_version = ssl.TLSVersion.TLSv1_3
         return context
 
 
 def _words(error: Exception) -> str:
-    return getattr(error, "reason", None) or getattr(error, "strerror", None) or type(error).__name__
+    """What a library says is wrong, without the place in its source."""
+    if isinstance(error, ssl.SSLError):
+        return error.reason or "it cannot be read"
+    return getattr(error, "strerror", None) or type(error).__name__
+
+
+class Contents(NamedTuple):
+    """What files held when they fitted together, and a server's context of them."""
+
+    ca: bytes
+    cert: bytes
+    key: bytes
+    context: ssl.SSLContext
 
 
 class TlsFiles:
@@ -103,8 +130,7 @@ class TlsFiles:
     def __init__(self, tls: Tls) -> None:
         self.tls = tls
         self._marks = self._look()
-        tls.context(ssl.PROTOCOL_TLS_SERVER)
-        self.ca, self.cert, self.key = self._read()
+        self._contents = self._load()
 
     @classmethod
     def of(cls, tls: Tls | None) -> Self | None:
@@ -117,8 +143,7 @@ class TlsFiles:
         if marks == self._marks:
             return False
         try:
-            self.tls.context(ssl.PROTOCOL_TLS_SERVER)
-            contents = self._read()
+            contents = self._load()
         except (OutriderError, OSError) as error:
             log.warning("certificate not taken up", cert=self.tls.cert, reason=str(error))
             self._marks = marks
@@ -126,40 +151,56 @@ class TlsFiles:
         if self._look() != marks:
             # What was checked need not be what was read; whoever comes next looks again.
             return False
-        self._marks = marks
-        self.ca, self.cert, self.key = contents
+        self._marks, self._contents = marks, contents
         log.info("certificate taken up", cert=self.tls.cert)
+        self._warn_of_time()
         return True
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Those of a gRPC server, renewed with each connection; with an authority, clients need a certificate."""
 
         def configuration() -> grpc.ServerCertificateConfiguration:
-            return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], self.ca or None)
+            held = self._contents
+            return grpc.ssl_server_certificate_configuration([(held.key, held.cert)], held.ca or None)
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:
             return configuration() if self.renew() else None
 
+        self._warn_of_time()
         # None goes on with what there is, which the stubs do not know.
-        return grpc.dynamic_ssl_server_credentials(configuration(), renewed, bool(self.ca))  # type: ignore[arg-type]
+        return grpc.dynamic_ssl_server_credentials(configuration(), renewed, bool(self.tls.ca))  # type: ignore[arg-type]
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Those of a channel, as the files were when they were last looked at."""
-        return grpc.ssl_channel_credentials(self.ca or None, self.key or None, self.cert or None)
+        held = self._contents
+        return grpc.ssl_channel_credentials(held.ca or None, held.key or None, held.cert or None)
 
     def server_context(self) -> ssl.SSLContext:
         """That of a server of Python's own, renewed with each connection; it logs whom it refuses."""
-        context = latest = self.tls.context(ssl.PROTOCOL_TLS_SERVER)
 
         def choose(handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            nonlocal latest
-            if self.renew():
-                latest = self.tls.context(ssl.PROTOCOL_TLS_SERVER)
-            handshake.context = latest
+            self.renew()
+            handshake.context = self._contents.context
 
+        context = self._contents.context
         context.sni_callback = choose
         context.sslobject_class = LoggedHandshake
         return context
+
+    def _load(self) -> Contents:
+        """The files, which fit; raises InvalidRequest and OSError."""
+        context = self.tls.context(ssl.PROTOCOL_TLS_SERVER)
+        contents = Contents(*(Path(path).read_bytes() if path else b"" for path in self._paths()), context)
+        if contents.cert:
+            _check_key(self.tls.cert, contents.cert)
+        return contents
+
+    def _warn_of_time(self) -> None:
+        """Logs a certificate that nobody takes yet, or any more."""
+        leaf = x509.load_pem_x509_certificate(self._contents.cert)
+        begin, end = leaf.not_valid_before_utc, leaf.not_valid_after_utc
+        if not begin <= datetime.now(UTC) <= end:
+            log.warning("certificate not valid now", cert=self.tls.cert, begin=str(begin), end=str(end))
 
     def _paths(self) -> tuple[str, str, str]:
         return self.tls.ca, self.tls.cert, self.tls.key
@@ -173,8 +214,18 @@ class TlsFiles:
                 found.append((mark.st_dev, mark.st_ino, mark.st_size, mark.st_mtime_ns))
         return found
 
-    def _read(self) -> list[bytes]:
-        return [Path(path).read_bytes() if path else b"" for path in self._paths()]
+
+def _check_key(path: str, pem: bytes) -> None:
+    """Raises InvalidRequest about a certificate that OpenSSL takes and gRPC does not: every call would fail."""
+    try:
+        leaf = x509.load_pem_x509_certificate(pem)
+        key = leaf.public_key()
+    except (ValueError, UnsupportedAlgorithm):
+        raise InvalidRequest("tls.cert", path, "a certificate that gRPC can read, and none of OpenSSL's own") from None
+    # By the algorithm, because a key for RSA-PSS alone is of the same type.
+    is_rsa = leaf.public_key_algorithm_oid == PublicKeyAlgorithmOID.RSAES_PKCS1_v1_5
+    if not is_rsa and not (isinstance(key, EllipticCurvePublicKey) and key.curve.name in CURVES):
+        raise InvalidRequest("tls.cert", path, "a certificate whose key is RSA, P-256 or P-384, which gRPC takes")
 
 
 def files_of(tls: Mapping[str, str], options: Mapping[str, str]) -> TlsFiles | None:
@@ -211,11 +262,25 @@ def _why_client_refused(error: ssl.SSLError) -> str:
         return "It has shown no certificate."
     if error.reason in PLAINTEXT:
         return "It does not speak TLS."
+    if error.reason == "UNSUPPORTED_PROTOCOL":
+        return "It speaks no version of TLS that is spoken here."
+    if _is_about_certificate(_alert(error)):
+        return f"It does not accept our certificate: {_alert(error)}."
     return f"The handshake failed: {_words(error)}."
 
 
 def _verdict(error: ssl.SSLCertVerificationError, authority: str) -> str:
     return f"it is not signed by {authority}" if error.verify_message in FOREIGN else error.verify_message.rstrip(".")
+
+
+def _alert(error: OSError) -> str:
+    """What the other side said as it ended a handshake, in small letters; empty where it said nothing."""
+    reason = error.reason if isinstance(error, ssl.SSLError) else None
+    return (reason or "").partition(ALERT)[2].replace("_", " ").lower()
+
+
+def _is_about_certificate(alert: str) -> bool:
+    return any(words in alert for words in CERTIFICATE_ALERTS)
 
 
 def client_name(context: Context) -> str:
@@ -225,13 +290,19 @@ def client_name(context: Context) -> str:
 
 
 def check_client(context: Context, allowed: Collection[str]) -> None:
-    """Raises ClientRefused, and logs it, unless the call came from one of those who are let in; none named is all."""
-    if not allowed:
-        return
-    name = client_name(context)
-    if name not in allowed:
-        message = f"The client {name!r} is not one of those that are let in: {', '.join(sorted(allowed))}"
-        log.warning("client refused", reason=message, peer=context.peer())
+    """Raises ClientRefused, and logs it, unless the call came from one of those who are let in; none named is all.
+
+    Nor is anybody let in again, by an earlier session of TLS, whose certificate has expired since.
+    """
+    name, auth = client_name(context), context.auth_context()
+    reason = "" if not allowed or name in allowed else "is not one of those that are let in"
+    if auth.get(RESUMED) == [b"true"] and auth.get(CERTIFICATE):
+        end = x509.load_pem_x509_certificate(auth[CERTIFICATE][0]).not_valid_after_utc
+        reason = f"has a certificate that was valid until {end}" if end < datetime.now(UTC) else reason
+    if reason:
+        message = f"The client {name!r} {reason}"
+        # Who is let in is for the log alone.
+        log.warning("client refused", reason=message, peer=context.peer(), allowed=sorted(allowed))
         raise ClientRefused(message, client=name)
 
 
@@ -248,18 +319,21 @@ def why_refused(address: str, tls: Tls | None) -> str:
 
 
 def _why_refused(address: str, tls: Tls | None) -> str:
+    is_heard, alert = False, ""
     try:
         is_heard = bool(_first_byte(address, tls))
     except ssl.SSLCertVerificationError as error:
         authority = f"the authority in {tls.ca}" if tls is not None and tls.ca else "a known authority"
         return f"The certificate of {address} is refused: {_verdict(error, authority)}."
     except OSError as error:
+        alert = _alert(error)
         is_plain = tls is not None and isinstance(error, ssl.SSLError) and error.reason in PLAINTEXT
-        return f"{address} does not speak TLS." if is_plain else ""
+        if not alert:
+            return f"{address} does not speak TLS." if is_plain else ""
     if tls is None:
         return f"{address} speaks TLS, and was called without it."
-    if is_heard:
-        return ""
+    if is_heard or (alert and not _is_about_certificate(alert)):
+        return f"{address} ends the handshake: {alert}." if alert else ""
     if not tls.cert:
         return f"{address} lets nobody in without a certificate, and none was given."
     return f"{address} does not accept the certificate in {tls.cert}: {_own_fault(tls)}."

@@ -4,19 +4,45 @@ import asyncio
 import os
 import shutil
 import ssl
-from datetime import timedelta
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from outrider.process.certs import CA, CERT, KEY, LOCAL_HOSTS, write_certificates
 from outrider.rpc.tls import Tls
 
 DAY = timedelta(days=1)
+# Makers of keys that gRPC does not take, by kind; the last is a sound one, for a certificate of OpenSSL's own form.
+KEYS: Mapping[str, Callable[[], ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey]] = {
+    "Ed25519": ed25519.Ed25519PrivateKey.generate,
+    "P-521": lambda: ec.generate_private_key(ec.SECP521R1()),
+    "brainpool": lambda: ec.generate_private_key(ec.BrainpoolP256R1()),
+    "trusted": lambda: ec.generate_private_key(ec.SECP256R1()),
+}
 
 
 def issue(folder: Path, *names: str, lifetime: timedelta = DAY, hosts: tuple[str, ...] = LOCAL_HOSTS) -> Path:
     """Writes certificates of the authority in a folder, which is made where there is none; returns the folder."""
     write_certificates(folder, {name: (name, *hosts) for name in names}, lifetime)
     return folder
+
+
+def self_signed(folder: Path, kind: str) -> Tls:
+    """The files of a certificate with a key of one of KEYS."""
+    key, name, now = KEYS[kind](), x509.Name([]), datetime.now(UTC)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now - DAY, now + DAY)
+    algorithm = None if isinstance(key, ed25519.Ed25519PrivateKey) else hashes.SHA256()
+    pem = builder.sign(key, algorithm).public_bytes(Encoding.PEM)
+    if kind == "trusted":
+        pem = pem.replace(b" CERTIFICATE", b" TRUSTED CERTIFICATE")
+    (folder / CERT).write_bytes(pem)
+    (folder / KEY).write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return Tls(cert=str(folder / CERT), key=str(folder / KEY))
 
 
 def shown_by(folder: Path, name: str) -> Tls:

@@ -2,9 +2,10 @@
 
 import asyncio
 import shutil
+import socket
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -15,6 +16,8 @@ from support.basics import eventually
 from support.certificates import DAY, issue, pem_of, replace_files, server_of, shown_at, shown_by, trusting
 
 from gateway.rest.server import RunningRest, serve_rest
+from outrider.client import AsyncClient
+from outrider.errors import InvalidRequest
 from outrider.rpc.tls import Tls, TlsFiles, why_refused
 
 
@@ -76,6 +79,90 @@ async def test_a_refusal_is_a_sentence_on_both_sides(tmp_path: Path, kind: str, 
                 writer.close()
             assert there in await asyncio.to_thread(why_refused, running.address, client)
             await eventually(lambda: here in [line.get("reason") for line in logs])
+
+
+async def test_a_client_that_does_not_trust_us_is_one_line(tmp_path: Path) -> None:
+    """Which says whose certificate is not taken."""
+    sound, foreign = issue(tmp_path / "sound", "gateway"), issue(tmp_path / "foreign", "gateway")
+    with capture_logs() as logs:
+        async with serving(server_of(sound, "gateway")) as running:
+            said = await asyncio.to_thread(why_refused, running.address, trusting(foreign, "gateway"))
+            assert "is refused: it is not signed by the authority in" in said
+            reason = "It does not accept our certificate: unknown ca."
+            await eventually(lambda: reason in [line.get("reason") for line in logs])
+
+
+async def test_no_session_is_taken_up_again_where_clients_show_certificates(tmp_path: Path) -> None:
+    """It would let in whose certificate has expired, and whose authority is no longer asked for."""
+    sound, foreign = issue(tmp_path / "sound", "gateway", "client"), issue(tmp_path / "foreign", "gateway")
+    used = shown_by(sound, "gateway")
+
+    def connect(address: str, session: ssl.SSLSession | None) -> tuple[bytes, bool | None, ssl.SSLSession | None]:
+        host, _, port = address.rpartition(":")
+        with (
+            socket.create_connection((host, int(port))) as connection,
+            context.wrap_socket(connection, server_hostname=host, session=session) as secure,
+        ):
+            # Who is refused may learn so from either of these.
+            with suppress(OSError):
+                secure.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                return secure.recv(15), secure.session_reused, secure.session
+            return b"", secure.session_reused, None
+
+    context = shown_by(sound, "client").context(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(shown_by(foreign, "gateway").ca)
+    async with serving(used) as running:
+        answer, _, session = await asyncio.to_thread(connect, running.address, None)
+        again, is_resumed, _ = await asyncio.to_thread(connect, running.address, session)
+        assert (answer, again, is_resumed) == (b"HTTP/1.1 200 OK", b"HTTP/1.1 200 OK", False)
+        replace_files(shown_by(foreign, "gateway"), used, "ca", "cert", "key")
+        assert (await asyncio.to_thread(connect, running.address, session))[:2] == (b"", False)
+        # Before TLS 1.3 the server keeps sessions for whoever names one.
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        with capture_logs() as logs, pytest.raises(ssl.SSLError):
+            await asyncio.to_thread(connect, running.address, None)
+        assert [line["reason"] for line in logs] == ["It speaks no version of TLS that is spoken here."]
+
+
+class Torn(TlsFiles):
+    """Files that are replaced once more as soon as they have been looked at, and of which one is there so far."""
+
+    def __init__(self, tls: Tls, next_ones: Tls) -> None:
+        super().__init__(tls)
+        self._next_ones = next_ones
+
+    def renew(self) -> bool:
+        """As of any."""
+        is_new = super().renew()
+        replace_files(self._next_ones, self.tls, "cert")
+        return is_new
+
+
+async def test_certificates_that_are_replaced_all_the_time_disturb_no_request(tmp_path: Path) -> None:
+    """What was looked at is what is shown, whatever the files hold a moment later."""
+    sound, renewed = issue(tmp_path / "sound", "gateway"), tmp_path / "renewed"
+    shutil.copytree(sound / "authority", renewed / "authority")
+    shutil.copytree(sound / "gateway", tmp_path / "used" / "gateway")
+    used, further = server_of(tmp_path / "used", "gateway"), server_of(issue(renewed, "gateway"), "gateway")
+    running = await serve_rest("127.0.0.1:0", app, tls=Torn(used, further))
+    with capture_logs() as logs:
+        for _ in range(10):
+            replace_files(server_of(sound, "gateway"), used, "cert", "key")
+            async with client_of(running, trusting(sound, "gateway")) as client:
+                assert (await client.get("/")).text == "hello"
+    await running.stop(0)
+    assert {line["event"] for line in logs} == {"certificate taken up"}
+
+
+async def test_a_client_of_grpc_is_told_that_it_called_rest(tmp_path: Path) -> None:
+    """As without TLS."""
+    sound = issue(tmp_path, "gateway")
+    async with (
+        serving(server_of(sound, "gateway")) as running,
+        AsyncClient(running.address, tls=trusting(sound, "gateway")) as client,
+    ):
+        with pytest.raises(InvalidRequest, match="must be where a gateway answers gRPC, and not its REST"):
+            await client.generate("Hi").result()
 
 
 async def test_what_is_no_http_is_told_so(tmp_path: Path) -> None:

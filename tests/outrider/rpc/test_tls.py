@@ -2,20 +2,37 @@
 
 import shutil
 import socket
+import ssl
+import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing, suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from grpc.experimental import session_cache
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.certificates import DAY, issue, pem_of, replace_files, server_of, shown_at, shown_by, trusting
+from structlog.testing import capture_logs
+from support.certificates import (
+    DAY,
+    KEYS,
+    issue,
+    pem_of,
+    replace_files,
+    self_signed,
+    server_of,
+    shown_at,
+    shown_by,
+    trusting,
+)
 
 from outrider.client import AsyncClient, Client
 from outrider.errors import InvalidRequest, PeerLost
 from outrider.rpc import channels
 from outrider.rpc.errors import error_from
-from outrider.rpc.tls import Tls, TlsFailed, TlsFiles, files_of, refusal, why_refused
+from outrider.rpc.tls import ClientRefused, Tls, TlsFailed, TlsFiles, files_of, refusal, why_refused
 
 CHECK = health_pb2.HealthCheckRequest()
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -175,6 +192,98 @@ async def test_a_replaced_certificate_is_that_of_the_next_connection(tmp_path: P
         watching.cancel()
 
 
+async def test_an_earlier_session_lets_nobody_in_whose_certificate_has_expired(folder: Path, tmp_path: Path) -> None:
+    """Though such a connection shows no certificate again, and so its handshake finds nothing wrong."""
+    shutil.copytree(folder / "sound" / "authority", tmp_path / "authority")
+    client = shown_by(issue(tmp_path, "gateway", lifetime=timedelta(seconds=3)), "gateway")
+    remembering: Any = session_cache.ssl_session_cache_lru(1)  # an option of channels, which are numbers else
+    async with serving(shown_by(folder / "sound", "target")) as address:
+        # Sessions are remembered by the name of their server, and an address of numbers is none.
+        named = address.replace("127.0.0.1", "localhost")
+
+        async def ask(*options: tuple[str, int]) -> None:
+            async with channels.open_channel(named, TlsFiles(client), options) as channel:
+                await health_pb2_grpc.HealthStub(channel).Check(CHECK)
+
+        await ask(("grpc.ssl_session_cache", remembering))
+        with suppress(grpc.aio.AioRpcError):
+            # A new handshake is refused as soon as the certificate has expired.
+            while True:
+                await ask()
+        with capture_logs() as logs, pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(("grpc.ssl_session_cache", remembering))
+    raised = error_from(caught.value)
+    assert isinstance(raised, ClientRefused)
+    assert raised.message.startswith("The client 'gateway' has a certificate that was valid until ")
+    assert [line["reason"] for line in logs if line["event"] == "client refused"] == [raised.message]
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize(
+    ("kind", "certificate_sentence"),
+    [
+        ("", "lets nobody in without a certificate, and none was given."),
+        ("foreign", "does not accept the certificate in"),
+    ],
+)
+def test_an_alert_is_a_sentence(folder: Path, version: ssl.TLSVersion, kind: str, certificate_sentence: str) -> None:
+    """Servers other than gRPC's say why they end a handshake; without certificates TLS 1.2 has no word of its own."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    shown = shown_by(folder / "sound", "target")
+    context.load_cert_chain(shown.cert, shown.key)
+    context.load_verify_locations(shown.ca)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.minimum_version = context.maximum_version = version
+    client = Tls(shown.ca, *(_pair(folder / kind) if kind else ()))
+
+    def refuse(listener: socket.socket) -> None:
+        with listener.accept()[0] as connection, suppress(ssl.SSLError), context.wrap_socket(connection, True):
+            pass
+
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        refusing = threading.Thread(target=refuse, args=(listener,))
+        refusing.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        sentence = why_refused(address, client)
+        refusing.join()
+    is_vague = version == ssl.TLSVersion.TLSv1_2 and not kind
+    assert sentence.startswith(address)
+    assert ("ends the handshake: handshake failure." if is_vague else certificate_sentence) in sentence
+
+
+@pytest.mark.parametrize("kind", KEYS)
+async def test_keys_that_grpc_does_not_take_are_refused(folder: Path, tmp_path: Path, kind: str) -> None:
+    """At the start, and when a certificate is replaced by such a one, which then nobody takes up."""
+    unfit = self_signed(tmp_path, kind)
+    with pytest.raises(InvalidRequest, match=r"^tls.cert is .* must be a certificate (whose key is RSA|that gRPC can)"):
+        TlsFiles(unfit)
+    shutil.copytree(folder / "sound" / "target", tmp_path / "used")
+    used, client = Tls(cert=str(tmp_path / "used/tls.crt"), key=str(tmp_path / "used/tls.key")), folder / "sound"
+    async with serving(used) as address:
+        replace_files(unfit, used, "cert", "key")
+        with capture_logs() as logs:
+            assert await checked(address, trusting(client, "gateway")) == SERVING
+    assert [line["event"] for line in logs] == ["certificate not taken up"]
+
+
+async def test_a_server_says_that_its_certificate_has_expired(folder: Path) -> None:
+    """At the start; its clients would be all who know."""
+    shown = server_of(folder / "expired", "target")
+    with capture_logs() as logs:
+        async with serving(shown):
+            pass
+    assert [(line["event"], line["cert"]) for line in logs] == [("certificate not valid now", shown.cert)]
+
+
+def test_a_client_takes_nothing_but_files(folder: Path) -> None:
+    """What others take, a path or a dictionary, is refused in a sentence."""
+    path = shown_by(folder / "sound", "gateway").ca
+    for unfit in (path, {"ca": path}):
+        wrong: Any = unfit
+        with pytest.raises(InvalidRequest, match=r"^tls is .* must be an outrider.client.Tls, or None for plaintext$"):
+            Client("127.0.0.1:1", tls=wrong)
+
+
 async def test_files_that_do_not_fit_are_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
     """In the names of the options: one without the other, one that is not there, and a key of another certificate."""
     sound, foreign = shown_by(folder / "sound", "target"), shown_by(folder / "foreign", "target")
@@ -184,6 +293,7 @@ async def test_files_that_do_not_fit_are_refused_at_the_start(folder: Path, tmp_
         ({"cert": sound.cert}, "^--tls-cert is .* but must be given with --tls-key, or left out$"),
         ({"key": sound.key}, "^--tls-key is .* but must be given with --tls-cert, or left out$"),
         ({"cert": sound.cert, "key": foreign.key}, "^--tls-cert is .* fits the key in .*: KEY_VALUES_MISMATCH$"),
+        ({"cert": sound.key, "key": sound.key}, "^--tls-cert is .* fits the key in [^:]*: it cannot be read$"),
         ({"cert": str(tmp_path / "no"), "key": sound.key}, "^--tls-cert is .*: No such file or directory$"),
         ({"ca": sound.key}, "^--tls-client-ca is .* an authority's certificate in PEM: NO_CERTIFICATE_OR_CRL_FOUND$"),
     ):
