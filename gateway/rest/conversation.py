@@ -106,8 +106,7 @@ def _call_rules(body: ChatRequest) -> CallRules:
 
 def _variables(body: ChatRequest, template: ChatTemplate, settings: RestSettings) -> tuple[dict[str, Any], list[str]]:
     """What the template is given beside the conversation, and fields that it has no place for."""
-    given = body.chat_template_kwargs or {}
-    variables: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
     ignored = []
     if settings.ignores_unknown:
         ignored = [f"chat_template_kwargs.{name}" for name in variables if name not in template.variables]

@@ -349,7 +349,7 @@ ToolChoice = Annotated[
 ]
 
 
-TemplateVariable = bool | int | Finite | Annotated[str, Field(max_length=MAX_VARIABLE_LEN)] | None
+TemplateVariable = bool | int | Finite | Annotated[str, Field(max_length=MAX_VARIABLE_LEN)]
 
 
 class TemplateFields(Parameters):
@@ -380,8 +380,6 @@ class ChatRequest(GenerationFields, TemplateFields):
     metadata: Annotated[dict[str, str] | None, Field(description=NO_EFFECT, max_length=16)] = None
     safety_identifier: Annotated[str | None, Field(description=NO_EFFECT)] = None
     prompt_cache_key: Annotated[str | None, Field(description=NO_EFFECT)] = None
-    prompt_cache_options: Ignored = None
-    prompt_cache_retention: Ignored = None
     service_tier: Annotated[Literal["auto", "default"] | None, Field(description=AS_USUAL)] = None
     store: Annotated[Literal[False] | None, Field(description=AS_USUAL)] = None
     modalities: Annotated[
@@ -390,6 +388,8 @@ class ChatRequest(GenerationFields, TemplateFields):
     verbosity: Annotated[Literal["medium"] | None, Field(description=AS_USUAL)] = None
     audio: Unusual = None
     moderation: Unusual = None
+    prompt_cache_options: Unusual = None
+    prompt_cache_retention: Unusual = None
     web_search_options: Unusual = None
     function_call: Unserved = None
     functions: Unserved = None
