@@ -351,7 +351,7 @@ class Frontend:
             try:
                 if tenant is not None:
                     tenant.count_request()
-                    requests = [_with_key(request, tenant) for request in requests]
+                    requests = [_with_key(request, tenant, len(requests)) for request in requests]
                 with self.admission.arrival(priority):
                     contexts = [await self._prepared(requests, number) for number in range(len(requests))]
                 if tenant is not None:
@@ -433,10 +433,12 @@ class Frontend:
             self.admission.give_back(places)
 
 
-def _with_key(request: GenerationRequest, tenant: Tenant) -> GenerationRequest:
-    """A request with the name of its key, and with no more tokens than that may ask for; raises InvalidRequest."""
-    request = replace(request, tenant=tenant.name, most_tokens=tenant.limits.tokens_per_minute)
-    most = tenant.limits.max_tokens
+def _with_key(request: GenerationRequest, tenant: Tenant, count: int) -> GenerationRequest:
+    """A request, of so many that belong together, with the name of its key, and with no more tokens than that may ask
+    for; raises InvalidRequest.
+    """
+    most, per_minute = tenant.limits.max_tokens, tenant.limits.tokens_per_minute
+    request = replace(request, tenant=tenant.name, most_tokens=None if per_minute is None else per_minute // count)
     if most is None or (request.max_tokens is not None and request.max_tokens <= most):
         return request
     if request.up_to_context or (request.max_tokens is None and most < DEFAULT_MAX_TOKENS):
@@ -450,4 +452,5 @@ def _spending(tenant: Tenant, requests: Sequence[CheckedRequest]) -> AbstractCon
     """What requests that belong together, and differ in their prompts alone, hold of a key's limits."""
     prompt_tokens = sum(request.spec.prompt_len for request in requests)
     max_tokens = max(request.spec.max_len - request.spec.prompt_len for request in requests)
-    return tenant.spending(sum(request.sample_count for request in requests), prompt_tokens, max_tokens)
+    samples = sum(request.sample_count for request in requests)
+    return tenant.spending(samples, prompt_tokens, max_tokens, len(requests))

@@ -75,11 +75,11 @@ class GenerationRequest:
     constraint: Constraint | None = None
     """What the answer has to look like."""
     up_to_context: bool = False
-    """Whether max_tokens is cut to what is left of the context, and is all of that when it is None."""
+    """Whether max_tokens is cut to what is left of the context and of the key, and is all of that when it is None."""
     tenant: str = ""
     """Whose request it is, by the name of an API key. Tenants share nothing that is remembered."""
     most_tokens: int | None = None
-    """What prompt and answer may have together with that key, to which up_to_context cuts as well."""
+    """What prompt and answers may have together with that key, to which max_tokens is cut unless it was sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,8 @@ class CheckedRequest:
     beam_search: BeamSearch | None = None
     """Makes all samples."""
     reading: Reading | None = None
+    fills_context: bool = False
+    """Whether the longest answer ends where the context does."""
 
     @property
     def num_runs(self) -> int:
@@ -201,6 +203,7 @@ async def check_request(
         samples,
         beam_search=beams,
         reading=request.reading,
+        fills_context=spec.max_len == _place(target)[0],
     )
 
 
@@ -423,10 +426,13 @@ def _max_tokens(request: GenerationRequest, prompt_len: int, target: ModelInfo) 
     room = size - prompt_len
     if request.max_tokens is None or request.up_to_context:
         check_room(prompt_len, target)
-    wanted = min(DEFAULT_MAX_TOKENS, room) if request.max_tokens is None else request.max_tokens
-    if request.up_to_context:
-        allowed = room if request.most_tokens is None else max(1, request.most_tokens - prompt_len)
-        wanted = min(request.max_tokens or room, room, allowed)
+    wanted = request.max_tokens or (room if request.up_to_context else DEFAULT_MAX_TOKENS)
+    if request.max_tokens is None or request.up_to_context:
+        wanted = min(wanted, room)
+        if request.most_tokens is not None:
+            samples = request.beam_search.width if request.beam_search else request.sample_count or 1
+            # One at least: of a prompt that leaves no room the key's own check tells.
+            wanted = max(1, min(wanted, (request.most_tokens - prompt_len) // samples))
     if wanted > room:
         message = (f"a prompt of {prompt_len} tokens and ", Field("max_tokens"), f" {wanted} do not fit into {place}")
         raise PromptTooLong(message, max_tokens=wanted, prompt_tokens=prompt_len, **{name: size})

@@ -81,12 +81,12 @@ class Tenant:
             account.requests.take(1)
 
     @contextmanager
-    def spending(self, samples: int, prompt_tokens: int, max_tokens: int) -> Iterator[Spending]:
+    def spending(self, samples: int, prompt_tokens: int, max_tokens: int, num_prompts: int = 1) -> Iterator[Spending]:
         """Holds a request's samples and all tokens that it may use, its prompts and up to max_tokens a sample.
 
         Raises RateLimited, and InvalidRequest or PromptTooLong about what the key's limits never allow.
         """
-        self._check_size(samples, prompt_tokens, max_tokens)
+        self._check_size(samples, prompt_tokens, max_tokens, num_prompts)
         taken = 0
         with self.usage.account(self.name) as account:
             self._check_samples(account.samples + account.other_samples, samples)
@@ -109,10 +109,13 @@ class Tenant:
                     account.tokens.left(self.limits.tokens_per_minute, self.clock())
                     account.tokens.take(spending.used_tokens)
 
-    def _check_size(self, samples: int, prompt_tokens: int, max_tokens: int) -> None:
+    def _check_size(self, samples: int, prompt_tokens: int, max_tokens: int, num_prompts: int) -> None:
         most_samples, most_tokens = self.limits.concurrent_samples, self.limits.tokens_per_minute
         if most_samples is not None and samples > most_samples:
-            raise InvalidRequest("sample_count", samples, f"at most {most_samples} over all prompts with this key")
+            if num_prompts > most_samples:
+                raise InvalidRequest("prompt", f"{num_prompts} prompts", f"at most {most_samples} with this key")
+            limit = f"at most {most_samples // num_prompts} with this key, for each of {num_prompts} prompts"
+            raise InvalidRequest("sample_count", samples // num_prompts, limit)
         if most_tokens is None:
             return
         room = (most_tokens - prompt_tokens) // samples
@@ -136,6 +139,7 @@ class Tenant:
                 f"{under_way} of at most {most} samples of the key {self.name!r} are under way",
                 key=self.name,
                 limit=most,
+                unit="requests",
                 retry_after_s=wait_s,
             )
 
@@ -147,6 +151,7 @@ class Tenant:
                 f"ask again in {math.ceil(wait_s)} s",
                 key=self.name,
                 limit=per_minute,
+                unit=unit,
                 retry_after_s=math.ceil(wait_s),
             )
 

@@ -35,7 +35,6 @@ REASONS: Mapping[str, int] = {
     "HEADERS_TOO_LARGE": 431,
 }
 TYPES: Mapping[int, str] = {
-    401: "authentication_error",
     403: "permission_error",
     429: "rate_limit_error",
     500: "server_error",
@@ -180,7 +179,8 @@ def error_json(error: OutriderError) -> str:
     param = error.metadata.get("field")
     body = {
         "message": error.message,
-        "type": TYPES.get(status_of(error), "invalid_request_error"),
+        # OpenAI's own says of which there were too many.
+        "type": error.metadata.get("unit") or TYPES.get(status_of(error), "invalid_request_error"),
         "param": param.removesuffix(" key") if param else None,
         "code": CODES.get(error.reason, error.reason.lower()),
     }

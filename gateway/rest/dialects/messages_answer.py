@@ -269,8 +269,9 @@ class MessageWriter(AnswerWriter):
         """Why the message is over, and the string that stopped it."""
         end = self.figures.ends[0]
         if end.finish_reason is FinishReason.LENGTH:
-            spec = self.figures.requests[0].spec
-            is_cut = spec.max_len - spec.prompt_len < self.max_tokens
+            request = self.figures.requests[0]
+            # Not where the API key allowed no more: clients make the conversation shorter, and would in vain.
+            is_cut = request.fills_context and request.spec.max_len - request.spec.prompt_len < self.max_tokens
             return ("model_context_window_exceeded" if is_cut else "max_tokens"), None
         if end.has_calls:
             return "tool_use", None

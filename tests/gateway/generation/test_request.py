@@ -8,6 +8,7 @@ import pytest
 from gateway.generation.request import CheckedRequest, GenerationRequest, Offers, check_request
 from gateway.sessions.link import ModelInfo
 from gateway.text.tokenizer import Tokenizer
+from outrider.beams import BeamSearch
 from outrider.errors import InvalidRequest, PromptTooLong
 from outrider.parameters import Acceptance, Rule, SamplingParameters
 from outrider.token_tree import TreeShape
@@ -57,6 +58,30 @@ async def test_an_answer_may_go_up_to_the_context() -> None:
         assert (await check(replace(request, max_tokens=max_tokens))).spec.max_len == expected
     with pytest.raises(PromptTooLong, match="prompt has 1024 tokens"):
         await check(replace(request, token_ids=(5,) * 1024, max_tokens=25))
+
+
+async def test_what_was_not_sent_is_cut_to_what_a_key_may_have() -> None:
+    """Over all samples, of which each has its share; what was sent is left to the key's own check."""
+    request = GenerationRequest(token_ids=(5,) * 20, most_tokens=100)
+    for changes, expected in (
+        ({}, 80),
+        ({"sample_count": 3}, 26),
+        ({"beam_search": BeamSearch(2, 1.0)}, 40),
+        ({"sample_count": 2, "up_to_context": True, "max_tokens": 90}, 40),
+        ({"most_tokens": 1000}, 128),
+        ({"most_tokens": 20}, 1),
+        ({"max_tokens": 90}, 90),
+    ):
+        checked = await check(replace(request, **changes))  # type: ignore[arg-type]
+        assert checked.spec.max_len - checked.spec.prompt_len == expected, changes
+
+
+async def test_it_is_known_whether_an_answer_may_fill_the_context() -> None:
+    """Not by what was asked for, but by where the longest answer ends."""
+    request = GenerationRequest(token_ids=(5,) * 1000, max_tokens=50, up_to_context=True)
+    assert (await check(request)).fills_context
+    assert not (await check(replace(request, max_tokens=23))).fills_context
+    assert not (await check(replace(request, most_tokens=1010))).fills_context
 
 
 async def test_too_long_names_all_three_numbers() -> None:

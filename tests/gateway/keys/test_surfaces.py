@@ -50,6 +50,7 @@ NAMES: dict[str, dict[str, int | bool]] = {
     "thrifty": {"tokens_per_minute": 60},
     "narrow": {"concurrent_samples": 7},
     "short": {"max_tokens": 5, "tokens_per_minute": 1000},
+    "frugal": {"tokens_per_minute": 60},
     "leaver": {},
     "patient": {"priority": 5},
     "urgent": {"priority": -5},
@@ -142,7 +143,7 @@ async def test_a_refusal_has_the_shape_of_the_clients_that_read_it(http: httpx.A
     """OpenAI's, and below /v1/messages Anthropic's; it says how to send a key, and not which one came."""
     refused = await http.post("/v1/chat/completions", json={}, headers={"x-api-key": "sk-wrong"})
     told = refused.json()["error"]
-    assert (told["type"], told["param"], told["code"]) == ("authentication_error", None, "invalid_api_key")
+    assert (told["type"], told["param"], told["code"]) == ("invalid_request_error", None, "invalid_api_key")
     assert (refused.headers["www-authenticate"], refused.headers["x-should-retry"]) == ("Bearer", "false")
     assert "sk-wrong" not in refused.text
     assert "authorization: Bearer" in (await http.get("/v1/models")).json()["error"]["message"]
@@ -295,7 +296,8 @@ async def test_of_two_hundred_requests_at_once_as_many_are_served_as_may(
     assert 150 - len(refused) + [answer.status_code for answer in answers].count(200) == 50
     assert len(refused) + len(turned_away) == 150
     one = await ask(http, "few")
-    assert (one.status_code, one.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert one.status_code == 429
+    assert (one.json()["error"]["type"], one.json()["error"]["code"]) == ("requests", "rate_limit_exceeded")
     for answer in (one, *turned_away):
         told = [answer.headers[name] for name in ("retry-after", *LIMIT_HEADERS[:2])]
         assert told == ["2", "50", "0"]
@@ -311,7 +313,7 @@ async def test_tokens_of_a_key_are_never_more_than_may_be(stack: MarkovStack, ht
     assert sum(usage.prompt_tokens + usage.completion_tokens for usage in usages) == 10 * (2 + 4) == 60
     assert {type(end) for end in ends if isinstance(end, OutriderError)} == {RateLimited}
     last = await ask(http, "thrifty")
-    assert last.status_code == 429
+    assert (last.status_code, last.json()["error"]["type"]) == (429, "tokens")
     assert (last.headers["x-ratelimit-remaining-tokens"], last.headers["x-ratelimit-reset-tokens"]) == ("0", "60.000s")
     assert last.headers["retry-after"] == "6"
 
@@ -331,6 +333,9 @@ async def test_samples_of_a_key_are_never_more_than_may_be(stack: MarkovStack, h
     assert (await ask(http, "narrow", n=7)).status_code == 200
     too_many = await ask(http, "narrow", n=8)
     assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "n")
+    too_many = await ask(http, "narrow", prompt=["fox"] * 8)
+    assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "prompt")
+    assert "8 prompts" in too_many.json()["error"]["message"]
 
 
 async def test_the_smallest_priority_of_a_key_comes_first(stack: MarkovStack, http: httpx.AsyncClient) -> None:
@@ -361,6 +366,19 @@ async def test_an_answer_is_no_longer_than_a_key_may_have_it(http: httpx.AsyncCl
     assert said.json()["usage"]["output_tokens"] <= 5, said.text
     hopeless = await ask(http, "thrifty", max_tokens=500)
     assert hopeless.json()["error"]["param"] == "max_tokens"
+    unsaid = await ask(http, "frugal", max_tokens=None, n=2)
+    assert unsaid.status_code == 200, unsaid.text
+    assert 29 <= unsaid.json()["usage"]["completion_tokens"] <= 2 * ((60 - 2) // 2)
+
+
+async def test_an_answer_that_its_key_cuts_is_not_at_the_end_of_the_context(http: httpx.AsyncClient) -> None:
+    """Agents would make the conversation shorter, and read the same again."""
+    asked = {"model": "markov", "max_tokens": 50, "messages": [{"role": "user", "content": "fox sea"}], "seed": 1}
+    message = (await http.post("/v1/messages", json=asked, headers=bearer("short"))).json()
+    assert (message["stop_reason"], message["usage"]["output_tokens"]) == ("max_tokens", 5)
+    said = {"input": "fox sea", "max_output_tokens": 50, "seed": 1}
+    response = (await http.post("/v1/responses", json=said, headers=bearer("short"))).json()
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
 async def test_a_key_that_is_taken_out_opens_nothing_any_more(http: httpx.AsyncClient, keys: Path) -> None:

@@ -151,8 +151,13 @@ def test_no_more_samples_are_under_way_than_may(usage: Usage) -> None:
 def test_what_can_never_be_is_no_matter_of_waiting(usage: Usage) -> None:
     """It is a wrong request, with the field and the most that it may be."""
     tenant = tenant_of(usage, Clock(), concurrent_samples=2, tokens_per_minute=100)
-    with pytest.raises(InvalidRequest, match="sample_count is 3, but must be at most 2"), tenant.spending(3, 1, 1):
-        pass
+    for size, sentence in (
+        ((3, 1, 1), "sample_count is 3, but must be at most 2 with this key"),
+        ((4, 1, 1, 2), "sample_count is 2, but must be at most 1 with this key, for each of 2 prompts"),
+        ((3, 1, 1, 3), "prompt is '3 prompts', but must be at most 2 with this key"),
+    ):
+        with pytest.raises(InvalidRequest, match=sentence), tenant.spending(*size):
+            pass
     with pytest.raises(InvalidRequest, match="max_tokens is 41, but must be at most 40"), tenant.spending(2, 20, 41):
         pass
     with pytest.raises(PromptTooLong, match="prompt has 100 tokens"), tenant.spending(1, 100, 1):

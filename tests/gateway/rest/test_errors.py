@@ -17,13 +17,16 @@ from gateway.rest.errors import (
 )
 from outrider.errors import (
     CacheFull,
+    InvalidKey,
     InvalidRequest,
+    KeyForbidden,
     NotReady,
     OutriderError,
     Overloaded,
     PeerLost,
     PromptTooLong,
     ProtocolViolation,
+    RateLimited,
     Unsupported,
 )
 
@@ -41,6 +44,10 @@ from outrider.errors import (
         (UnsupportedMedia("xml"), 415, "invalid_request_error", "unsupported_media_type"),
         (Overloaded("full"), 429, "rate_limit_error", "overloaded"),
         (CacheFull("full"), 429, "rate_limit_error", "kv_cache_full"),
+        (InvalidKey("none"), 401, "invalid_request_error", "invalid_api_key"),
+        (KeyForbidden("no"), 403, "permission_error", "key_forbidden"),
+        (RateLimited("used up", unit="tokens"), 429, "tokens", "rate_limit_exceeded"),
+        (RateLimited("used up", unit="requests"), 429, "requests", "rate_limit_exceeded"),
         (ClientGone("gone"), 499, "invalid_request_error", "client_gone"),
         (ProtocolViolation("bug"), 500, "server_error", "protocol_violation"),
         (OutriderError("internal error"), 500, "server_error", "unexpected"),

@@ -46,10 +46,12 @@ def events_of(*rounds: tuple[Delta, ...], **end: Any) -> list[Event]:
     return [replace(events[0], tokens=tokens), *events[1:], ended(**end)]
 
 
-def figures_of(max_len: int = 64) -> ResponseFigures:
-    """Figures of a prompt of two tokens, with room for an answer up to max_len tokens in all."""
+def figures_of(max_len: int = 64, *, fills_context: bool = False) -> ResponseFigures:
+    """Figures of a prompt of two tokens, with room for an answer up to max_len tokens in all, which may be the
+    context.
+    """
     spec = spec_of([3, 5], max_len=max_len)
-    return ResponseFigures([CheckedRequest(spec, (), None)], 4)
+    return ResponseFigures([CheckedRequest(spec, (), None, fills_context=fills_context)], 4)
 
 
 def streamed(writer: AnswerWriter, figures: ResponseFigures, events: list[Event]) -> bytes:

@@ -26,15 +26,15 @@ ROUNDS = [
 ]
 
 
-def writer_of(events: list[Event], max_tokens: int = 9) -> MessageWriter:
+def writer_of(events: list[Event], max_tokens: int = 9, *, fills_context: bool = False) -> MessageWriter:
     """A writer that has seen nothing yet; the answer has room for 62 tokens."""
-    return MessageWriter(HEADER, figures_of(), max_tokens)
+    return MessageWriter(HEADER, figures_of(fills_context=fills_context), max_tokens)
 
 
-def answered(*rounds: Any, max_tokens: int = 9, **end: Any) -> Message:
+def answered(*rounds: Any, max_tokens: int = 9, fills_context: bool = False, **end: Any) -> Message:
     """An answer that is sent whole."""
     events = events_of(*rounds, **end)
-    writer = writer_of(events, max_tokens)
+    writer = writer_of(events, max_tokens, fills_context=fills_context)
     return Message.model_validate_json(whole(writer, writer.figures, events))
 
 
@@ -98,20 +98,23 @@ def test_whole_and_streamed_are_one_message() -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "max_tokens", "expected"),
+    ("end", "max_tokens", "fills_context", "expected"),
     [
-        ({}, 9, ("end_turn", None)),
-        ({"finish_reason": FinishReason.STOP_TOKEN}, 9, ("end_turn", None)),
-        ({"finish_reason": FinishReason.STOP_STRING, "stop_string": "\n\n"}, 9, ("stop_sequence", "\n\n")),
-        ({"finish_reason": FinishReason.LENGTH}, 62, ("max_tokens", None)),
-        ({"finish_reason": FinishReason.LENGTH}, 63, ("model_context_window_exceeded", None)),
-        ({"finish_reason": FinishReason.LENGTH, "has_calls": True}, 62, ("max_tokens", None)),
-        ({"has_calls": True}, 9, ("tool_use", None)),
+        ({}, 9, True, ("end_turn", None)),
+        ({"finish_reason": FinishReason.STOP_TOKEN}, 9, True, ("end_turn", None)),
+        ({"finish_reason": FinishReason.STOP_STRING, "stop_string": "\n\n"}, 9, True, ("stop_sequence", "\n\n")),
+        ({"finish_reason": FinishReason.LENGTH}, 62, True, ("max_tokens", None)),
+        ({"finish_reason": FinishReason.LENGTH}, 63, True, ("model_context_window_exceeded", None)),
+        ({"finish_reason": FinishReason.LENGTH}, 63, False, ("max_tokens", None)),
+        ({"finish_reason": FinishReason.LENGTH, "has_calls": True}, 62, True, ("max_tokens", None)),
+        ({"has_calls": True}, 9, True, ("tool_use", None)),
     ],
 )
-def test_the_reason_to_stop_has_its_word(end: dict[str, Any], max_tokens: int, expected: tuple[str, str]) -> None:
-    """The end of the context is another than the limit that was asked for."""
-    message = answered((ContentDelta("Hi."),), max_tokens=max_tokens, **end)
+def test_the_reason_to_stop_has_its_word(
+    end: dict[str, Any], max_tokens: int, fills_context: bool, expected: tuple[str, str]
+) -> None:
+    """The end of the context is another than the limit that was asked for, or than that of a key."""
+    message = answered((ContentDelta("Hi."),), max_tokens=max_tokens, fills_context=fills_context, **end)
     assert (message.stop_reason, message.stop_sequence) == expected
 
 
