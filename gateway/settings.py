@@ -257,7 +257,8 @@ class GatewaySettings(ProcessSettings):
             raise InvalidRequest("--no-auth", True, "left out with --api-keys")
         if self.api_keys or self.no_auth:
             return
-        for option, address in (("--listen", self.listen), ("--rest-listen", self.rest_listen)):
+        listens = {"listen": self.listen, "rest-listen": self.rest_listen, "metrics-listen": self.metrics_listen}
+        for option, address in listens.items():
             if address and not is_loopback(address):
                 words = "an address of this machine alone unless --api-keys FILE says who may come in"
-                raise InvalidRequest(option, address, f"{words}, or --no-auth that everybody may")
+                raise InvalidRequest(f"--{option}", address, f"{words}, or --no-auth that everybody may")

@@ -1,6 +1,7 @@
 """The commands: which options each takes, what of them goes together, and what carries it out."""
 
 import json
+import os
 import sys
 from dataclasses import replace
 from typing import Annotated
@@ -16,7 +17,7 @@ from outrider.cli.local_stack import Stack, choose_models
 from outrider.cli.modules import run_module
 from outrider.cli.output import choose_view, installed_versions
 from outrider.cli.pairs import choose_pair
-from outrider.cli.race import QUESTION, STORY
+from outrider.cli.race import KEY_VARIABLE, QUESTION, STORY
 from outrider.cli.running import note, run
 from outrider.cli.up import choose_display, serving
 from outrider.errors import InvalidRequest, ModelRefused
@@ -82,11 +83,12 @@ def up(
     refuse_together("--drafter model", drafter if drafter == MODEL else None, {"--datastore": datastore})
     _check_hosted(models, hosted, draft_device=machine.draft_device)
     refuse_together("--json", as_json or None, {"--race": race or None})
-    if race and machine.api_keys is not None:
-        raise InvalidRequest("--race", True, "left out with --api-keys, because it has no key")
+    key = os.environ.get(KEY_VARIABLE)
+    if race and machine.api_keys is not None and not key:
+        raise InvalidRequest("--race", True, f"left out with --api-keys unless {KEY_VARIABLE} has one of the keys")
     stack = _stack(models, machine, hosted, has_draft=not no_draft and drafter != LOOKUP)
     stack = replace(stack, looks=not no_draft and drafter != MODEL, datastore=datastore)
-    question = STORY if stack.target == embedded_model("target") else QUESTION
+    question = replace(STORY if stack.target == embedded_model("target") else QUESTION, api_key=key or None)
     run(serving(stack, choose_display(as_json=as_json), question if race else None), serves=True)
 
 

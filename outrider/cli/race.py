@@ -1,7 +1,7 @@
 """A race: the same message answered with and without speculation, from the same seed, and what that showed."""
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from outrider.cli.chat.conversation import Turn
@@ -11,6 +11,9 @@ from outrider.cli.running import note
 from outrider.client import AsyncClient, GenerationOptions, Round, Speculation
 from outrider.parameters import Rule
 
+# A race has no option for it: others see what was typed.
+KEY_VARIABLE = "OUTRIDER_API_KEY"
+
 
 @dataclass(frozen=True, slots=True)
 class RaceQuestion:
@@ -19,6 +22,8 @@ class RaceQuestion:
     text: str
     options: GenerationOptions
     is_chat: bool = True
+    api_key: str | None = field(default=None, repr=False)
+    """For a gateway that asks for one."""
 
 
 QUESTION = RaceQuestion(
@@ -36,7 +41,7 @@ async def race(address: str, question: RaceQuestion) -> None:
     Raises what the gateway answered, and PeerLost when nobody answers.
     """
     turns = []
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, api_key=question.api_key) as client:
         for speculates in (True, False):
             note(f"{'With' if speculates else 'Without'} speculation: {question.text}")
             # Each reads its prompt itself: with a salt of its own it does not find what the other one left behind.

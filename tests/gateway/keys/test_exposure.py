@@ -13,13 +13,13 @@ def settings(**changes: object) -> GatewaySettings:
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.8.8.8:1", "localhost:1", "[::1]:1"])
 def test_this_machine_alone_needs_no_word(listen: str) -> None:
-    """By default neither surface is open to others."""
+    """By default no surface is open to others."""
     assert settings().no_auth is False
-    settings(listen=listen, rest_listen=listen)
+    settings(listen=listen, rest_listen=listen, metrics_listen=listen)
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:1", "[::]:1", "192.168.1.5:1", "gateway:1", "localhost.example:1"])
-@pytest.mark.parametrize("option", ["listen", "rest_listen"])
+@pytest.mark.parametrize("option", ["listen", "rest_listen", "metrics_listen"])
 def test_beyond_this_machine_somebody_has_to_say_who_comes_in(option: str, listen: str) -> None:
     """The sentence names both ways; with either of them all is well."""
     with pytest.raises(InvalidRequest) as refused:

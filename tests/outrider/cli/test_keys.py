@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
@@ -13,6 +14,8 @@ from support.services.markov_services import MarkovStack, markov_stack, write_to
 
 from outrider.cli.doctor.checks import GATEWAY, REST, SELF_TEST, check_gateway, who_answers
 from outrider.cli.local_stack import Stack, gateway_launch
+from outrider.cli.race import STORY, race
+from outrider.client import GenerationOptions
 from outrider.errors import InvalidKey
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -58,6 +61,17 @@ async def test_a_key_comes_from_the_environment_or_the_command_line(stack: Marko
     said = "".join(output for _, output in ends)
     assert key_of("alice") not in said
     assert "wrong" not in said
+
+
+async def test_a_race_is_run_with_a_key(stack: MarkovStack, capsys: pytest.CaptureFixture[str]) -> None:
+    """At a gateway that asks for one; the command that has none says where it comes from before it starts anything."""
+    question = replace(STORY, text="fox sea", options=GenerationOptions(max_tokens=4, seed=1, temperature=0.0))
+    with pytest.raises(InvalidKey):
+        await race(stack.gateway.address, question)
+    await race(stack.gateway.address, replace(question, api_key=key_of("alice")))
+    assert "Identical token for token: 4 tokens." in capsys.readouterr().err
+    code, output = await run_command("up", "--race", "--api-keys", "keys.toml")
+    assert (code, "unless OUTRIDER_API_KEY has one of the keys" in output) == (64, True)
 
 
 async def test_the_doctor_examines_a_gateway_with_a_key(stack: MarkovStack) -> None:
