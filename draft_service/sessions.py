@@ -122,7 +122,7 @@ class DraftSessions(SessionStore[DraftState]):
 
         `drafter` is one that serves the spec's rule; see outrider.drafters.model_drafter.
         """
-        status, held = self._classify_open(fence)
+        status, held = self._classify_open(fence, owner)
         if status is MessageStatus.CURRENT:
             held = self._open(fence, spec, owner)
             held.drafter = drafter

@@ -174,7 +174,7 @@ class TargetSessions(SessionStore[TargetState]):
 
         `drafter` is one of the hostings, or empty. With a search, the spec's tokens are the prompt.
         """
-        status, held = self._classify_open(fence)
+        status, held = self._classify_open(fence, owner)
         if status is MessageStatus.CURRENT:
             if spec.grammar is not None:
                 _check_output(spec.grammar, spec.token_ids[spec.prompt_len :])

@@ -9,6 +9,7 @@ import asyncio
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -31,7 +32,7 @@ log = structlog.get_logger()
 MAX_UNSENT_OF_SESSION = 2048
 MAX_UNSENT = 65_536
 MAX_SESSIONS = 4096
-# A Rollback overtakes an open by milliseconds, so a newer one never pushes out one that still matters.
+# Of one client. A Rollback overtakes an open by milliseconds, so a newer one never pushes out one that still matters.
 MAX_REMEMBERED = 1024
 IDLE_S = 60.0  # without a word from a session's gateway, which then has lost count of it or has a slow client
 TIMER_S = 1e-6  # a loop's timer may come early by its clock's resolution
@@ -456,7 +457,8 @@ class SessionStore(Generic[StateT]):
         self.table = table
         self._runner = runner
         self._kind = kind
-        self._min_epochs = MinEpochs()
+        # By the client: whatever others say about an id that nobody has opened is about sessions of their own.
+        self._min_epochs: defaultdict[str, MinEpochs] = defaultdict(MinEpochs)
         self._num_stopped_jobs = 0
         self._prefix_cache = prefix_cache
         self._prefix_query_tokens = self._prefix_hit_tokens = 0
@@ -476,7 +478,7 @@ class SessionStore(Generic[StateT]):
         self.check_client(fence.session_id, client)
         held = self.table.get(fence.session_id)
         if held is None:
-            self._min_epochs.remember(fence.session_id, fence.epoch)
+            self._min_epochs[client].remember(fence.session_id, fence.epoch)
             return RolledBack(Fence(fence.session_id, fence.epoch, 0), 0, job_stopped=False)
         # An older one, or the same once more, only learns where the session is.
         is_newer = fence.epoch > held.epoch
@@ -498,11 +500,11 @@ class SessionStore(Generic[StateT]):
             expired_lease_count=self.table.num_expired,
         )
 
-    def _classify_open(self, fence: Fence) -> tuple[MessageStatus, StateT | None]:
+    def _classify_open(self, fence: Fence, owner: Outbox) -> tuple[MessageStatus, StateT | None]:
         """What to do with an open, and the session if there is one."""
         held = self.table.get(fence.session_id)
         view = None if held is None else held.view
-        return classify_open(fence, view, self._min_epochs.get(fence.session_id)), held
+        return classify_open(fence, view, self._min_epochs[owner.client].get(fence.session_id)), held
 
     def _open(self, fence: Fence, spec: SessionSpec, owner: Outbox) -> StateT:
         """A session of the spec's tokens; a newer epoch starts over, with what is cached of them."""
@@ -517,7 +519,7 @@ class SessionStore(Generic[StateT]):
             trace = SessionTrace(fence.session_id, dict(spec.trace_context))
             held = self._kind(spec, fence.epoch, session, owner, trace)
             self.table.add(fence.session_id, held)
-            self._min_epochs.forget(fence.session_id)
+            self._min_epochs[owner.client].forget(fence.session_id)
         else:
             held.session, held.spec = session, spec
             held.rewind(fence.epoch, fence.base_len)

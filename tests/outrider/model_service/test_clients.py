@@ -1,13 +1,16 @@
 """Clients of a service by the names in their certificates: who is let in, and whose a session is."""
 
 import asyncio
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import grpc
 import pytest
@@ -15,11 +18,13 @@ from structlog.testing import capture_logs
 from support.basics import check_empty, spec_of
 from support.certificates import issue, shown_by
 from support.models.tiny_models import SETTINGS
-from support.services.session_clients import TargetClient
+from support.services.session_clients import DraftClient, TargetClient
 
+from draft_service.server import DraftSettings
+from draft_service.server import start_with as start_draft_with
 from outrider.errors import OutriderError
 from outrider.model_service.server import LoadedModel, RunningModelService
-from outrider.model_service.session_store import SessionRefused
+from outrider.model_service.session_store import MAX_REMEMBERED, SessionRefused
 from outrider.rpc.channels import open_channel
 from outrider.rpc.errors import error_from
 from outrider.rpc.tls import ClientRefused, TlsFiles
@@ -28,18 +33,26 @@ from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 from target_service.server import start_with
 
 PROMPT = (0, 40, 91, 26, 55, 12)
+SPEC = spec_of(PROMPT, 40, eos=())
+
+
+ClientT = TypeVar("ClientT", TargetClient, DraftClient)
 
 
 @dataclass
-class Served:
+class Served(Generic[ClientT]):
     """A service that lets two clients in, and a channel of each who has a certificate, by name."""
 
     service: RunningModelService
     channels: dict[str, grpc.aio.Channel]
+    kind: type[ClientT]
 
-    def client(self, name: str, session_id: bytes | None = None) -> TargetClient:
+    def client(self, name: str, session_id: bytes | None = None) -> ClientT:
         """A session of one of them, on a link of its own."""
-        return TargetClient(self.channels[name], session_id)
+        return self.kind(self.channels[name], session_id)
+
+
+Either = Served[TargetClient] | Served[DraftClient]
 
 
 @pytest.fixture(scope="module")
@@ -47,22 +60,47 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return issue(tmp_path_factory.mktemp("certificates"), "target", "gateway", "gateway-b", "client")
 
 
-@pytest.fixture
-async def served(model: LoadedModel, folder: Path) -> AsyncIterator[Served]:
+def files_of_service(folder: Path) -> dict[str, Any]:
+    """What the settings of either service are, so that two clients are let in."""
     shown = shown_by(folder, "target")
     files = {"tls_cert": shown.cert, "tls_key": shown.key, "tls_client_ca": shown.ca}
-    running = await start_with(model, replace(SETTINGS, tls_clients="gateway, gateway-b", **files))
+    return {"tls_clients": "gateway, gateway-b", **files}
+
+
+@pytest.fixture
+async def served(model: LoadedModel, folder: Path) -> AsyncIterator[Served[TargetClient]]:
+    running = await start_with(model, replace(SETTINGS, **files_of_service(folder)))
+    async with serving(running, folder, TargetClient) as service:
+        yield service
+
+
+@pytest.fixture(params=["target", "draft"])
+async def either(request: pytest.FixtureRequest, model: LoadedModel, folder: Path) -> AsyncIterator[Either]:
+    files = files_of_service(folder)
+    if request.param == "target":
+        running = await start_with(model, replace(SETTINGS, **files))
+        async with serving(running, folder, TargetClient) as target:
+            yield target
+    else:
+        settings = DraftSettings(SETTINGS.model, SETTINGS.listen, threads=1, kv_tokens=8192, **files)
+        async with serving(await start_draft_with(model, settings), folder, DraftClient) as draft:
+            yield draft
+
+
+@asynccontextmanager
+async def serving(running: RunningModelService, folder: Path, kind: type[ClientT]) -> AsyncIterator[Served[ClientT]]:
+    """A service that runs, with its channels; it is stopped at the end, and must hold nothing then."""
     async with AsyncExitStack() as life:
         life.push_async_callback(running.stop, 0)
         names = ("target", "gateway", "gateway-b", "client")
         channels = {name: open_channel(running.address, TlsFiles(shown_by(folder, name))) for name in names}
         for channel in channels.values():
             life.push_async_callback(channel.close)
-        yield Served(running, channels)
+        yield Served(running, channels, kind)
     check_empty(running.runner.pool)
 
 
-async def test_only_those_who_are_named_may_ask(served: Served, folder: Path) -> None:
+async def test_only_those_who_are_named_may_ask(served: Served[TargetClient], folder: Path) -> None:
     """Any other one, though the authority has signed its certificate, is told so, and so is the log; but for health."""
     info = await ModelServiceStub(served.channels["gateway-b"]).GetModelInfo(pb.GetModelInfoRequest())
     assert info.role == pb.SERVICE_ROLE_TARGET
@@ -90,17 +128,16 @@ async def test_only_those_who_are_named_may_ask(served: Served, folder: Path) ->
         assert (ended.returncode, len(ended.stderr.splitlines())) == (code, int(code > 0)), ended
 
 
-async def test_a_session_is_its_opener_s(served: Served) -> None:
+async def test_a_session_is_its_opener_s(served: Served[TargetClient]) -> None:
     """Whoever else names its id is refused, whatever the message, and nothing happens to it; links of its own go on."""
     owner = served.client("gateway")
-    spec = spec_of(PROMPT, 40, eos=())
-    await owner.open(spec)
+    await owner.open(SPEC)
     _, _, first = await owner.verdict()
     assert first is not None
     other = served.client("gateway-b", owner.session_id)
     base_len = len(PROMPT) + 1
     messages = [
-        other.opening(spec, epoch=9),
+        other.opening(SPEC, epoch=9),
         other.stepping(1, base_len),
         other.stepping(9, base_len),
         other.request(other.fence(9, base_len), close={}),
@@ -121,7 +158,7 @@ async def test_a_session_is_its_opener_s(served: Served) -> None:
     # A link that broke is begun again, and the session with it, as after any loss.
     owner.call.cancel()
     again = served.client("gateway", owner.session_id)
-    await again.open(replace(spec, token_ids=(*PROMPT, first), prompt_len=len(PROMPT)), epoch=2)
+    await again.open(replace(SPEC, token_ids=(*PROMPT, first), prompt_len=len(PROMPT)), epoch=2)
     assert (await again.verdict())[0] == base_len
     # Nor is it another's when its link is gone.
     again.call.cancel()
@@ -129,8 +166,55 @@ async def test_a_session_is_its_opener_s(served: Served) -> None:
         await other.rollback(9, 3)
     last = served.client("gateway", owner.session_id)
     assert (await last.rollback(3, base_len)).fence.epoch == 3
-    await last.open(replace(spec, token_ids=(*PROMPT, first), prompt_len=len(PROMPT)), epoch=4)
+    await last.open(replace(SPEC, token_ids=(*PROMPT, first), prompt_len=len(PROMPT)), epoch=4)
     await last.verdict()
     await last.close(4, base_len)
     assert isinstance(refused.value, OutriderError)
     assert len(served.service.table) == 0
+
+
+async def open_at(client: TargetClient | DraftClient, epoch: int) -> None:
+    """Opens a session of either service, and waits until the device has taken that."""
+    if isinstance(client, DraftClient):
+        await client.open(SPEC, 4, epoch=epoch)
+    else:
+        await client.open(SPEC, epoch=epoch)
+    await client.settle()
+
+
+async def test_a_rollback_of_another_client_does_not_keep_a_session_from_being_opened(either: Either) -> None:
+    """Whose a session is only its open says, so a Rollback before that is about one of the caller's own."""
+    owner = either.client("gateway")
+    await either.client("gateway-b", owner.session_id).rollback(10**9, 3)
+    await open_at(owner, 1)
+    assert (await owner.read()).fence.epoch == 1
+    await owner.close(1, len(PROMPT))
+
+
+async def test_rollbacks_of_another_client_make_nothing_forgotten(either: Either) -> None:
+    """However many there are; an open that a Rollback has overtaken stays unanswered, and the next one is taken."""
+    owner, other = either.client("gateway"), either.client("gateway-b")
+    await owner.rollback(5, 3)
+    for _ in range(MAX_REMEMBERED):
+        other.session_id = os.urandom(16)
+        await other.rollback(1, 1)
+    await open_at(owner, 1)
+    await open_at(owner, 5)
+    assert (await owner.read()).fence.epoch == 5
+    await owner.close(5, len(PROMPT))
+
+
+async def test_a_session_is_taken_up_with_a_renewed_certificate(either: Either, folder: Path, tmp_path: Path) -> None:
+    """What counts is the name in it."""
+    before = either.client("gateway")
+    await open_at(before, 1)
+    await before.read()
+    before.call.cancel()
+    shutil.copytree(folder / "authority", tmp_path / "authority")
+    files = TlsFiles(shown_by(issue(tmp_path, "gateway"), "gateway"))
+    async with open_channel(either.service.address, files) as channel:
+        again = either.kind(channel, before.session_id)
+        assert (await again.rollback(2, len(PROMPT))).fence.epoch == 2
+        await open_at(again, 3)
+        assert (await again.read()).fence.epoch == 3
+        await again.close(3, len(PROMPT))
