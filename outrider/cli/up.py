@@ -336,7 +336,7 @@ def check_ports(stack: Stack) -> None:
 
 
 def outlasting(policy: RestartPolicy, stack: Stack) -> Stack:
-    """The stack with requests that wait until a target that hangs has been replaced, unless the operator says how long."""
+    """The stack, whose requests wait until a target that hangs has been replaced, unless the operator says how long."""
     return stack if BUDGET_VARIABLE in os.environ else replace(stack, rebuild_budget_s=policy.replaced_s + LOAD_S)
 
 

@@ -57,7 +57,7 @@ from outrider.v1.target_service_pb2 import (
 )
 from outrider.v1.types_pb2 import OpenPart
 
-# A link has a handler, two tasks and some jobs, so this bounds all of them.
+# A link has a handler, two tasks and some jobs, so this bounds all of them. One without sessions makes room.
 MAX_LINKS = 256
 # Until the first frame, which a gateway sends at once: else whoever opens links and says nothing would take them all.
 FIRST_FRAME_S = 10.0
@@ -172,7 +172,8 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         self._device = device
         self._outboxes = outboxes
         self._observe = observe
-        self._links: set[Outbox] = set()
+        # In the order in which something was heard of them last.
+        self._links: dict[Outbox, None] = {}
         self._is_draining = False
         self._sweep_timer: asyncio.TimerHandle | None = None
 
@@ -200,12 +201,11 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
 
         Raises Overloaded when there are too many links, SilentLink, and about a gateway that does not read.
         """
-        if len(self._links) >= MAX_LINKS:
-            raise Overloaded(f"{len(self._links)} gateways have a link already", limit=MAX_LINKS)
+        self._make_room()
         # Else the head would go with the first frame, and while that waits for its reader gRPC cannot end the call.
         await context.send_initial_metadata(())
         outbox: Outbox = Outbox(self._outboxes, client_name(context))
-        self._links.add(outbox)
+        self._links[outbox] = None
         self._sweep_after(IDLE_S)
         reader = asyncio.create_task(self._read(_begun(request_iterator), outbox))
         writer = asyncio.create_task(self._write(context.write, outbox))
@@ -224,8 +224,25 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
             # Once cancelled, the reader queues no more jobs, so leases begin behind its last one.
             reader.cancel()
             writer.cancel()
-            self._links.discard(outbox)
+            self._links.pop(outbox, None)
             await asyncio.wait([reader, writer, *self._leave(outbox)])
+
+    def _make_room(self) -> None:
+        """Ends the link that has been silent longest of those without a session, where there are too many.
+
+        Raises Overloaded when all have sessions.
+        """
+        if len(self._links) < MAX_LINKS:
+            return
+        # A look from beside the device thread: who opens a first session in this very moment may have to open it again.
+        owners = {held.owner for held in self._sessions.table}
+        idlest = next((outbox for outbox in self._links if outbox not in owners), None)
+        if idlest is None:
+            raise Overloaded(f"{len(self._links)} gateways have a link already, with sessions", limit=MAX_LINKS)
+        del self._links[idlest]
+        if not idlest.overflow.done():
+            message = f"another gateway needs the place of this link, which is the idlest of {MAX_LINKS}"
+            idlest.overflow.set_result(Overloaded(message, limit=MAX_LINKS))
 
     def drain(self) -> None:
         """Takes no more sessions, and ends each link as soon as it has none; may be called more than once."""
@@ -240,6 +257,9 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         try:
             async for frame in frames:
                 arrived_ns = time.perf_counter_ns()
+                # Not of one that has lost its place and is about to end.
+                if outbox in self._links:
+                    self._links[outbox] = self._links.pop(outbox)
                 counts: dict[bytes, int] = {}
                 jobs: list[tuple[Fence, Job]] = []
                 for request in frame.requests:

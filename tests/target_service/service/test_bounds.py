@@ -24,7 +24,7 @@ async def block(service: RunningModelService) -> tuple["asyncio.Future[object]",
 
 
 async def test_links_are_bounded(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One too many is refused by name, and one that ends makes room."""
+    """One too many is refused by name where all have sessions, and one that ends makes room."""
     monkeypatch.setattr(link, "MAX_LINKS", 2)
     running = await start_with(model, SETTINGS)
     async with channel_to(running.address) as channel:
@@ -33,7 +33,7 @@ async def test_links_are_bounded(model: LoadedModel, monkeypatch: pytest.MonkeyP
             await client.open(spec_of(PROMPT))
             await client.verdict()
         late = TargetClient(channel)
-        with pytest.raises(Overloaded, match="2 gateways have a link already"):
+        with pytest.raises(Overloaded, match="2 gateways have a link already, with sessions"):
             await late.read()
         assert await late.call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         await clients[0].close(1)
@@ -47,8 +47,58 @@ async def test_links_are_bounded(model: LoadedModel, monkeypatch: pytest.MonkeyP
     await running.stop(0)
 
 
+async def test_links_without_a_session_keep_nobody_out(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they have said: the one that has been silent longest ends, and is told why; a session keeps its link,
+    however long it is silent.
+    """
+    monkeypatch.setattr(link, "MAX_LINKS", 5)
+    running = await start_with(model, SETTINGS)
+    async with channel_to(running.address) as channel:
+        served = TargetClient(channel)
+        await served.open(spec_of(PROMPT))
+        await served.verdict()
+        idle = [TargetClient(channel) for _ in range(4)]
+        for each in (*idle, idle[0]):
+            await each.ping(1, 1)
+            await each.read()
+        newcomer = TargetClient(channel)
+        await newcomer.open(spec_of(PROMPT))
+        await newcomer.verdict()
+        with pytest.raises(Overloaded, match="needs the place of this link, which is the idlest of 5"):
+            await idle[1].read()
+        assert await idle[1].call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        for each in (idle[0], *idle[2:]):
+            await each.ping(1, 1)
+            await each.read()
+        for each in (served, newcomer):
+            await each.close(1)
+        for each in (idle[0], *idle[2:]):
+            each.call.cancel()
+    await running.stop(0)
+
+
+async def test_a_service_full_of_idle_links_lets_a_gateway_in(model: LoadedModel) -> None:
+    """As many as there may be have said one thing each, and wait."""
+    running = await start_with(model, SETTINGS)
+    async with channel_to(running.address) as channel:
+        idle = [TargetClient(channel) for _ in range(link.MAX_LINKS)]
+        for each in idle:
+            await each.ping(1, 1)
+        for each in idle:
+            await each.read()
+        newcomer = TargetClient(channel)
+        await newcomer.open(spec_of(PROMPT))
+        await newcomer.verdict()
+        await newcomer.close(1)
+        for each in idle:
+            each.call.cancel()
+    await running.stop(0)
+
+
 async def test_links_that_say_nothing_do_not_stay(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is told why, and they lock nobody out; one that has said something may be idle from then on."""
+    """Each is told why, and they lock nobody out; one that has said something may be idle from then on, as
+    long as nobody needs its place.
+    """
     monkeypatch.setattr(link, "MAX_LINKS", 5)
     running = await start_with(model, SETTINGS)
     async with channel_to(running.address) as channel:
