@@ -16,7 +16,7 @@ from outrider.tokenizer_files import load_tokenizer
 from outrider.vocabulary import Vocabulary
 
 LONG_TEXT = 2_000  # characters; encoding more takes long enough to be felt by other requests
-MAX_ENCODINGS = 2  # long texts at a time: a character takes some forty bytes meanwhile
+HUGE_TEXT = 32_000  # characters; longer ones are waited for by each other alone
 LONG_PROMPT = 100  # tokens; the same of spelling
 # How models that were trained to fill a gap are told what is around it: Qwen's coders and CodeGemma; StarCoder and
 # Granite; Codestral. What is no {place} is the name of a token.
@@ -49,7 +49,9 @@ class Tokenizer:
         self.longest_token = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
         """Characters of the longest name of a token; a token stands for no more of a text."""
         self._pieces = TokenPieces(self._tokenizer)
-        self._encoders = ThreadPoolExecutor(MAX_ENCODINGS, "encoders")
+        # One text at a time in each: a character takes some forty bytes meanwhile.
+        self._encoder = ThreadPoolExecutor(1, "encoder")
+        self._huge_encoder = ThreadPoolExecutor(1, "huge-encoder")
         self._grammars: GrammarEngine | None = None
         self._making_grammars = asyncio.Lock()
 
@@ -59,7 +61,8 @@ class Tokenizer:
             return tuple(self._tokenizer.encode(text, add_special_tokens=special).ids)
         # As a batch of one: for a single text the library keeps all other threads from running, the loop's too.
         encode = partial(self._tokenizer.encode_batch_fast, [text], add_special_tokens=special)
-        [encoding] = await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
+        encoder = self._encoder if len(text) <= HUGE_TEXT else self._huge_encoder
+        [encoding] = await asyncio.get_running_loop().run_in_executor(encoder, encode)
         return tuple(encoding.ids)
 
     def around_gap(self, prefix: str, suffix: str) -> str | None:

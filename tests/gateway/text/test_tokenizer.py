@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.services.reciting import marked_tokenizer
 
-from gateway.text.tokenizer import MAX_ENCODINGS, Tokenizer
+from gateway.text.tokenizer import HUGE_TEXT, Tokenizer
 from outrider.errors import ModelRefused
 
 MODEL = str(Path(__file__).resolve().parents[3] / "models" / "target")
@@ -63,9 +63,38 @@ async def test_few_long_texts_are_encoded_at_a_time(monkeypatch: pytest.MonkeyPa
     tokenizer = Tokenizer(MODEL)
     watched = Watched(tokenizer._tokenizer)
     monkeypatch.setattr(tokenizer, "_tokenizer", watched)
-    encoded = await asyncio.gather(*(tokenizer.encode("a king " * 1_000) for _ in range(8)))
-    assert len(watched.threads) == MAX_ENCODINGS == 2
-    assert len(set(encoded)) == 1
+    texts = [text for _ in range(8) for text in ("a king " * 1_000, "a king " * 10_000)]
+    encoded = await asyncio.gather(*map(tokenizer.encode, texts))
+    assert len(watched.threads) == 2
+    assert len(set(encoded)) == 2
+
+
+class Gated:
+    """A tokenizer of the library for which huge texts take until a gate opens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.gate = threading.Event()
+
+    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> Any:
+        """As the library's own."""
+        if len(texts[0]) > HUGE_TEXT:
+            self.gate.wait(60)
+        return self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+
+async def test_huge_texts_are_waited_for_by_huge_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of some thousand characters is encoded while many of them wait."""
+    tokenizer = Tokenizer(MODEL)
+    gated = Gated(tokenizer._tokenizer)
+    monkeypatch.setattr(tokenizer, "_tokenizer", gated)
+    huge = [asyncio.create_task(tokenizer.encode("a king " * 5_000)) for _ in range(4)]
+    # Each is with its encoder before the other text comes.
+    await asyncio.sleep(0)
+    assert len(await tokenizer.encode("a king " * 500)) >= 500
+    assert not any(task.done() for task in huge)
+    gated.gate.set()
+    assert len(set(await asyncio.gather(*huge))) == 1
 
 
 async def test_a_real_replacement_character_comes_out() -> None:
