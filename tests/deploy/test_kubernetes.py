@@ -1,96 +1,284 @@
-"""The manifests of deploy/kubernetes: Kubernetes' own schemas take them, and what they set is there to be set."""
+"""The manifests of deploy/kubernetes, as kustomize makes them: schemas take them, and what they name is there."""
 
 import shutil
 import subprocess
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import kubernetes_validate
 import pytest
 import yaml
 
 from draft_service.server import DraftSettings
+from gateway.rest import status
+from gateway.rest.keys import OPEN_PATHS
 from gateway.settings import GatewaySettings
 from outrider.process.options import settings_of
 from outrider.process.run import ProcessSettings
 from target_service.server import TargetSettings
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
-VERSION = "1.34"
+# The least one in which a preStop hook may sleep without a switch, and a newer one.
+VERSIONS = ("1.30", "1.34")
+OVERLAYS = ("base", "gpu")
 SETTINGS: dict[str, type[ProcessSettings]] = {
     "gateway": GatewaySettings,
     "target": TargetSettings,
     "draft": DraftSettings,
 }
+NAME = "app.kubernetes.io/name"
+Resource = dict[str, Any]
 
 
-def resources(text: str) -> list[dict[str, Any]]:
-    """The resources that a text describes."""
-    return list(yaml.safe_load_all(text))
+@cache
+def rendered(overlay: str) -> list[Resource]:
+    """The resources of an overlay."""
+    tools = ([shutil.which("kustomize"), "build"], [shutil.which("kubectl"), "kustomize"])
+    command = next((words for words in tools if words[0]), None)
+    if command is None:
+        pytest.skip("NO KUSTOMIZE, NO KUBECTL: the manifests for Kubernetes are not tested on this machine")
+    made = subprocess.run([*command, FOLDER / overlay], check=True, capture_output=True, text=True)
+    return list(yaml.safe_load_all(made.stdout))
 
 
-def check_resources(found: list[dict[str, Any]]) -> None:
-    """Fails unless all have the fields and types that the cluster wants, and no other field."""
-    for each in found:
-        kubernetes_validate.validate(each, VERSION, strict=True)
+@pytest.fixture(params=OVERLAYS)
+def resources(request: pytest.FixtureRequest) -> list[Resource]:
+    """What an overlay makes, each in its turn."""
+    return deepcopy(rendered(request.param))
 
 
-LISTED = yaml.safe_load((FOLDER / "base" / "kustomization.yaml").read_text(encoding="utf-8"))["resources"]
-BASE = [each for name in LISTED for each in resources((FOLDER / "base" / name).read_text(encoding="utf-8"))]
-DEPLOYMENTS = {each["metadata"]["name"]: each["spec"] for each in BASE if each["kind"] == "Deployment"}
-SERVICES = {each["metadata"]["name"]: each["spec"] for each in BASE if each["kind"] == "Service"}
+def of_kind(resources: list[Resource], kind: str) -> dict[str, Resource]:
+    """The resources of a kind, by name."""
+    return {each["metadata"]["name"]: each for each in resources if each["kind"] == kind}
 
 
-def test_the_schemas_take_every_resource() -> None:
-    """All files are listed, and a field that does not exist is refused."""
-    assert sorted(["kustomization.yaml", *LISTED]) == sorted(path.name for path in (FOLDER / "base").iterdir())
-    check_resources(BASE)
+def pods_of(resources: list[Resource]) -> dict[str, Resource]:
+    """What the pods of each deployment are made from."""
+    return {name: each["spec"]["template"] for name, each in of_kind(resources, "Deployment").items()}
+
+
+def container_of(pod: Resource) -> Resource:
+    """Its only container."""
+    (container,) = pod["spec"]["containers"]
+    return dict(container)
+
+
+def variables_of(pod: Resource) -> dict[str, str]:
+    """Its environment."""
+    return {each["name"]: each["value"] for each in container_of(pod)["env"]}
+
+
+def chosen(selector: dict[str, Any], pods: dict[str, Resource]) -> set[str]:
+    """The names of the pods that a selector chooses; one that asks for nothing chooses all."""
+    wanted = {key: {value} for key, value in selector.get("matchLabels", {}).items()}
+    for each in selector.get("matchExpressions", []):
+        assert each["operator"] == "In"
+        wanted[each["key"]] = set(each["values"])
+    labels = {name: pod["metadata"]["labels"] for name, pod in pods.items()}
+    return {name for name, has in labels.items() if all(has.get(key) in values for key, values in wanted.items())}
+
+
+def allowed(resources: list[Resource], way: str) -> Iterator[tuple[str, set[str] | str, set[Any]]]:
+    """What policies let through: a pod, whom it may be called by (`ingress`) or call (`egress`), and by which ports."""
+    pods = pods_of(resources)
+    for policy in of_kind(resources, "NetworkPolicy").values():
+        assert set(policy["spec"]["policyTypes"]) == {"Ingress", "Egress"}
+        for name in chosen(policy["spec"]["podSelector"], pods):
+            for rule in policy["spec"].get(way, []):
+                ports = {each["port"] for each in rule["ports"]}
+                peers = rule.get({"ingress": "from", "egress": "to"}[way], [{}])
+                for peer in peers:
+                    if "podSelector" in peer:
+                        assert peer.keys() == {"podSelector"}
+                        yield name, chosen(peer["podSelector"], pods), ports
+                    elif peer:
+                        (namespace,) = peer["namespaceSelector"]["matchLabels"].values()
+                        yield name, namespace, ports
+                    else:
+                        yield name, "everybody", ports
+
+
+def start_limit_s(container: Resource) -> int:
+    """How long it may take to start."""
+    probe = container["startupProbe"]
+    return int(probe["periodSeconds"] * probe["failureThreshold"])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_schemas_take_every_resource(resources: list[Resource], version: str) -> None:
+    """All files are listed, all resources lie in the namespace, and a field that does not exist is refused."""
+    listed = yaml.safe_load((FOLDER / "base" / "kustomization.yaml").read_text(encoding="utf-8"))["resources"]
+    assert sorted(["kustomization.yaml", *listed]) == sorted(path.name for path in (FOLDER / "base").iterdir())
+    for each in resources:
+        kubernetes_validate.validate(each, version, strict=True)
+    (namespace,) = of_kind(resources, "Namespace")
+    assert {each["metadata"].get("namespace", namespace) for each in resources} == {namespace}
     with pytest.raises(kubernetes_validate.ValidationError, match="replica"):
-        check_resources([{**BASE[-1], "replica": 2}])
+        kubernetes_validate.validate({**resources[-1], "replica": 2}, version, strict=True)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_set_are_options_of_the_process(name: str) -> None:
-    """Variables by name, ports that containers and services agree on, and time to drain before the end."""
-    pod = DEPLOYMENTS[name]["template"]["spec"]
-    (container,) = pod["containers"]
+def test_what_is_set_are_options_of_the_process(resources: list[Resource], name: str) -> None:
+    """Variables by name, ports that containers listen on, files that are mounted, and time to drain before the end."""
+    pod = pods_of(resources)[name]
+    container, variables = container_of(pod), variables_of(pod)
     options = {option.variable: option for option in settings_of(SETTINGS[name])}
-    variables = {each["name"]: each["value"] for each in container["env"]}
     assert variables.keys() <= options.keys()
     ports = {each["containerPort"] for each in container["ports"]}
     assert ports == {int(value.rpartition(":")[2]) for key, value in variables.items() if key.endswith("LISTEN")}
-    assert {each["port"] for each in SERVICES[name]["ports"]} <= ports
+    mounts = {each["mountPath"] for each in container["volumeMounts"]}
+    assert {f"/{value.split('/')[1]}" for value in variables.values() if value.startswith("/")} <= mounts
+    assert (
+        pod["metadata"]["annotations"]["prometheus.io/port"] == variables["OUTRIDER_METRICS_LISTEN"].rpartition(":")[2]
+    )
     pause = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
-    assert pod["terminationGracePeriodSeconds"] > pause + options["OUTRIDER_DRAIN_SECONDS"].default
+    assert pod["spec"]["terminationGracePeriodSeconds"] > pause + options["OUTRIDER_DRAIN_SECONDS"].default
+
+
+def test_keys_and_certificates_are_asked_for(resources: list[Resource]) -> None:
+    """Everybody needs a key at the gateway, and a certificate at the services, where only a gateway's will do."""
+    gateway, *services = (variables_of(pods_of(resources)[name]) for name in SETTINGS)
+    assert gateway["OUTRIDER_API_KEYS"] == "/keys/keys.toml"
+    assert "OUTRIDER_NO_AUTH" not in gateway
+    assert {"OUTRIDER_SERVICE_TLS_CA", "OUTRIDER_SERVICE_TLS_CERT", "OUTRIDER_SERVICE_TLS_KEY"} <= gateway.keys()
+    for each in services:
+        assert {"OUTRIDER_TLS_CERT", "OUTRIDER_TLS_KEY", "OUTRIDER_TLS_CLIENT_CA"} <= each.keys()
+        assert "OUTRIDER_TLS_CLIENTS" not in each
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_nobody_is_root_or_writes(name: str) -> None:
-    """No privileges, no token of the cluster, and a root file system that nothing is written to."""
-    pod = DEPLOYMENTS[name]["template"]["spec"]
-    (container,) = pod["containers"]
-    assert pod["securityContext"]["runAsNonRoot"] is True
-    assert pod["securityContext"]["runAsUser"] == 10001
+def test_pods_are_found(resources: list[Resource], name: str) -> None:
+    """By their deployment, their service and its ports, and the addresses that the gateway has of services."""
+    pods, service = pods_of(resources), of_kind(resources, "Service")[name]["spec"]
+    deployment = of_kind(resources, "Deployment")[name]["spec"]
+    assert chosen(deployment["selector"], pods) == {name}
+    assert chosen({"matchLabels": service["selector"]}, pods) == {name}
+    ports = {each["name"]: each["containerPort"] for each in container_of(pods[name])["ports"]}
+    for each in service["ports"]:
+        target = each.get("targetPort", each["port"])
+        assert ports[each["name"]] == ports.get(target, target)
+    for each in pods[name]["spec"].get("topologySpreadConstraints", []):
+        assert chosen(each["labelSelector"], pods) == {name}
+    if name != "gateway":
+        (port,) = (each["port"] for each in service["ports"])
+        assert service["clusterIP"] == "None"
+        assert variables_of(pods["gateway"])[f"OUTRIDER_{name.upper()}"] == f"{name}:{port}"
+
+
+def test_a_node_can_be_emptied(resources: list[Resource]) -> None:
+    """One gateway stays, of more than one; those that are not ready are in nobody's way."""
+    ((name, budget),) = of_kind(resources, "PodDisruptionBudget").items()
+    assert chosen(budget["spec"]["selector"], pods_of(resources)) == {name} == {"gateway"}
+    assert 1 <= budget["spec"]["minAvailable"] < of_kind(resources, "Deployment")[name]["spec"]["replicas"]
+    assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+def test_nobody_talks_to_anybody_else(resources: list[Resource]) -> None:
+    """Everybody to the gateway, it to the services and for names, monitoring to the metrics; by ports that exist."""
+    pods = pods_of(resources)
+    policies = of_kind(resources, "NetworkPolicy").values()
+    assert {} in [each["spec"]["podSelector"] for each in policies]
+    called = list(allowed(resources, "ingress"))
+    assert sorted(called, key=str) == sorted(
+        [
+            ("gateway", "everybody", {"http", "grpc"}),
+            *((name, {"gateway"}, {"grpc"}) for name in ("target", "draft")),
+            *((name, "monitoring", {"metrics"}) for name in SETTINGS),
+        ],
+        key=str,
+    )
+    assert sorted(allowed(resources, "egress"), key=str) == sorted(
+        [("gateway", {"target", "draft"}, {"grpc"}), ("gateway", "kube-system", {53})], key=str
+    )
+    for name, _, ports in called:
+        assert ports <= {each["name"] for each in container_of(pods[name])["ports"]}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_probes_ask_what_is_there(resources: list[Resource], name: str) -> None:
+    """Routes of the gateway that need no key, and a module of ours at the right port, which asks for life alone."""
+    pod = pods_of(resources)[name]
+    container, variables = container_of(pod), variables_of(pod)
+    ports = {each["name"] for each in container["ports"]}
+    # Of a router that answers nothing.
+    routes = {getattr(route, "path", "") for route in status.routes(Mock(), Mock()).routes} & OPEN_PATHS
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        probe = container[kind]
+        if name == "gateway":
+            assert probe["httpGet"]["path"] in routes
+            assert (probe["httpGet"]["path"] == "/ready") == (kind == "readinessProbe")
+            assert probe["httpGet"]["port"] in ports
+            continue
+        python, module_flag, module, *words = probe["exec"]["command"]
+        assert [python, module_flag] == ["python", "-m"]
+        assert find_spec(module) is not None
+        files = [variables[f"OUTRIDER_TLS_{each}"] for each in ("CLIENT_CA", "CERT", "KEY")]
+        address = f"127.0.0.1:{variables['OUTRIDER_LISTEN'].rpartition(':')[2]}"
+        assert words == [*(["--live"] if kind == "livenessProbe" else []), address, *files]
+    assert find_spec(container["command"][-1]) is not None
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_volumes_are_mounted(resources: list[Resource], name: str) -> None:
+    """Each once, and no other; certificates are those of the pod itself, and nothing but /tmp is written to."""
+    pod = pods_of(resources)[name]["spec"]
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    mounts = {each["name"]: each for each in container_of({"spec": pod})["volumeMounts"]}
+    assert mounts.keys() == volumes.keys()
+    assert all(each.get("readOnly") for each in mounts.values() if each["mountPath"] != "/tmp")
+    assert volumes["certificates"]["secret"]["secretName"] == f"outrider-{name}-tls"
+    assert "emptyDir" in volumes["tmp"]
+    # Group 10001 reads the secrets.
+    assert {each["secret"]["defaultMode"] for each in volumes.values() if "secret" in each} == {0o440}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_nobody_is_root_or_writes(resources: list[Resource], name: str) -> None:
+    """What `restricted` asks for, which the namespace enforces; no token of the cluster, a read-only file system."""
+    (namespace,) = of_kind(resources, "Namespace").values()
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    pod = pods_of(resources)[name]["spec"]
+    assert pod["securityContext"] == {
+        "runAsNonRoot": True,
+        "runAsUser": 10001,
+        "runAsGroup": 10001,
+        "fsGroup": 10001,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
     assert pod["automountServiceAccountToken"] is False
-    assert container["securityContext"] == {
+    assert container_of({"spec": pod})["securityContext"] == {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
     }
-    assert all(each["readOnly"] for each in container["volumeMounts"] if each["name"] == "models")
+
+
+def test_a_start_may_take_as_long_as_loading(resources: list[Resource]) -> None:
+    """Ten minutes for the services, for which the gateway waits before it is given up itself; so does a rollout."""
+    containers = {name: container_of(pod) for name, pod in pods_of(resources).items()}
+    loading_s = max(start_limit_s(containers[name]) for name in ("target", "draft"))
+    assert loading_s >= 600
+    variables = variables_of(pods_of(resources)["gateway"])
+    waits_s = float(variables["OUTRIDER_TARGET_WAIT_SECONDS"])
+    assert waits_s >= loading_s
+    assert float(variables["OUTRIDER_REBUILD_BUDGET_SECONDS"]) >= loading_s
+    draft_s = next(each.default for each in settings_of(GatewaySettings) if each.name == "draft_wait_seconds")
+    assert start_limit_s(containers["gateway"]) > waits_s + draft_s
+    for name, deployment in of_kind(resources, "Deployment").items():
+        assert deployment["spec"]["progressDeadlineSeconds"] > start_limit_s(containers[name])
 
 
 def test_the_overlay_gives_each_service_a_gpu() -> None:
-    """As kustomize makes it of base and patches."""
-    kustomize = shutil.which("kustomize")
-    if kustomize is None:
-        pytest.skip("NO KUSTOMIZE: the overlay for GPUs is not tested on this machine")
-    made = subprocess.run([kustomize, "build", FOLDER / "gpu"], check=True, capture_output=True, text=True)
-    found = resources(made.stdout)
-    check_resources(found)
-    deployments = {each["metadata"]["name"]: each for each in found if each["kind"] == "Deployment"}
+    """Target and draft have one each, and use it; everything else is as in the base."""
+    made = deepcopy(rendered("gpu"))
+    pods = pods_of(made)
     for name in ("target", "draft"):
-        (container,) = deployments[name]["spec"]["template"]["spec"]["containers"]
-        assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
-        assert {"name": "OUTRIDER_DEVICE", "value": "cuda"} in container["env"]
-    assert all(each["metadata"].get("namespace") == "outrider" for each in found if each["kind"] != "Namespace")
+        (container,) = pods[name]["spec"]["containers"]
+        assert container["resources"]["limits"].pop("nvidia.com/gpu") == 1
+        container["env"].remove({"name": "OUTRIDER_DEVICE", "value": "cuda"})
+    assert made == rendered("base")
