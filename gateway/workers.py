@@ -24,7 +24,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from gateway.settings import GatewaySettings
-from outrider.process.children import HOST, Change, Launch, RestartPolicy, ServiceFailed, State, Supervisor
+from outrider.process.children import (
+    HOST,
+    QUIET_GRPC,
+    Change,
+    Launch,
+    RestartPolicy,
+    ServiceFailed,
+    State,
+    Supervisor,
+)
 from outrider.process.metrics import new_registry, scraped, serve_metrics
 from outrider.process.options import words_of
 from outrider.rpc.channels import hold
@@ -144,6 +153,8 @@ class Workers:
             self.address,
             settings.target_wait_seconds + settings.draft_wait_seconds + START_S,
             {"rest": self.addresses.get("rest", ""), "metrics": f"{HOST}:0"},
+            # Whom gRPC refuses in a handshake it says itself.
+            defaults={} if settings.tls_cert else QUIET_GRPC,
             shares_port=True,
         )
 

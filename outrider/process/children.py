@@ -33,7 +33,7 @@ MAX_LINE_BYTES = 1 << 20
 # A scrape of these only shows that there is somebody.
 NO_SERIES = ("none",)
 # gRPC's core writes lines of its own to stderr, for instance about a taken port; a child's last line is its sentence.
-CHILD_DEFAULTS = {"GRPC_VERBOSITY": "NONE"}
+QUIET_GRPC = {"GRPC_VERBOSITY": "NONE"}
 # Wrong usage and bad configuration, of sysexits.h: only the operator can change what a restart would find again.
 HOPELESS_CODES = frozenset({64, 78})
 
@@ -79,6 +79,8 @@ class Launch:
     """Where else it listens, by what is served there; empty for nowhere."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that hold for it whatever this process has."""
+    defaults: Mapping[str, str] = field(default_factory=lambda: QUIET_GRPC)
+    """Variables that hold for it where this process has none; a server with TLS has no other word about refusals."""
     shares_port: bool = False
     """Whether others answer at `listen` too, so that an answer says nothing of this one: its metrics are asked."""
 
@@ -130,7 +132,7 @@ class ServiceProcess:
             limit=MAX_LINE_BYTES,
             # A session of its own, so that Ctrl-C in the terminal reaches the parent alone and services stop in order.
             start_new_session=True,
-            env={**CHILD_DEFAULTS, **os.environ, **launch.environment},
+            env={**launch.defaults, **os.environ, **launch.environment},
         )
         service, the_service = cls(launch, process, log), f"The {launch.name} service"
         ended, serving = asyncio.create_task(service.wait()), asyncio.create_task(service._until_listening())

@@ -9,15 +9,17 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 from support.basics import eventually
+from support.certificates import issue, server_of
 from support.keys import bearer, write_keys
 from support.observability import findings
 from support.stack import TARGET, RunningStack, request_of, running_stack
@@ -181,6 +183,21 @@ async def test_every_worker_says_the_same_and_one_scrape_has_all(stack: RunningS
     assert [line for line in shown.pop().splitlines() if not line.startswith("#")] == [
         f'{SAID}{{worker="{each}"}} {number}' for each, number in tokens.items()
     ]
+
+
+async def test_a_worker_says_whom_it_refuses(stack: RunningStack, tmp_path: Path) -> None:
+    """In gRPC's own words, which are the only ones about a handshake that fails."""
+    shown = server_of(issue(tmp_path, "gateway"), "gateway")
+    secured = replace(launch(stack, "--tls-cert", shown.cert, "--tls-key", shown.key), defaults={})
+    lines: list[str] = []
+    process = await ServiceProcess.start(secured, lines.append)
+    try:
+        async with open_channel(process.address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        await eventually(lambda: any("WRONG_VERSION_NUMBER" in line for line in lines))
+    finally:
+        await process.stop()
 
 
 async def test_a_killed_worker_takes_only_its_own_streams_along(stack: RunningStack, gateway: Gateway) -> None:
