@@ -138,7 +138,7 @@ stubs = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprot
 lock: $(AUDIT_SETUP) ## writes the images' hash-locked requirements again, from pyproject.toml and constraints.txt
 	@for image in gateway engine; do \
 		$(BIN)/python deploy/requirements.py $$image > $(AUDIT)/$$image.in \
-			&& $(AUDIT)/bin/pip-compile --quiet --generate-hashes --strip-extras --no-header --no-annotate --constraint constraints.txt \
+			&& $(AUDIT)/bin/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-header --no-annotate --constraint constraints.txt \
 				--no-emit-index-url --no-emit-find-links --output-file deploy/$$image.lock $(AUDIT)/$$image.in || exit 1; \
 	done
 
@@ -151,7 +151,7 @@ audit: sbom ## that list, and known weaknesses of all pinned versions; REQUIRE_A
 	$(AUDIT)/bin/pip-audit --no-deps --disable-pip --requirement constraints.txt --format json --output build/audit.json
 	@! grep -q skip_reason build/audit.json || { \
 		echo "NOT AUDITED: the index tells nothing of $$(grep -o skip_reason build/audit.json | wc -l) pinned versions."; \
-		test -z "$(REQUIRE_AUDIT)"; }
+		test -z "$(filter-out 0,$(REQUIRE_AUDIT))"; }
 
 $(AUDIT_SETUP): | $(SETUP)
 	@test -x $(AUDIT)/bin/python || $(BIN)/python -m venv $(AUDIT)

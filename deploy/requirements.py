@@ -1,7 +1,7 @@
 """`python deploy/requirements.py gateway|engine`: what an image installs, as pyproject.toml has it.
 
 Torch is in no lock: each index has builds of its own for it, of which the one that fits the device is chosen by
-`PIP_OPTIONS`.
+`PIP_OPTIONS`. What each build of it needs stands in its place; builds for GPUs need packages of NVIDIA's beside that.
 """
 
 import sys
@@ -10,7 +10,9 @@ from pathlib import Path
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 WANTED = {"gateway": PROJECT["dependencies"], "engine": PROJECT["optional-dependencies"]["engine"]}
+TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "setuptools", "sympy", "typing-extensions")
 
 if __name__ == "__main__":
-    lines = [line for line in WANTED[sys.argv[1]] if not line.startswith("torch")]
+    wanted = WANTED[sys.argv[1]]
+    lines = [needed for line in wanted for needed in (TORCH_NEEDS if line.startswith("torch") else [line])]
     sys.stdout.write("\n".join(lines) + "\n")

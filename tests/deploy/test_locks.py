@@ -3,19 +3,12 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
+from importlib.metadata import requires
 
 import pytest
+from deploy.locks import FOR_GPUS, ROOT, pins
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-ROOT = Path(__file__).parents[2]
-PIN = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)", re.MULTILINE)
-
-
-def pins(path: Path) -> dict[str, str]:
-    """The version of each package that a file pins."""
-    return {canonicalize_name(name): version for name, version in PIN.findall(path.read_text(encoding="utf-8"))}
 
 
 @pytest.mark.parametrize("image", ["gateway", "engine"])
@@ -29,7 +22,17 @@ def test_a_lock_has_what_the_project_asks_for(image: str) -> None:
         requirement = Requirement(line)
         assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)]), "make lock"
     assert locked == {name: constraints[name] for name in locked}, "make lock"
-    entries = re.split(r"\n(?=\S)", lock.read_text(encoding="utf-8").strip())
+    entries = re.split(r"\n(?=[^\s#])", lock.read_text(encoding="utf-8").strip())
     assert all("--hash=sha256:" in entry for entry in entries)
     assert len(entries) == len(locked)
     assert "torch" not in locked
+
+
+def test_what_torch_needs_is_locked() -> None:
+    """Whatever the build of it that is installed here asks for, but NVIDIA's packages."""
+    needed = {Requirement(line) for line in requires("torch") or ()}
+    wanted = {
+        canonicalize_name(each.name) for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})
+    }
+    locked = pins(ROOT / "deploy" / "engine.lock")
+    assert {name for name in wanted if not name.startswith(FOR_GPUS)} <= locked.keys()
