@@ -4,21 +4,27 @@ Skipped, loudly, where no engine answers; with REQUIRE_DOCKER=1 that is a failur
 """
 
 import asyncio
+import json
 import os
 import secrets
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import docker
 import grpc
 import httpx
 import pytest
+from deploy.locks import FOR_GPUS, ROOT, pins
 from docker.models.containers import Container
 from faults.load import PATIENCE_S, Load, said, until_health
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from packaging.utils import canonicalize_name
 from support.basics import eventually
+from support.keys import bearer, write_keys
 from support.stack import request_of
 
 from outrider.client import AsyncClient
@@ -28,25 +34,33 @@ from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1200)]
 
-FILE = Path(__file__).parents[2] / "deploy" / "compose.yaml"
+FILE, KEYS_FILE = ROOT / "deploy" / "compose.yaml", ROOT / "deploy" / "compose.keys.yaml"
+OUTRIDER = str(Path(sys.executable).with_name("outrider"))
 BUILD_S, UP_S = 1800, 300
 PROMPT = "The fox said to the wolf,"
 
 
+def environment_without_ours() -> dict[str, str]:
+    """The environment, in which nothing is set that the stack or a command would take up."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("OUTRIDER_")}
+
+
 @dataclass
 class Compose:
-    """A stack of this file, under a name of its own and on free ports."""
+    """A stack of these files, under a name of its own, on free ports, and of images with a tag of their own."""
 
     engine: docker.DockerClient
     project: str = field(default_factory=lambda: f"outrider-test-{secrets.token_hex(4)}")
+    files: tuple[Path, ...] = (FILE,)
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, *words: str, timeout_s: float = UP_S) -> str:
         """What `docker compose` prints; fails with its error."""
-        command = ["docker", "compose", "-p", self.project, "-f", str(FILE), *words]
-        ports = {"OUTRIDER_PUBLISH": "127.0.0.1:", "OUTRIDER_PUBLISH_REST": "127.0.0.1:"}
-        done = subprocess.run(
-            command, env={**os.environ, **ports}, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
+        files = [word for file in self.files for word in ("-f", str(file))]
+        command = ["docker", "compose", "-p", self.project, *files, *words]
+        own = {"OUTRIDER_PUBLISH": "127.0.0.1:", "OUTRIDER_PUBLISH_REST": "127.0.0.1:", "OUTRIDER_TAG": "test"}
+        environment = {**environment_without_ours(), **own, **self.variables}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stdout
 
@@ -76,7 +90,7 @@ def compose() -> Iterator[Compose]:
         engine = docker.from_env()
         engine.ping()
     except docker.errors.DockerException as error:
-        if os.environ.get("REQUIRE_DOCKER"):
+        if os.environ.get("REQUIRE_DOCKER", "0") not in {"", "0"}:
             raise
         pytest.skip(f"NO DOCKER ENGINE: the compose stack is not tested on this machine: {error}")
     stack = Compose(engine)
@@ -132,14 +146,36 @@ FAULTS: dict[str, tuple[Act, Act]] = {
 
 
 def test_nobody_is_root_or_could_build(compose: Compose) -> None:
-    """A user without rights, a root file system that is read-only, and no compiler in either image."""
+    """A user without rights, a root file system that is read-only, and neither compiler nor pip in either image."""
     for service in ("gateway", "target", "draft"):
         (container,) = compose.containers(service)
         assert container.attrs["HostConfig"]["ReadonlyRootfs"] is True
         assert container.attrs["HostConfig"]["CapDrop"] == ["ALL"]
         assert container.exec_run(["id", "-u"]).output.strip() == b"10001"
         assert container.exec_run(["touch", "/etc/mine"]).exit_code != 0
-        assert container.exec_run(["sh", "-c", "command -v gcc cc make"]).exit_code != 0
+        for tool in ("gcc", "cc", "ld", "as", "make", "pip", "pip3"):
+            assert container.exec_run(["sh", "-c", f"command -v {tool}"]).exit_code != 0, tool
+
+
+@pytest.mark.parametrize(
+    ("service", "locks", "unlocked"), [("gateway", ["gateway"], []), ("target", ["gateway", "engine"], ["torch"])]
+)
+def test_an_image_has_what_is_locked(compose: Compose, service: str, locks: list[str], unlocked: list[str]) -> None:
+    """Nothing else, and in no other version; torch and what it brings for GPUs come from an index of their own."""
+    (container,) = compose.containers(service)
+    listing = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
+
+    def there(python: str) -> dict[str, str]:
+        found = json.loads(container.exec_run([python, "-c", listing]).output)
+        return {canonicalize_name(name): version for name, version in found.items()}
+
+    locked = {name: version for lock in locks for name, version in pins(ROOT / "deploy" / f"{lock}.lock").items()}
+    installed = there("python")
+    assert all(installed[name].startswith(pins(ROOT / "constraints.txt")[name]) for name in unlocked)
+    own = {name for name in installed if name in {"outrider", *unlocked} or name.startswith(FOR_GPUS)}
+    assert {name: installed[name] for name in installed.keys() - own} == locked
+    base = container.exec_run(["python", "-c", "import sys; print(sys._base_executable, end='')"]).output.decode()
+    assert not {"pip", "setuptools", "wheel"} & there(base).keys()
 
 
 async def test_rest_grpc_and_the_command_line_say_the_same(compose: Compose, channel: grpc.aio.Channel) -> None:
@@ -151,7 +187,7 @@ async def test_rest_grpc_and_the_command_line_say_the_same(compose: Compose, cha
         answer = await rest.post(f"http://{compose.address(8080)}/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"] == text
-    words = [str(Path(sys.executable).with_name("outrider")), "generate", PROMPT, "--address", compose.address(50050)]
+    words = [OUTRIDER, "generate", PROMPT, "--address", compose.address(50050)]
     words += ["--max-tokens", "24", "--temperature", "0.8", "--seed", "5"]
     done = await asyncio.to_thread(subprocess.run, words, capture_output=True, text=True, check=True)
     assert text.strip() in done.stdout
@@ -236,11 +272,117 @@ async def test_a_gateway_comes_back(compose: Compose, channel: grpc.aio.Channel,
     async with Load(channel) as load:
         await load.begun()
         await asyncio.to_thread(harm, compose, container)
-        ends = await load.ended() if fault == "killed" else []
-        for request, end, token_ids in zip(load.requests, ends, expected, strict=False):
-            assert isinstance(end, PeerLost)
-            assert token_ids[: len(request.token_ids)] == request.token_ids
-        await asyncio.to_thread(mend, compose, container)
+        try:
+            for request, end, token_ids in zip(load.requests, await load.ended(), expected, strict=True):
+                assert isinstance(end, PeerLost)
+                assert token_ids[: len(request.token_ids)] == request.token_ids
+        finally:
+            await asyncio.to_thread(mend, compose, container)
     async with open_channel(compose.address(50050)) as again:
         await until_health(again, "SERVING")
         assert await said(again) == expected
+
+
+async def test_a_gateway_pauses(compose: Compose, channel: grpc.aio.Channel) -> None:
+    """While it does nobody is answered; then its streams go on with the same tokens."""
+    expected = await said(channel)
+    (container,) = compose.containers("gateway")
+    async with Load(channel) as load:
+        await load.begun()
+        await asyncio.to_thread(pause, compose, container)
+        try:
+            with pytest.raises(grpc.aio.AioRpcError) as unanswered:
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1)
+            assert unanswered.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            assert all(request.completion is None for request in load.requests)
+        finally:
+            await asyncio.to_thread(container.unpause)
+        assert await load.token_ids() == expected
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """A file with alice's key."""
+    return Path(write_keys(tmp_path / "keys.toml", alice={}))
+
+
+@pytest.fixture
+def guarded(compose: Compose, keys: Path) -> Iterator[Compose]:
+    """The stack, whose gateway asks for keys meanwhile."""
+    stack = replace(compose, files=(FILE, KEYS_FILE), variables={"OUTRIDER_KEYS": str(keys)})
+    words = ("up", "--detach", "--no-deps", "--wait", "gateway")
+    stack.run(*words)
+    yield stack
+    compose.run(*words)
+
+
+async def test_nobody_comes_in_without_a_key(guarded: Compose, keys: Path) -> None:
+    """Neither over REST nor over gRPC nor by a command; the file is seen by the gateway alone, and read again."""
+    rest_address, address = guarded.address(8080), guarded.address(50050)
+
+    def command(key: str) -> int:
+        words = [OUTRIDER, "generate", PROMPT, "--address", address, "--max-tokens", "4"]
+        environment = {**environment_without_ours(), "OUTRIDER_API_KEY": key}
+        return subprocess.run(words, env=environment, capture_output=True, check=False).returncode
+
+    async with httpx.AsyncClient(base_url=f"http://{rest_address}", timeout=PATIENCE_S) as rest:
+
+        async def status(headers: dict[str, str]) -> int:
+            body = {"model": "target", "prompt": PROMPT, "max_tokens": 4}
+            return (await rest.post("/v1/completions", json=body, headers=headers)).status_code
+
+        async with open_channel(address) as channel:
+
+            async def code(headers: dict[str, str]) -> grpc.StatusCode:
+                asked = request_of(text=PROMPT, max_tokens=4)
+                call = GenerationServiceStub(channel).Generate(asked, metadata=tuple(headers.items()))
+                with suppress(grpc.aio.AioRpcError):
+                    assert [each async for each in call][-1].HasField("completion")
+                return await call.code()
+
+            for headers, wanted in (({}, 401), (bearer("wrong"), 401), (bearer("alice"), 200)):
+                assert await status(headers) == wanted
+                assert await code(headers) is (grpc.StatusCode.UNAUTHENTICATED if wanted == 401 else grpc.StatusCode.OK)
+                key = headers.get("authorization", "").removeprefix("Bearer ")
+                assert await asyncio.to_thread(command, key) == (77 if wanted == 401 else 0)
+        # Into the same file: one in its place would not be that which is mounted.
+        write_keys(keys, bobby={})
+        assert [await status(bearer(name)) for name in ("alice", "bobby")] == [401, 200]
+    for service in ("target", "draft"):
+        (container,) = guarded.containers(service)
+        assert container.exec_run(["ls", "/run/secrets"]).exit_code != 0
+
+
+# Asks a service what it is, with the certificate of the container in which this runs.
+ASK = """
+import sys, grpc
+from outrider.rpc.channels import open_blocking_channel
+from outrider.rpc.tls import Tls, TlsFiles
+from outrider.v1.model_service_pb2 import GetModelInfoRequest
+from outrider.v1.model_service_pb2_grpc import ModelServiceStub
+files = TlsFiles(Tls(*("/certificates/" + name for name in ("ca.crt", "tls.crt", "tls.key"))))
+with open_blocking_channel(sys.argv[1], files) as channel:
+    try:
+        ModelServiceStub(channel).GetModelInfo(GetModelInfoRequest(), timeout=30)
+        print("let in")
+    except grpc.RpcError as error:
+        print(error.details())
+"""
+
+
+@pytest.mark.parametrize("address", ["target:50052", "draft:50051"])
+def test_services_let_in_the_gateway_alone(compose: Compose, address: str) -> None:
+    """Plaintext, no certificate, and that of another service are refused, each with a sentence."""
+    asked, _, _ = address.partition(":")
+    (gateway,) = compose.containers("gateway")
+    (other,) = compose.containers({"target": "draft", "draft": "target"}[asked])
+    for words, sentence in (
+        ((), f"{address} speaks TLS, and was called without it."),
+        (("/certificates/ca.crt",), f"{address} lets nobody in without a certificate, and none was given."),
+    ):
+        found = gateway.exec_run(["python", "-m", "outrider.process.health_probe", address, *words])
+        assert found.exit_code == 69
+        assert sentence in found.output.decode()
+    assert gateway.exec_run(["python", "-c", ASK, address]).output.decode().strip() == "let in"
+    refused = other.exec_run(["python", "-c", ASK, address]).output.decode()
+    assert "is not one of those that are let in" in refused
