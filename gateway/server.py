@@ -7,7 +7,7 @@ import asyncio
 import http.client
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,6 +51,8 @@ from outrider.rpc import channels
 from outrider.vocabulary import Vocabulary
 
 PROGRESS_S = 5.0
+# Of the time to stop, what is left to those whose answers end without their end.
+LAST_WORDS_S = 1.0
 
 log = structlog.get_logger()
 
@@ -81,7 +83,7 @@ class RunningGateway:
 
     async def stop(self, grace_s: float = channels.DRAIN_S) -> None:
         """Says that it stops, and after lame_duck_s turns away who waits or comes; requests that run have what is left
-        of grace_s to end. Only then it closes its ports and links.
+        of grace_s to end, and shortly before that are told that it is over. Only then it closes its ports and links.
         """
         admission, ends_s = self.frontend.admission, time.monotonic() + grace_s
         admission.is_leaving = True
@@ -92,8 +94,11 @@ class RunningGateway:
         await asyncio.sleep(min(self.lame_duck_s, grace_s))
         admission.close()
         # Behind a closed port nobody could be told to go elsewhere.
-        with suppress(TimeoutError):
-            await asyncio.wait_for(admission.emptied(), max(0.0, ends_s - time.monotonic()))
+        try:
+            wait_s = ends_s - min(LAST_WORDS_S, grace_s / 2) - time.monotonic()
+            await asyncio.wait_for(admission.emptied(), max(0.0, wait_s))
+        except TimeoutError:
+            admission.end()
         # Both surfaces at once: the grace is one.
         left_s = max(0.0, ends_s - time.monotonic())
         await asyncio.gather(self.server.stop(left_s), *([self.rest.stop(left_s)] if self.rest else []))

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import structlog
 
@@ -37,6 +37,8 @@ RETRY_AFTER_S = (1.0, 60.0)
 SMOOTHING = 0.2
 
 log = structlog.get_logger()
+
+EventT = TypeVar("EventT")
 
 
 class ClientStalled(OutriderError):
@@ -59,6 +61,8 @@ class Places:
     """From its arrival until it got the latest one."""
     has_begun: bool = False
     turn: asyncio.Event = field(default_factory=asyncio.Event)
+    patience: asyncio.Timeout | None = None
+    """Within which it waits for its next event."""
 
 
 class Admission:
@@ -83,6 +87,7 @@ class Admission:
         self._free_s = RETRY_AFTER_S[0]
         self._num_arriving = 0
         self._is_closed = False
+        self._is_over = False
 
     @property
     def waiting(self) -> int:
@@ -120,6 +125,26 @@ class Admission:
             if not places.has_begun:
                 places.turn.set()
         self._queue = deque(places for places in self._queue if places.has_begun)
+
+    def end(self) -> None:
+        """Ends those who still run, wherever they are: what they wait for next is NotReady."""
+        self._is_over = True
+        for places in self._entered:
+            if places.patience is not None:
+                places.patience.reschedule(0.0)
+
+    async def next_of(self, events: AsyncIterator[EventT], places: Places) -> EventT | None:
+        """The next event of a request, None behind the last; raises NotReady after `end`."""
+        if not self._is_over:
+            try:
+                async with asyncio.timeout(None) as places.patience:
+                    return await anext(events, None)
+            except TimeoutError:
+                if not self._is_over:
+                    raise
+            finally:
+                places.patience = None
+        raise NotReady("The gateway is stopping, and the time of its last requests is over")
 
     async def emptied(self) -> None:
         """Waits until all requests have ended that were let in."""
@@ -403,7 +428,8 @@ class Frontend:
         else:
             stream = merged(self._samples(contexts, places))
         async with aclosing(stream) as events:
-            async for number, event in events:
+            while (numbered := await self.admission.next_of(events, places)) is not None:
+                number, event = numbered
                 self.metrics.observe(event)
                 record.observe(event)
                 yield number, event

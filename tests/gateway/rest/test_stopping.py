@@ -1,13 +1,14 @@
 """A gateway that stops lets those who run end, and sends those who wait elsewhere, on either surface."""
 
 import asyncio
+import json
 from dataclasses import replace
 
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.basics import eventually
-from support.services.markov_services import markov_stack, request
+from support.services.markov_services import Mischief, markov_stack, request
 
 from gateway.settings import GatewaySettings
 from outrider.errors import InvalidRequest, NotReady
@@ -42,6 +43,28 @@ async def test_who_waits_is_sent_elsewhere_and_who_runs_ends(words: str) -> None
                 assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
                 assert refused.json()["error"]["code"] == "not_ready"
             with pytest.raises(NotReady, match="stopping"):
+                await call
+
+
+async def test_whose_time_is_over_is_told_so(words: str) -> None:
+    """Before connections are cut: a status and a time to come again where there is no head yet, else a last event."""
+    async with markov_stack(words, rest_listen="127.0.0.1:0") as stack:
+        stack.target.mischief = dict.fromkeys(range(10, 1000), Mischief.FROZEN)
+        async with httpx.AsyncClient(base_url=f"http://{stack.gateway.rest_address}", timeout=60) as http:
+
+            async def post(**fields: object) -> httpx.Response:
+                return await http.post("/v1/completions", json={**BODY, "ignore_eos": True, **fields})
+
+            running = [asyncio.create_task(post(stream=stream)) for stream in (False, True)]
+            call = asyncio.create_task(stack.run(request(200)))
+            await eventually(lambda: stack.target.answers >= 12)
+            await stack.gateway.stop(2)
+            whole, stream = await asyncio.gather(*running)
+            assert (whole.status_code, whole.headers["retry-after"]) == (503, "1")
+            assert whole.json()["error"]["code"] == "not_ready"
+            *_, last, end = stream.text.split("\n\n")
+            assert (json.loads(last.removeprefix("data: "))["error"]["code"], end) == ("not_ready", "")
+            with pytest.raises(NotReady, match="the time of its last requests is over"):
                 await call
 
 
