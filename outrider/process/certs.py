@@ -17,6 +17,9 @@ from typing import Annotated
 
 import trustme
 import typer
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.x509.oid import NameOID
 
 from outrider.errors import InvalidRequest
 from outrider.process.options import between, run_app, service_app
@@ -25,7 +28,7 @@ from outrider.process.options import between, run_app, service_app
 NAMES = ("gateway", "target", "draft", "client")
 # Each is also called so on the machine that it runs on.
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-AUTHORITY = "authority"
+AUTHORITY, ORGANIZATION = "authority", "Outrider"
 CERT, KEY, CA = "tls.crt", "tls.key", "ca.crt"
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 DAYS, MAX_DAYS = 365, 36_500
@@ -35,7 +38,7 @@ app = service_app()
 
 @app.command()
 def certs(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; an authority there is kept.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder to write; an authority there is kept.")],
     *,
     host: Annotated[
         list[str] | None,
@@ -50,25 +53,51 @@ def certs(
 ) -> None:
     """Makes an authority for development, and certificates for gateway, target, draft and a client.
 
-    Once more, it makes new certificates of the same authority, which running processes take up by themselves.
+    Once more, it makes new certificates of the same authority for all that have one there, with the names that they
+    had, which running processes take up by themselves.
     """
+    # The path of no text would be that of the working directory.
+    if not folder:
+        raise InvalidRequest("DIR", folder, "a folder")
+    place = Path(folder)
     try:
-        names = write_certificates(folder, hosts_of(host or []), timedelta(days=days))
+        hosts = hosts_of(host or [], hosts_in(place))
+        names = write_certificates(place, hosts, timedelta(days=days))
     except OSError as error:
-        raise InvalidRequest("DIR", str(folder), f"a folder that can be written: {error.strerror}") from None
-    line = {"folder": str(folder), "authority": str(folder / AUTHORITY / CERT), "names": names}
-    sentence = f"{folder} has certificates for {', '.join(names)}, valid for {days} days. Keep its {AUTHORITY} secret."
-    sys.stdout.write((json.dumps(line) if as_json else sentence) + "\n")
+        raise InvalidRequest("DIR", folder, f"a folder that can be written: {error.strerror}") from None
+    line = {"folder": folder, "authority": str(place / AUTHORITY / CERT), "names": names, "hosts": hosts}
+    sentence = f"{folder} has certificates, valid for {days} days. Keep its {AUTHORITY} secret.\n"
+    lines = sentence + "\n".join(f"{name}: {', '.join(found)}" for name, found in hosts.items())
+    sys.stdout.write((json.dumps(line) if as_json else lines) + "\n")
 
 
-def hosts_of(given: list[str]) -> dict[str, tuple[str, ...]]:
+def hosts_in(folder: Path) -> dict[str, tuple[str, ...]]:
+    """The hosts in certificates of authorities of ours, by name; raises InvalidRequest about broken ones."""
+    hosts = {}
+    for path in sorted(folder.glob(f"*/{CERT}")):
+        name = path.parent.name
+        try:
+            certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        except ValueError as error:
+            raise InvalidRequest("DIR", str(folder), f"without {path}, or with a whole one: {error}") from None
+        issuers = certificate.issuer.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)
+        if name != AUTHORITY and ORGANIZATION in [each.value for each in issuers]:
+            found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            hosts[name] = tuple(str(each.value) for each in found)
+    return hosts
+
+
+def hosts_of(given: list[str], known: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     """The names of certificates with the hosts of each; raises InvalidRequest about what is not NAME=HOST."""
-    hosts: dict[str, tuple[str, ...]] = {name: (name, *LOCAL_HOSTS) for name in NAMES}
+    hosts = {name: (name, *LOCAL_HOSTS) for name in NAMES} | dict(known)
     for entry in given:
         name, _, host = entry.partition("=")
         if not NAME.fullmatch(name) or not host or name == AUTHORITY:
             raise InvalidRequest("--host", entry, f"NAME=HOST, with a NAME in small letters other than {AUTHORITY}")
-        hosts[name] = (*hosts.get(name, (name, *LOCAL_HOSTS)), host)
+        # Of these the library would make a network and an address of mail.
+        if not {"/", "@"}.isdisjoint(host):
+            raise InvalidRequest("--host", entry, "NAME=HOST, with a HOST that is a host name or a single address")
+        hosts[name] = tuple(dict.fromkeys((*hosts.get(name, (name, *LOCAL_HOSTS)), host)))
     return hosts
 
 
@@ -82,7 +111,13 @@ def write_certificates(folder: Path, hosts: Mapping[str, tuple[str, ...]], lifet
     issued = {}
     for name, names in hosts.items():
         try:
-            issued[name] = authority.issue_cert(*names, common_name=name, not_after=expires)
+            issued[name] = authority.issue_cert(
+                *names,
+                common_name=name,
+                organization_name=ORGANIZATION,
+                organization_unit_name="Development certificate",
+                not_after=expires,
+            )
         except ValueError as error:
             raise InvalidRequest("--host", names[-1], f"a host name or an address: {error}") from None
     for name, leaf in issued.items():
@@ -93,14 +128,23 @@ def write_certificates(folder: Path, hosts: Mapping[str, tuple[str, ...]], lifet
 
 
 def _authority(folder: Path) -> trustme.CA:
-    if (folder / KEY).exists():
+    """That of a folder, or a new one where there is none. Raises InvalidRequest about half of one."""
+    place, whole = str(folder.parent), f"without {AUTHORITY}, or with a whole one"
+    missing = [name for name in (CERT, KEY) if not (folder / name).exists()]
+    if len(missing) == 1:
+        raise InvalidRequest("DIR", place, f"{whole}: {missing[0]} is not there")
+    if not missing:
+        certificate, key = (folder / CERT).read_bytes(), (folder / KEY).read_bytes()
         try:
-            return trustme.CA.from_pem((folder / CERT).read_bytes(), (folder / KEY).read_bytes())
-        except (OSError, ValueError) as error:
-            raise InvalidRequest(
-                "DIR", str(folder.parent), f"without {AUTHORITY}, or with a whole one: {error}"
-            ) from None
-    authority = trustme.CA(organization_name="Outrider", organization_unit_name="Development authority")
+            authority = trustme.CA.from_pem(certificate, key)
+            own = load_pem_private_key(key, None).public_key()
+            fits = x509.load_pem_x509_certificate(certificate).public_key() == own
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest("DIR", place, f"{whole}: {error}") from None
+        if not fits:
+            raise InvalidRequest("DIR", place, f"{whole}: {KEY} is not the key of {CERT}")
+        return authority
+    authority = trustme.CA(organization_name=ORGANIZATION, organization_unit_name="Development authority")
     _write(folder / CERT, authority.cert_pem.bytes())
     _write(folder / KEY, authority.private_key_pem.bytes(), mode=0o600)
     return authority

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import trustme
 from cryptography import x509
 
 from outrider.errors import InvalidRequest
@@ -26,7 +27,7 @@ def read(path: Path) -> x509.Certificate:
     return x509.load_pem_x509_certificate(path.read_bytes())
 
 
-def hosts_in(certificate: x509.Certificate) -> list[str]:
+def named_in(certificate: x509.Certificate) -> list[str]:
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return [str(each.value) for each in names]
 
@@ -45,11 +46,11 @@ def test_the_command_writes_a_folder_for_each(tmp_path: Path) -> None:
         found = read(tmp_path / name / CERT)
         found.verify_directly_issued_by(authority)
         assert read(tmp_path / name / CA) == authority
-        assert hosts_in(found)[:2] == [name, "localhost"]
+        assert named_in(found)[:2] == [name, "localhost"]
         assert timedelta(days=1) < found.not_valid_after_utc - datetime.now(UTC) <= timedelta(days=2)
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tmp_path / name / CERT, tmp_path / name / KEY)
-    assert "10.0.0.7" in hosts_in(read(tmp_path / "target" / CERT))
-    assert "10.0.0.7" not in hosts_in(read(tmp_path / "draft" / CERT))
+    assert "10.0.0.7" in named_in(read(tmp_path / "target" / CERT))
+    assert "10.0.0.7" not in named_in(read(tmp_path / "draft" / CERT))
     keys = sorted(tmp_path.rglob(KEY))
     assert len(keys) == len(NAMES) + 1
     assert {each.stat().st_mode & 0o777 for each in keys} == {0o600}
@@ -69,17 +70,60 @@ def test_the_authority_is_kept(tmp_path: Path) -> None:
 
 def test_one_more_name() -> None:
     """Who is not one of the four gets a certificate, too."""
-    assert hosts_of(["target-2=b.example", "target-2=c.example"])["target-2"] == (
+    assert hosts_of(["target-2=b.example", "target-2=c.example"], {})["target-2"] == (
         *("target-2", "localhost", "127.0.0.1", "::1"),
         *("b.example", "c.example"),
     )
 
 
-@pytest.mark.parametrize("entry", ["target", "=10.0.0.7", "target=", "Target=x", "../x=y", "authority=x"])
+def test_whatever_has_a_certificate_gets_a_new_one_with_its_names(tmp_path: Path) -> None:
+    """Those of an earlier call and those that are new, and each is told; a stranger's certificate is left alone."""
+    strangers = tmp_path / "stranger"
+    strangers.mkdir()
+    leaf = trustme.CA().issue_cert("a.example")
+    (strangers / CERT).write_bytes(leaf.cert_chain_pems[0].bytes())
+    assert run(str(tmp_path), "--host", "target=10.0.0.7", "--host", "extra=b.example").returncode == 0
+    before = {name: read(tmp_path / name / CERT) for name in (*NAMES, "extra")}
+    ended = run(str(tmp_path), "--host", "target=c.example", "--host", "target=10.0.0.7")
+    local = "localhost, 127.0.0.1, ::1"
+    assert ended.stdout.splitlines()[1:] == [
+        f"gateway: gateway, {local}",
+        f"target: target, {local}, 10.0.0.7, c.example",
+        f"draft: draft, {local}",
+        f"client: client, {local}",
+        f"extra: extra, {local}, b.example",
+    ]
+    for name, certificate in before.items():
+        assert read(tmp_path / name / CERT) != certificate
+    assert named_in(read(tmp_path / "target" / CERT))[-2:] == ["10.0.0.7", "c.example"]
+    assert "O=Outrider" in read(tmp_path / "extra" / CERT).subject.rfc4514_string()
+    assert read(strangers / CERT).subject == x509.load_pem_x509_certificate(leaf.cert_chain_pems[0].bytes()).subject
+
+
+def test_half_an_authority_is_refused(tmp_path: Path) -> None:
+    """Neither replaced, which all its certificates would be worthless by, nor used with the key of another one."""
+    for name in ("one", "other"):
+        write_certificates(tmp_path / name, {}, timedelta(days=1))
+    key = tmp_path / "one" / "authority" / KEY
+    key.write_bytes((tmp_path / "other" / "authority" / KEY).read_bytes())
+    before = read(tmp_path / "one" / "authority" / CERT)
+    whole = "must be without authority, or with a whole one"
+    with pytest.raises(InvalidRequest, match=f"^DIR is .* {whole}: tls.key is not the key of tls.crt$"):
+        write_certificates(tmp_path / "one", {}, timedelta(days=1))
+    key.unlink()
+    with pytest.raises(InvalidRequest, match=f"^DIR is .* {whole}: tls.key is not there$"):
+        write_certificates(tmp_path / "one", {}, timedelta(days=1))
+    assert read(tmp_path / "one" / "authority" / CERT) == before
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["target", "=10.0.0.7", "target=", "Target=x", "../x=y", "authority=x", "target=10.0.0.0/8", "target=a@b.c"],
+)
 def test_names_that_are_refused(entry: str) -> None:
-    """They become folders, and one of them is taken."""
+    """They become folders, and one of them is taken; hosts are names and single addresses."""
     with pytest.raises(InvalidRequest, match=r"^--host is "):
-        hosts_of([entry])
+        hosts_of([entry], {})
 
 
 def test_refusals_are_sentences(tmp_path: Path) -> None:
@@ -89,6 +133,8 @@ def test_refusals_are_sentences(tmp_path: Path) -> None:
     (tmp_path / "authority" / CERT).write_text("")
     ended = run(str(tmp_path))
     assert (ended.returncode, ended.stderr[:18]) == (64, "outrider: DIR is '")
+    ended = run("")
+    assert (ended.returncode, ended.stderr) == (64, "outrider: DIR is '', but must be a folder\n")
     ended = run(str(tmp_path / "authority" / CERT))
     assert (ended.returncode, ended.stderr.count("\n")) == (64, 1)
     assert "must be a folder that can be written: Not a directory" in ended.stderr
