@@ -1,16 +1,20 @@
 """The processes of a stack on this machine: which there are, and how each is started."""
 
+import os
 import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from outrider.errors import InvalidRequest
 from outrider.model_names import SIM_DRAFT, embedded_model, parse, parse_simulated
 from outrider.model_service.settings import check_model
 from outrider.process.children import HOST, Launch, Supervisor
 
 # Read by the hub's library.
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
+# All three would read them: the services would wait for TLS, and the gateway would call them without.
+TLS_VARIABLES = ("OUTRIDER_TLS_", "OUTRIDER_SERVICE_TLS_")
 
 
 def port_error(port: int) -> OSError | None:
@@ -167,7 +171,11 @@ def metrics_address(addresses: Mapping[str, str]) -> str | None:
 
 
 async def start_stack(supervisor: Supervisor, stack: Stack) -> Addresses:
-    """Starts the services side by side, then the gateway. Raises ServiceFailed."""
+    """Starts the services side by side, then the gateway. Raises ServiceFailed, and InvalidRequest about variables."""
+    for name in os.environ:
+        if name.startswith(TLS_VARIABLES):
+            limit = "left out of the environment: the processes of a stack on one machine speak plaintext"
+            raise InvalidRequest(name, os.environ[name], limit)
     roles = ["target", "draft"] if stack.draft else ["target"]
     target, *drafts = await supervisor.start(*(model_launch(role, stack) for role in roles))
     draft = drafts[0] if drafts else None

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from outrider import model_names
-from outrider.cli.local_stack import Stack, choose_models, gateway_launch, model_launch
+from outrider.cli.local_stack import Stack, choose_models, gateway_launch, model_launch, start_stack
 from outrider.cli.up import check_ports
-from outrider.errors import ModelRefused, NotReady
+from outrider.errors import InvalidRequest, ModelRefused, NotReady
 from outrider.model_names import embedded_model
+from outrider.process.children import Supervisor
 
 PAIR = Stack("models/target", "models/draft", threads=4, draft_threads=1)
 
@@ -124,6 +125,15 @@ def test_an_offline_stack_downloads_nothing() -> None:
     offline = replace(PAIR, offline=True)
     for launch in (model_launch("draft", offline), gateway_launch(offline, "127.0.0.1:7", None)):
         assert launch.environment == {"HF_HUB_OFFLINE": "1"}
+
+
+@pytest.mark.parametrize("name", ["OUTRIDER_TLS_CERT", "OUTRIDER_SERVICE_TLS_CA"])
+async def test_a_variable_about_tls_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Every process would have read it, and the gateway would have waited for services that it calls otherwise."""
+    monkeypatch.setenv(name, "tls.crt")
+    async with Supervisor(lambda _: None, lambda *_: None) as supervisor:
+        with pytest.raises(InvalidRequest, match=f"^{name} is 'tls.crt', but must be left out of the environment"):
+            await start_stack(supervisor, PAIR)
 
 
 def test_taken_port_is_told_with_the_way_out() -> None:
