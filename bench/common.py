@@ -217,6 +217,7 @@ def rotated(names: Sequence[str], turn: int) -> list[str]:
     return turned[::-1] if turn % 2 else turned
 
 
+Gateway = Annotated[str, typer.Option("--address", help="A gateway's gRPC.", metavar="HOST:PORT", show_default=False)]
 Temperatures = Annotated[str, typer.Option(help="Temperatures of the requests, with commas between.", metavar="X,...")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the report.")]
 SaveFile = Annotated[

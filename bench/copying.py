@@ -8,7 +8,6 @@ gateway finds fastest, with all drafters and without lookups, in turns, and the 
 request has a cache_salt of its own, so that none finds the answer of another one in a memory.
 """
 
-import argparse
 import json
 import random
 import time
@@ -16,10 +15,25 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from bench.common import OPENINGS, Timed, TokensDiffer, interval, machine, markdown, read_timed, revision, rotated
-from outrider.client import ChatMessage, Client, GenerationOptions, Speculation
+import typer
+
+from bench.common import (
+    OPENINGS,
+    Gateway,
+    Timed,
+    TokensDiffer,
+    interval,
+    machine,
+    markdown,
+    read_timed,
+    revision,
+    rotated,
+)
+from outrider.cli import options
+from outrider.client import ChatMessage, Client, GenerationOptions, InvalidRequest, Speculation
+from outrider.process.options import grouped, run_app, service_app
 
 TIMEOUT_S = 300.0
 PLAIN, LOOKUP, AUTO, WITHOUT = "plain", "lookup", "auto", "auto without lookup"
@@ -27,6 +41,14 @@ REPEAT, EDIT, EXTRACT = "repeat", "edit", "extract"
 MIN_CHARS, MAX_CHARS = 250, 600  # of a passage
 COLUMNS = ("lookup over plain", "auto over plain", "auto over auto without")
 NAMES = ("king", "man", "girl", "mother", "house", "bird", "horse", "wood")
+
+
+app = service_app()
+
+
+def file_option(words: str, metavar: str, *names: str) -> object:
+    """An option with a file that is there."""
+    return typer.Option(*names, help=words, metavar=metavar, show_default=False, exists=True, dir_okay=False)
 
 
 class Prompt(NamedTuple):
@@ -144,32 +166,41 @@ def _row(kind: str, taken: dict[str, list[Timed]]) -> list[str]:
     return [kind, str(len(taken[PLAIN])), plain_ms, *ratios, f"{mean[LOOKUP]:.2f}", f"{mean[AUTO]:.2f}"]
 
 
-def main() -> None:
-    """Measures, and prints."""
-    parser = argparse.ArgumentParser(prog="python -m bench.copying", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--address", required=True, help="HOST:PORT of a gateway's gRPC")
-    parser.add_argument("--corpus", type=Path, help="text, one paragraph a line, of which the copy set is made")
-    parser.add_argument("--questions", type=Path, help="questions of Spec-Bench, as JSON lines")
-    parser.add_argument("--turns", type=int, default=10, help="prompts of each kind")
-    parser.add_argument("--stories", type=int, default=0, help="openings of stories to go on with")
-    parser.add_argument("--tokens", type=int, default=128, help="most tokens of an answer")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of all answers; their seed is 1")
-    parser.add_argument("--has-draft", action="store_true", help="there is a draft service beside the lookup")
-    given = parser.parse_args()
-    prompts = [Prompt("story", text, is_chat=False) for text in OPENINGS[: given.stories]]
-    if given.corpus is not None:
-        prompts += copy_set(given.corpus.read_text(encoding="utf-8").splitlines(), given.turns)
-    if given.questions is not None:
-        prompts += questions(given.questions, given.turns)
-    with Client(given.address) as client:
+@app.command()
+@grouped
+def copying(  # noqa: PLR0913, one parameter for each option is how typer declares a command
+    *,
+    address: Gateway,
+    corpus: Annotated[
+        Path | None, file_option("Text, one paragraph a line, of which the copy set is made.", "TALES.txt")
+    ] = None,
+    spec_bench: Annotated[
+        Path | None, file_option("Questions of Spec-Bench, as JSON lines.", "SPEC_BENCH.jsonl", "--questions")
+    ] = None,
+    turns: Annotated[int, typer.Option(help="Prompts of each kind.", min=1)] = 10,
+    stories: Annotated[int, typer.Option(help="Openings of stories to go on with.", min=0)] = 0,
+    tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 128,
+    temperature: Annotated[float, typer.Option(help="Of all answers; their seed is 1.", min=0)] = 0.0,
+    has_draft: Annotated[bool, typer.Option("--has-draft", help="There is a draft service beside the lookup.")] = False,
+    connection: options.ConnectionOptions,
+) -> None:
+    """Shows what lookups bring to answers that copy from their prompts, to questions and to stories."""
+    prompts = [Prompt("story", text, is_chat=False) for text in OPENINGS[:stories]]
+    if corpus is not None:
+        prompts += copy_set(corpus.read_text(encoding="utf-8").splitlines(), turns)
+    if spec_bench is not None:
+        prompts += questions(spec_bench, turns)
+    if not prompts:
+        raise InvalidRequest("--stories", stories, "more than 0 without --corpus and --questions")
+    with Client(address, api_key=connection.api_key, tls=connection.tls(address)) as client:
         # The first ones are to warm up: the policy learns what everything costs.
-        length = Length(given.tokens, given.temperature)
-        measure(client, prompts[:2], length, given.has_draft)
-        found = measure(client, prompts, length, given.has_draft)
-    how = f"at most {given.tokens} tokens an answer, temperature {given.temperature:g}"
+        length = Length(tokens, temperature)
+        measure(client, prompts[:2], length, has_draft)
+        found = measure(client, prompts, length, has_draft)
+    how = f"at most {tokens} tokens an answer, temperature {temperature:g}"
     print(f"{machine()}; {how}; commit {revision() or 'unknown'}.")
     print(f"Medians with intervals of 95 %.\n\n{render(found)}")
 
 
 if __name__ == "__main__":
-    main()
+    run_app(app)

@@ -11,18 +11,34 @@ A gateway with lookups must serve at the address. Answers to the same openings a
   none, 16 at a time, over those beside as many that ask for harmless ones; and how the hostile ones ended.
 """
 
-import argparse
 import asyncio
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import count, pairwise
-from typing import Any
+from typing import Annotated, Any
 
-from bench.common import OPENINGS, Timed, TokensDiffer, interval, machine, markdown, read_timed, revision, rotated
+import typer
+
+from bench.common import (
+    OPENINGS,
+    Gateway,
+    Timed,
+    TokensDiffer,
+    interval,
+    machine,
+    markdown,
+    read_timed,
+    revision,
+    rotated,
+)
+from outrider.cli import options
 from outrider.client import AsyncClient, Client, OutriderError, Speculation
+from outrider.process.options import grouped, run_app, service_app
 
+app = service_app()
 TIMEOUT_S = 300.0
 ANY_TEXT = r"(.|\n)*"
 CHARACTER: Mapping[str, Any] = {
@@ -121,11 +137,13 @@ async def gaps(client: AsyncClient, turns: int, tokens: int) -> list[float]:
     return found
 
 
-async def beside(address: str, requests: Iterable[dict[str, Any]], tokens: int) -> tuple[list[float], Counter[str]]:
+async def beside(
+    connect: Callable[[], AsyncClient], requests: Iterable[dict[str, Any]], tokens: int
+) -> tuple[list[float], Counter[str]]:
     """Gaps of streams while requests are made, and how these ended."""
     ends: Counter[str] = Counter()
     slots = asyncio.Semaphore(16)
-    async with AsyncClient(address) as client, AsyncClient(address) as attacker:
+    async with connect() as client, connect() as attacker:
 
         async def ask(options: dict[str, Any]) -> None:
             async with slots:
@@ -143,10 +161,10 @@ async def beside(address: str, requests: Iterable[dict[str, Any]], tokens: int) 
     return found, ends
 
 
-def under_attack(address: str, count: int, tokens: int) -> list[list[str]]:
+def under_attack(connect: Callable[[], AsyncClient], count: int, tokens: int) -> list[list[str]]:
     """Rows of a table: the 99th percentile of gaps beside harmless and hostile requests, and how the latter ended."""
-    with_harmless, _ = asyncio.run(beside(address, map(harmless, range(count)), tokens))
-    with_hostile, ends = asyncio.run(beside(address, map(hostile, range(count)), tokens))
+    with_harmless, _ = asyncio.run(beside(connect, map(harmless, range(count)), tokens))
+    with_hostile, ends = asyncio.run(beside(connect, map(hostile, range(count)), tokens))
     calm, pressed = (statistics.quantiles(each, n=100)[98] for each in (with_harmless, with_hostile))
     return [
         ["hostile requests", ", ".join(f"{name} {number}" for name, number in ends.most_common())],
@@ -155,16 +173,22 @@ def under_attack(address: str, count: int, tokens: int) -> list[list[str]]:
     ]
 
 
-def main() -> None:
-    """Measures, and prints."""
-    parser = argparse.ArgumentParser(prog="python -m bench.structured", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--address", required=True, help="HOST:PORT of a gateway's gRPC")
-    parser.add_argument("--has-draft", action="store_true", help="there is a draft that reads grammars")
-    parser.add_argument("--turns", type=int, default=20, help="openings")
-    parser.add_argument("--tokens", type=int, default=96, help="most tokens of an answer")
-    parser.add_argument("--hostile", type=int, default=0, help="grammars to ask for that nobody should")
-    given = parser.parse_args()
-    prompts = OPENINGS[: given.turns]
+@app.command()
+@grouped
+def structured(
+    *,
+    address: Gateway,
+    has_draft: Annotated[bool, typer.Option("--has-draft", help="There is a draft that reads grammars.")] = False,
+    turns: Annotated[int, typer.Option(help="Openings.", min=1, max=len(OPENINGS))] = 20,
+    tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 96,
+    num_hostile: Annotated[
+        int, typer.Option("--hostile", help="Grammars to ask for that nobody should.", min=0, metavar="N")
+    ] = 0,
+    connection: options.ConnectionOptions,
+) -> None:
+    """Shows what a grammar costs a token, what forced guesses bring, and whether guesses are kept as often."""
+    api_key, tls = connection.api_key, connection.tls(address)
+    prompts = OPENINGS[:turns]
     any_text: dict[str, Any] = {"regex": ANY_TEXT}
     shaped: dict[str, Any] = {"json_schema": SCHEMA}
     plain: dict[str, Any] = {"speculation": PLAIN}
@@ -174,11 +198,11 @@ def main() -> None:
         "forced": {"speculation": Speculation(drafter="lookup"), **shaped},
         "auto": {"speculation": Speculation(), **shaped},
     }
-    with Client(given.address) as client:
-        in_turns(client, cost, prompts[:2], given.tokens)
-        costs = in_turns(client, cost, prompts, given.tokens)
-        in_turns(client, forced, prompts[:2], given.tokens)
-        found = in_turns(client, forced, prompts, given.tokens)
+    with Client(address, api_key=api_key, tls=tls) as client:
+        in_turns(client, cost, prompts[:2], tokens)
+        costs = in_turns(client, cost, prompts, tokens)
+        in_turns(client, forced, prompts[:2], tokens)
+        found = in_turns(client, forced, prompts, tokens)
         rows = [
             ["any text: time a token over that without a grammar", ratio(costs["any text"], costs["without"], ".3f")],
             ["without a grammar, ms a token", f"{statistics.median(t.token_us for t in costs['without']) / 1e3:.2f}"],
@@ -186,15 +210,15 @@ def main() -> None:
             ["object: forced guesses over plain", ratio(found["plain"], found["forced"])],
             ["object: auto over plain", ratio(found["plain"], found["auto"])],
         ]
-        if given.has_draft:
-            free = in_turns(client, {"free": {"speculation": CHAINS}}, prompts, given.tokens)["free"]
-            under = in_turns(client, {"under": {"speculation": CHAINS, **shaped}}, prompts, given.tokens)["under"]
+        if has_draft:
+            free = in_turns(client, {"free": {"speculation": CHAINS}}, prompts, tokens)["free"]
+            under = in_turns(client, {"under": {"speculation": CHAINS, **shaped}}, prompts, tokens)["under"]
             rows += [["guesses kept, without a grammar", kept(free)], ["guesses kept, object", kept(under)]]
-    if given.hostile:
-        rows += under_attack(given.address, given.hostile, given.tokens)
-    print(f"{machine()}; at most {given.tokens} tokens an answer, temperature 0; commit {revision() or 'unknown'}.")
+    if num_hostile:
+        rows += under_attack(partial(AsyncClient, address, api_key=api_key, tls=tls), num_hostile, tokens)
+    print(f"{machine()}; at most {tokens} tokens an answer, temperature 0; commit {revision() or 'unknown'}.")
     print(f"Medians with intervals of 95 %, {len(prompts)} openings.\n\n{markdown(['what', 'found'], rows)}")
 
 
 if __name__ == "__main__":
-    main()
+    run_app(app)

@@ -146,7 +146,7 @@ def tls(*, wanted: TlsOptions, models: options.Models, cpus: ComputeThreads) -> 
     async def measuring(interrupts: Interrupts) -> None:
         with tempfile.TemporaryDirectory() as folder:
             certificates = Path(folder)
-            write_certificates(certificates, hosts_of([]), timedelta(days=1))
+            write_certificates(certificates, hosts_of([], {}), timedelta(days=1))
             async with AsyncExitStack() as exits:
                 supervisor = await exits.enter_async_context(Supervisor(note, service_log))
                 interrupts.urgent = supervisor.kill

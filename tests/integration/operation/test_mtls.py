@@ -25,6 +25,7 @@ from support.certificates import (
 )
 from support.stack import PATIENT, RunningStack, running_stack, token_ids
 
+from bench.common import REPOSITORY
 from gateway.sessions.link import ServiceLink
 from outrider.cli.doctor.checks import check_gateway
 from outrider.cli.doctor.report import Status
@@ -93,6 +94,23 @@ async def test_the_command_line_and_the_doctor_come_in_with_the_authority(stack:
     [finding] = [each async for each in check_gateway(address, None, "1")]
     assert (finding.exit_code, finding.sentence) == (78, f"{address} speaks TLS, and was called without it.")
     assert "--tls-ca" in finding.fix
+
+
+@pytest.mark.parametrize("words", [("copying", "--stories", "2"), ("structured", "--turns", "2", "--hostile", "2")])
+async def test_measurements_come_in_with_the_authority(
+    stack: RunningStack, folder: Path, words: tuple[str, ...]
+) -> None:
+    """And end in a sentence without it."""
+    name, *flags = words
+    command = [sys.executable, "-m", f"bench.{name}", "--address", stack.address, "--tokens", "12", *flags]
+    run = partial(subprocess.run, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    ended, refused = await asyncio.gather(
+        asyncio.to_thread(run, [*command, "--tls-ca", trusting(folder, "client").ca]), asyncio.to_thread(run, command)
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "Medians with intervals of 95 %" in ended.stdout
+    sentence = f"{stack.address} speaks TLS, and was called without it.\n"
+    assert (refused.returncode, refused.stderr[-len(sentence) :]) == (78, sentence)
 
 
 async def test_certificates_are_replaced_under_load(stack: RunningStack, folder: Path, tmp_path: Path) -> None:
