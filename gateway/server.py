@@ -228,7 +228,9 @@ async def _await_target(target: Replicas, timeout_s: float) -> None:
         if time.monotonic() >= until_s:
             reason = "" if target.refusal is None else f": {target.refusal.message}"
             message = f"{target} did not answer within {timeout_s:g} seconds{reason}"
-            raise NotReady(message, address=target.links[0].address)
+            # A refusal of certificates is of its own kind, whose exit code keeps supervisors from trying for ever.
+            kind = NotReady if target.refusal is None else type(target.refusal)
+            raise kind(message, address=target.links[0].address)
         log.warning("waiting", service=str(target), seconds_left=round(until_s - time.monotonic()))
     target.present()
 

@@ -23,10 +23,12 @@ from support.certificates import (
     shown_by,
     trusting,
 )
-from support.stack import PATIENT, RunningStack, running_stack, token_ids
+from support.stack import PATIENT, TARGET, RunningStack, running_stack, token_ids
 
 from bench.common import REPOSITORY
+from gateway.server import start
 from gateway.sessions.link import ServiceLink
+from gateway.settings import GatewaySettings
 from outrider.cli.doctor.checks import check_gateway
 from outrider.cli.doctor.report import Status
 from outrider.client import AsyncClient, Speculation
@@ -148,6 +150,21 @@ async def test_certificates_are_replaced_under_load(stack: RunningStack, folder:
         is_enough.set()
     assert tuple(answer.samples[0].token_ids) == expected[0]
     assert all(each == expected for each in answers)
+
+
+async def test_a_gateway_that_is_refused_at_its_start_ends_with_the_code_of_that(
+    stack: RunningStack, folder: Path, tmp_path: Path
+) -> None:
+    """Which keeps supervisors from starting it again and again."""
+    shutil.copytree(folder / "authority", tmp_path / "authority")
+    used = shown_by(issue(tmp_path, "gateway", lifetime=-DAY), "gateway")
+    files = {"service_tls_ca": used.ca, "service_tls_cert": used.cert, "service_tls_key": used.key}
+    settings = GatewaySettings(
+        stack.target.address, TARGET, listen="127.0.0.1:0", rest_listen="", target_wait_seconds=3.0, **files
+    )
+    with pytest.raises(TlsFailed, match=r"did not answer within 3 seconds: .*: certificate has expired.$") as raised:
+        await start(settings)
+    assert raised.value.exit_code == 78
 
 
 async def test_a_gateway_that_is_refused_says_why_and_comes_back(
