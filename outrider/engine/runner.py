@@ -23,7 +23,7 @@ from outrider.engine.models.fused import fused
 from outrider.engine.models.layers import LowerLayers, resume
 from outrider.engine.models.simulated import SimulatedDecoder
 from outrider.engine.models.transformer import Transformer
-from outrider.engine.models.weights import DTYPES, PACKED_BITS
+from outrider.engine.models.weights import DTYPES, PACKED_BITS, unchanged
 from outrider.engine.ops import Ops, choose_ops
 from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
 from outrider.engine.session import Session
@@ -128,7 +128,8 @@ class ModelRunner:
         file holds. kv_tokens is the
         size of the cache in tokens; by default as many as 512 MiB hold, and at least one full context, or what the
         memory of a simulated device would hold.
-        vocabulary_size defaults to the width of the logits. Raises ModelRefused and InvalidRequest.
+        vocabulary_size defaults to the width of the logits. Raises ModelRefused and InvalidRequest, and NotReady when
+        files changed meanwhile.
         """
         torch_device = _checked_device(device)
         if dtype not in DTYPES:
@@ -153,9 +154,10 @@ class ModelRunner:
         if isinstance(ops, NativeOps) and config.head_dim > MAX_HEAD_DIM:
             message = f"{checkpoint.name} has heads of {config.head_dim}, but at most {MAX_HEAD_DIM} fit the kernels"
             raise ModelRefused(message, head_dim=config.head_dim, limit=MAX_HEAD_DIM)
-        decoder = checkpoint.build(torch_device, DTYPES[dtype], ops)
-        names = checkpoint.name, checkpoint.digest()
-        identity = ModelIdentity(*names, dtype, num_threads, size, checkpoint.modelling)
+        with unchanged(checkpoint.folder):
+            decoder = checkpoint.build(torch_device, DTYPES[dtype], ops)
+            digest = checkpoint.digest()
+        identity = ModelIdentity(checkpoint.name, digest, dtype, num_threads, size, checkpoint.modelling)
         if kv_tokens is None and isinstance(decoder, SimulatedDecoder):
             kv_tokens = decoder.model.kv_tokens
         return cls(decoder, identity, kv_tokens or default_kv_tokens(config, torch_device, DTYPES[dtype]))

@@ -6,7 +6,8 @@ wrong is found in the files' headers, before anything large is allocated, and is
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outrider.engine.models.config import FAMILIES, JsonKeys, ModelConfig, read_json
-from outrider.errors import ModelRefused
+from outrider.errors import ModelRefused, NotReady
 from outrider.gguf.files import IGNORED, HubName, cached_gguf, fetch_file, fetch_gguf, gguf_in
 
 # How weights are kept in memory, and the type in which they are read for that.
@@ -261,6 +262,27 @@ def read_tensors(
                     kept = kept if tensor.is_floating_point() else torch.int64
                     tensors[name] = tensor.to(device=device, dtype=kept, copy=True)
     return tensors
+
+
+@contextmanager
+def unchanged(place: Path) -> Iterator[None]:
+    """Raises NotReady when files of a model changed in its block, which loads and then hashes them.
+
+    Both open them by name, so the hash could be of other bytes than those in memory. A place is a folder or GGUF file.
+    """
+    before = _stamps(place)
+    yield
+    after = _stamps(place)
+    changed = sorted(str(file) for file in before.keys() | after.keys() if before.get(file) != after.get(file))
+    if changed:
+        raise NotReady(f"{changed[0]} was changed while the model was loaded from it", file=changed[0])
+
+
+def _stamps(place: Path) -> dict[Path, tuple[int, int, int, int]]:
+    """What tells a file, where it lies, from another or later one: device, inode, size and time."""
+    files = [place] if place.is_file() else [each for kind in ("*.json", "*.safetensors") for each in place.glob(kind)]
+    stats = {file: file.stat() for file in files}
+    return {file: (each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for file, each in stats.items()}
 
 
 def model_hash(folder: Path) -> str:

@@ -1,6 +1,8 @@
 """Finding and loading weights: sharded files, types in memory, the digest, and every model that is refused."""
 
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from support.models.tiny_models import TARGET, write_tiny_model
 from torch import Tensor
 
-from outrider.engine.models import weights
+from outrider.engine.models import checkpoints, weights
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.weights import load_tensors, model_hash, resolve, weight_files
-from outrider.errors import ModelRefused
+from outrider.engine.runner import ModelRunner
+from outrider.errors import ModelRefused, NotReady
 
 CPU = torch.device("cpu")
 NORM = "model.layers.1.input_layernorm.weight"
@@ -204,3 +207,46 @@ def test_hash_names_every_byte_of_the_weights(tmp_path: Path) -> None:
         save_file({**tensors, name: tensors[other].clone()}, folder / "model.safetensors", {"format": "pt"})
         digests.add(model_hash(folder))
     assert len(digests) == 1 + len(names)
+
+
+def test_hash_names_every_shard(tmp_path: Path) -> None:
+    """A number of the second file changed is another model, as is one of the first."""
+    folder = write_tiny_model(tmp_path / "many", "qwen3", max_shard_size="60KB")
+    digests = {model_hash(folder)}
+    for file in weight_files(folder):
+        tensors = load_file(file)
+        next(iter(tensors.values())).flatten()[0].add_(1)
+        save_file(tensors, file, {"format": "pt"})
+        digests.add(model_hash(folder))
+    assert len(digests) == 1 + len(weight_files(folder)) > 3
+
+
+def renamed_into_place(file: Path) -> None:
+    """Another file of the same size and time, as a tool that copies whole files leaves it."""
+    new, old = file.with_suffix(".new"), file.stat()
+    new.write_bytes(file.read_bytes()[:-1] + b"x")
+    os.utime(new, ns=(old.st_atime_ns, old.st_mtime_ns))
+    new.replace(file)
+
+
+def written_to(file: Path) -> None:
+    """Other bytes in the same file."""
+    with file.open("r+b") as stream:
+        stream.seek(-10, 2)
+        stream.write(bytes(10))
+
+
+@pytest.mark.parametrize("change", [renamed_into_place, written_to, Path.unlink])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_files_that_change_while_they_are_loaded_are_not_served(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Path], None]
+) -> None:
+    """Else the weights in memory would go by the hash of those that lie there now."""
+
+    def changed_meanwhile(folder: Path) -> str:
+        change(folder / name)
+        return "of what lies there now"
+
+    monkeypatch.setattr(checkpoints, "model_hash", changed_meanwhile)
+    with pytest.raises(NotReady, match=rf"{re.escape(name)} was changed while the model was loaded from it"):
+        ModelRunner.load(str(tiny), kv_tokens=64)
