@@ -225,6 +225,10 @@ async def serve(
         port = server.add_secure_port(listen, tls.server_credentials()) if tls else server.add_insecure_port(listen)
     except RuntimeError:
         port = 0
+    if port == 0 and tls is not None and not shares_port:
+        # gRPC does not say which it is; this raises AddressTaken.
+        hold(listen)[1].close()
+        raise InvalidRequest("tls.cert", tls.tls.cert, "a certificate that gRPC takes, with a key that it takes")
     if port == 0:
         raise AddressTaken(f"Cannot listen on {listen}: it is taken, or not an address of this machine.", listen=listen)
     await server.start()

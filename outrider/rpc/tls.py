@@ -190,10 +190,10 @@ class TlsFiles:
     def _load(self) -> Contents:
         """The files, which fit; raises InvalidRequest and OSError."""
         context = self.tls.context(ssl.PROTOCOL_TLS_SERVER)
-        contents = Contents(*(Path(path).read_bytes() if path else b"" for path in self._paths()), context)
-        if contents.cert:
-            _check_key(self.tls.cert, contents.cert)
-        return contents
+        ca, cert, key = (Path(path).read_bytes() if path else b"" for path in self._paths())
+        if cert:
+            _check_key(self.tls.cert, cert)
+        return Contents(ca, cert, key, context)
 
     def _warn_of_time(self) -> None:
         """Logs a certificate that nobody takes yet, or any more."""
@@ -294,10 +294,14 @@ def check_client(context: Context, allowed: Collection[str]) -> None:
 
     Nor is anybody let in again, by an earlier session of TLS, whose certificate has expired since.
     """
-    name, auth = client_name(context), context.auth_context()
-    reason = "" if not allowed or name in allowed else "is not one of those that are let in"
-    if auth.get(RESUMED) == [b"true"] and auth.get(CERTIFICATE):
-        end = x509.load_pem_x509_certificate(auth[CERTIFICATE][0]).not_valid_after_utc
+    auth = context.auth_context()
+    is_resumed = b"true" in auth.get(RESUMED, ())
+    if not allowed and not is_resumed:
+        return
+    name = client_name(context)
+    reason = "is not one of those that are let in" if allowed and name not in allowed else ""
+    for pem in auth.get(CERTIFICATE, ()) if is_resumed else ():
+        end = x509.load_pem_x509_certificate(pem).not_valid_after_utc
         reason = f"has a certificate that was valid until {end}" if end < datetime.now(UTC) else reason
     if reason:
         message = f"The client {name!r} {reason}"

@@ -266,6 +266,25 @@ async def test_keys_that_grpc_does_not_take_are_refused(folder: Path, tmp_path: 
     assert [line["event"] for line in logs] == ["certificate not taken up"]
 
 
+class Unfit(TlsFiles):
+    """Files that fit, but which gRPC does not take for a reason that nobody has foreseen."""
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Those of something that is no certificate."""
+        return grpc.ssl_server_credentials([(b"key", b"certificate")])
+
+
+async def test_a_taken_port_is_told_from_a_certificate_that_grpc_does_not_take(folder: Path) -> None:
+    """Though gRPC does not."""
+    shown = server_of(folder / "sound", "target")
+    with pytest.raises(InvalidRequest, match=r"^tls.cert is .* must be a certificate that gRPC takes, with a key"):
+        await channels.serve("127.0.0.1:0", {}, tls=Unfit(shown))
+    async with serving(shown) as address:
+        for files in (Unfit(shown), TlsFiles(shown)):
+            with pytest.raises(channels.AddressTaken):
+                await channels.serve(address, {}, tls=files)
+
+
 async def test_a_server_says_that_its_certificate_has_expired(folder: Path) -> None:
     """At the start; its clients would be all who know."""
     shown = server_of(folder / "expired", "target")
