@@ -14,6 +14,10 @@ GUIDELLM := .venv-guidellm
 GUIDELLM_SETUP := $(GUIDELLM)/.setup-done
 AIPERF := .venv-aiperf
 AIPERF_SETUP := $(AIPERF)/.setup-done
+AIDER := .venv-aider
+AIDER_SETUP := $(AIDER)/.setup-done
+INSPECT := .venv-inspect
+INSPECT_SETUP := $(INSPECT)/.setup-done
 # Agents and libraries that people use, as npm has them.
 AGENTS := .agents
 AGENTS_SETUP := $(AGENTS)/.setup-done
@@ -78,20 +82,22 @@ $($(1)_SETUP): tests/surface/clients/$(2)-constraints.txt | $(SETUP)
 	@$($(1))/bin/python -m pip install --quiet --disable-pip-version-check -c $$< $(3)
 	@touch $$@
 endef
-$(eval $(call environment,LITELLM,litellm,litellm mcp llama-index-llms-openai-like,two of the clients))
+$(eval $(call environment,LITELLM,litellm,"litellm[proxy]" mcp llama-index-llms-openai-like,three of the clients))
 $(eval $(call environment,STRUCTURED,structured,instructor "pydantic-ai-slim[openai]" llm,three of the clients))
 $(eval $(call environment,LM_EVAL,lm-eval,"lm-eval[api]",lm-eval))
 $(eval $(call environment,GUIDELLM,guidellm,guidellm,GuideLLM))
 $(eval $(call environment,AIPERF,aiperf,aiperf,AIPerf))
+$(eval $(call environment,AIDER,aider,aider-chat,aider))
+$(eval $(call environment,INSPECT,inspect,inspect-ai openai,inspect-ai))
 
-test-harness: $(SETUP) $(LM_EVAL_SETUP) $(GUIDELLM_SETUP) $(AIPERF_SETUP) ## lm-eval, GuideLLM and AIPerf, whose environments take 3 GB
+test-harness: $(SETUP) $(LM_EVAL_SETUP) $(GUIDELLM_SETUP) $(AIPERF_SETUP) $(AIDER_SETUP) $(INSPECT_SETUP) ## lm-eval, GuideLLM, AIPerf, aider and inspect-ai, whose environments take 4 GB
 	$(BIN)/python -m pytest -m harness
 
 test-agents: $(SETUP) $(AGENTS_SETUP) $(NPM_CLIENTS_SETUP) ## agents and libraries of npm at small tasks, without a way to the network; they take 2 GB
 	$(BIN)/python -m pytest -m agents
 
 $(AGENTS_SETUP): Makefile
-	npm install --silent --no-audit --no-fund --prefix $(AGENTS) @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0
+	npm install --silent --no-audit --no-fund --prefix $(AGENTS) @anthropic-ai/claude-code@2.1.332 @openai/codex@0.169.0
 	@touch $@
 
 # What is optional would double the size; of it promptfoo needs its database, and opencode's program has a package for each machine.

@@ -4,13 +4,18 @@ Open WebUI: a body of its chat is put together by `process_chat_payload` in back
 which offers its own tools natively since 0.10, and by `generate_chat_completion` in
 backend/open_webui/routers/openai.py, which takes `metadata` out and asks for the usage of streams;
 `apply_model_params_to_body_openai` in backend/open_webui/utils/payload.py lets settings of Ollama through, such as
-`num_ctx`. Titles are asked for without a stream.
+`num_ctx`. Titles are asked for without a stream, and `generate_chat_completion` says `max_tokens` to every server but
+OpenAI's. The version is 0.12.4.
 Continue: what its autocomplete sends to /v1/completions for a coder of Qwen, with the template and the stops of
 core/autocomplete/templating/AutocompleteTemplate.ts and those for the end of a line.
 GuideLLM: what guidellm/backends/openai/request_handlers.py of 0.8.1 formats.
+vllm bench serve: what its backends `openai`, `openai-chat` and `openai-responses` send for the data set `random`, with
+--temperature 0, by vllm/benchmarks/lib/endpoint_request_func.py of 0.33.0, and how vllm/benchmarks/serve.py aligns its
+prompts to the server's tokens.
 """
 
 import json
+import re
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +50,7 @@ OPEN_WEBUI: dict[str, Any] = {
     "tools": [CLOCK],
     "stream_options": {"include_usage": True},
 }
-TITLE = {"model": "fox", "messages": [USER], "stream": False, "max_completion_tokens": 1000}
+TITLE = {"model": "fox", "messages": [USER], "stream": False, "max_tokens": 1000}
 STREAMED = {
     "model": "fox",
     "stream": True,
@@ -57,6 +62,32 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "Once upon a time
 GUIDELLM: dict[str, dict[str, Any]] = {
     CHAT: {**STREAMED, "max_completion_tokens": 5, "messages": PARTS},
     COMPLETIONS: {**STREAMED, "max_tokens": 5, "prompt": f"Once upon a time{TURN}assistant\n"},
+}
+COUNTED: dict[str, Any] = {
+    "model": "fox",
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "ignore_eos": True,
+    "temperature": 0.0,
+}
+VLLM: dict[str, dict[str, Any]] = {
+    CHAT: {**COUNTED, "max_completion_tokens": 5, "messages": PARTS},
+    COMPLETIONS: {
+        **COUNTED,
+        "prompt": f"Once upon a time{TURN}assistant\n",
+        "repetition_penalty": 1.0,
+        "max_tokens": 5,
+        "logprobs": None,
+    },
+}
+VLLM_RESPONSES: dict[str, Any] = {
+    "model": "fox",
+    "input": "Once upon a time",
+    "max_output_tokens": 5,
+    "stream": True,
+    "store": False,
+    "ignore_eos": True,
+    "temperature": 0.0,
 }
 CONTINUE: dict[str, Any] = {
     "model": "fox",
@@ -70,6 +101,16 @@ CONTINUE: dict[str, Any] = {
     "prompt": f"<|fim_prefix|>def now():\n    <|fim_suffix|>\n{TURN}assistant\n<|fim_middle|>",
     "stream": True,
 }
+FILLED = "return time()"
+
+
+def script(prompt: str) -> str:
+    """What fills a gap and goes on behind the stop whose number the prompt has, if it has one; else an answer."""
+    if "<|fim_prefix|>" not in prompt:
+        return ANSWER
+    number = re.search(r"# (\d+)", prompt)
+    # The turn begins with the mark.
+    return f"<|fim_middle|>{FILLED}{CONTINUE['stop'][int(number[1])] if number else ''}more"
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -77,7 +118,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Recit
     """A stack that is open to strangers, of a model without a place for tools."""
     options = {"drop_tools": True, "unknown_fields": "ignore", "served_model_name": "fox"}
     folder = tmp_path_factory.mktemp("reciter")
-    async with reciting_stack(folder, lambda _: ANSWER, [ANSWER, "```"], template=PLAIN, **options) as running:
+    async with reciting_stack(folder, script, [ANSWER, "```"], template=PLAIN, **options) as running:
         yield running
 
 
@@ -105,10 +146,17 @@ async def test_open_webui_gets_an_answer(stack: RecitingStack) -> None:
 
 
 async def test_continue_gets_an_answer(stack: RecitingStack) -> None:
-    """With all of its stops."""
+    """With all of its stops, and each of them ends the answer and is not in it."""
     assert len(CONTINUE["stop"]) == 14
+    for number, stop in enumerate(CONTINUE["stop"]):
+        prompt = CONTINUE["prompt"].replace("def now():", f"def now():  # {number}")
+        ignored, chunks = await answered(stack, COMPLETIONS, {**CONTINUE, "prompt": prompt})
+        assert "".join(each["choices"][0]["text"] for each in chunks) == FILLED, stop
+        assert (ignored, chunks[-1]["choices"][0]["finish_reason"]) == ("", "stop")
+        assert chunks[-1]["outrider"]["finish_reasons"] == ["stop_string"], stop
     ignored, chunks = await answered(stack, COMPLETIONS, CONTINUE)
-    assert (ignored, chunks[-1]["choices"][0]["finish_reason"]) == ("", "stop")
+    assert "".join(each["choices"][0]["text"] for each in chunks) == f"{FILLED}more"
+    assert chunks[-1]["outrider"]["finish_reasons"] == ["eos"]
 
 
 @pytest.mark.parametrize("path", GUIDELLM)
@@ -117,6 +165,26 @@ async def test_guidellm_gets_an_answer(stack: RecitingStack, path: str) -> None:
     ignored, chunks = await answered(stack, path, GUIDELLM[path])
     assert (ignored, len(chunks) > 2) == ("", True)
     assert [each["usage"]["completion_tokens"] for each in chunks][-1] == 5
+
+
+@pytest.mark.parametrize("path", VLLM)
+async def test_vllms_benchmark_gets_an_answer(stack: RecitingStack, path: str) -> None:
+    """Pieces, then their usage with no choice and the server's times, which it reads."""
+    ignored, [*pieces, last] = await answered(stack, path, VLLM[path])
+    assert (ignored, last["choices"]) == ("", [])
+    assert all(each["choices"] and not each["usage"] for each in pieces)
+    assert (last["usage"]["completion_tokens"], last["usage"]["prompt_tokens"] > 0) == (5, True)
+    assert {"queue_time_ms", "time_to_first_token_ms"} <= last["metrics"].keys()
+
+
+async def test_vllms_benchmark_aligns_its_prompts(stack: RecitingStack) -> None:
+    """The server's tokens of a text, and the text of the first of them."""
+    asked = {"model": "fox", "prompt": "Once upon a time", "add_special_tokens": False}
+    _, [told] = await answered(stack, TOKENIZE, asked)
+    assert len(told["tokens"]) == told["count"] > 3
+    _, [text] = await answered(stack, "/detokenize", {"model": "fox", "tokens": told["tokens"][:3]})
+    assert text["prompt"]
+    assert "Once upon a time".startswith(text["prompt"])
 
 
 @pytest.mark.parametrize(
@@ -134,6 +202,7 @@ async def test_guidellm_gets_an_answer(stack: RecitingStack, path: str) -> None:
         ),
         ("/v1/messages", {"messages": [USER], "max_tokens": 9, "num_ctx": 1, "metadata": {}}, "num_ctx, metadata"),
         ("/v1/responses", {"input": [{**USER, "type": "message", "seen": True}]}, "input.seen"),
+        ("/v1/responses", VLLM_RESPONSES, "ignore_eos"),
         (TOKENIZE, {"prompt": "a", "truncate": True}, "truncate"),
         (
             CHAT,

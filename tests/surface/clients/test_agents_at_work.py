@@ -3,64 +3,21 @@
 They reach no other.
 """
 
-import asyncio
 import json
-import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from support.services.reciting import reciting_stack
+from support.rest.programs import CONTEXT_LEN, DONE, TASK, work
 
 pytestmark = pytest.mark.agents
 ROOT = Path(__file__).resolve().parents[3]
 AGENTS = ROOT / ".agents" / "node_modules"
 CLIENTS = ROOT / ".npm-clients" / "node_modules"
-PATIENCE_S = 240
-# Their prompts have some 20,000 tokens of most models, and more of a tokenizer that knows few words.
-CONTEXT_LEN = 1 << 19
-TASK = "make the king in a.txt a queen"
-DONE = "Done: the king is a queen."
-# Whatever else they want to reach is refused.
-NOWHERE = {"HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1"}
 
 
 def called(name: str, **arguments: str) -> str:
     """A call as the target writes it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-async def work(folder: Path, steps: tuple[str, ...], command: list[str | Path], home: Mapping[str, str]) -> str:
-    """What an agent prints whose target takes these steps; `{url}` in its files and variables is the gateway's."""
-    place, desk, house = (folder / name for name in ("place", "desk", "house"))
-    for each in (place, desk, house):
-        each.mkdir()
-    (desk / "a.txt").write_text("the king\n")
-
-    def script(prompt: str) -> str:
-        return steps[min(prompt.count("<|turn|>tool"), len(steps) - 1)]
-
-    async with reciting_stack(place, script, steps, context_len=CONTEXT_LEN, served_model_name="*") as stack:
-        url = str(stack.http.base_url).rstrip("/")
-        variables = {"PATH": os.environ["PATH"], "HOME": str(house), "TERM": "dumb", **NOWHERE}
-        for name, text in home.items():
-            if "/" in name:
-                (house / name).parent.mkdir(exist_ok=True)
-                (house / name).write_text(text.replace("{url}", url))
-            else:
-                variables[name] = text.replace("{url}", url)
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *command, cwd=desk, env=variables, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
-        )
-        try:
-            output, notes = await asyncio.wait_for(process.communicate(), PATIENCE_S)
-        finally:
-            if process.returncode is None:
-                process.kill()
-    assert process.returncode == 0, (output + notes).decode()
-    assert (desk / "a.txt").read_text() == "the queen\n"
-    return output.decode()
 
 
 async def test_claude_code_edits_a_file(tmp_path: Path) -> None:
@@ -72,7 +29,7 @@ async def test_claude_code_edits_a_file(tmp_path: Path) -> None:
         DONE,
     )
     [program] = AGENTS.glob("@anthropic-ai/claude-code-linux-*/claude")
-    command = [program, "-p", TASK, "--permission-mode", "acceptEdits", "--output-format", "json"]
+    command: list[str | Path] = [program, "-p", TASK, "--permission-mode", "acceptEdits", "--output-format", "json"]
     home = {
         "ANTHROPIC_BASE_URL": "{url}",
         "ANTHROPIC_API_KEY": "none",
@@ -95,7 +52,12 @@ async def test_codex_edits_a_file(tmp_path: Path) -> None:
         'model = "outrider"\nmodel_provider = "outrider"\n[model_providers.outrider]\nname = "Outrider"\n'
         'base_url = "{url}/v1"\nwire_api = "responses"\n'
     )
-    command = [AGENTS / ".bin" / "codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    command: list[str | Path] = [
+        AGENTS / ".bin" / "codex",
+        "exec",
+        "--skip-git-repo-check",
+        "--dangerously-bypass-approvals-and-sandbox",
+    ]
     told = await work(tmp_path, steps, [*command, TASK], {".codex/config.toml": config})
     assert told.strip().endswith(DONE)
 
@@ -138,7 +100,11 @@ async def test_continue_edits_a_file(tmp_path: Path) -> None:
     )
     model = {"name": "Outrider", "provider": "openai", "model": "outrider", "apiBase": "{url}/v1", "apiKey": "none"}
     config = {"name": "Outrider", "version": "1.0.0", "schema": "v1", "models": [model]}
-    command = [CLIENTS / ".bin" / "node", CLIENTS / "@continuedev" / "cli" / "dist" / "cn.js", "--auto"]
+    command: list[str | Path] = [
+        CLIENTS / ".bin" / "node",
+        CLIENTS / "@continuedev" / "cli" / "dist" / "cn.js",
+        "--auto",
+    ]
     home = {".continue/config.yaml": json.dumps(config), "CONTINUE_TELEMETRY_ENABLED": "0"}
     told = await work(tmp_path, steps, [*command, "-p", TASK], home)
     assert told.strip().endswith(DONE)
