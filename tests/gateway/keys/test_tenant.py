@@ -130,6 +130,11 @@ def test_what_is_held_does_not_come_back_while_it_is(usage: Usage) -> None:
         clock.now_s += 24.0
     # All that was used before has come back; what has only just been used has not.
     assert tenant.tokens == Allowance(1000, 800, 12.0)
+    clock.now_s += 12.0
+    with tenant.spending(1, 0, 1000) as spending:
+        spending.used_tokens = 1000
+        clock.now_s += 600.0
+    assert tenant.tokens == Allowance(1000, 0, 60.0)
 
 
 def test_no_more_samples_are_under_way_than_may(usage: Usage) -> None:
