@@ -37,6 +37,8 @@ pytestmark = [pytest.mark.docker, pytest.mark.timeout(1200)]
 FILE, KEYS_FILE = ROOT / "deploy" / "compose.yaml", ROOT / "deploy" / "compose.keys.yaml"
 OUTRIDER = str(Path(sys.executable).with_name("outrider"))
 BUILD_S, UP_S = 1800, 300
+# Tokens for some seconds, so that no request ends by itself before a busy engine has done something to its gateway.
+LONG = 1500
 PROMPT = "The fox said to the wolf,"
 
 
@@ -226,6 +228,29 @@ async def test_a_target_is_waited_for(compose: Compose, channel: grpc.aio.Channe
     await until_health(channel, "SERVING")
 
 
+async def test_a_target_that_hangs_shows_no_sign_of_life(compose: Compose, channel: grpc.aio.Channel) -> None:
+    """Its process stands still and nothing else does: what Kubernetes asks for life fails until it goes on."""
+    (container,) = compose.containers("target")
+    python, module_flag, probe, *words = container.attrs["Config"]["Healthcheck"]["Test"][1:]
+
+    def lives() -> bool:
+        return bool(container.exec_run([python, module_flag, probe, "--live", *words]).exit_code == 0)
+
+    def send(signal: str) -> None:
+        # The service is the only child of the first process, which is the engine's.
+        assert container.exec_run(["sh", "-c", f"kill -{signal} $(cat /proc/1/task/1/children)"]).exit_code == 0
+
+    assert await asyncio.to_thread(lives)
+    send("STOP")
+    try:
+        assert not await asyncio.to_thread(lives)
+        await until_health(channel, "NOT_SERVING")
+    finally:
+        send("CONT")
+    await eventually(lives, PATIENCE_S)
+    await until_health(channel, "SERVING")
+
+
 async def test_a_target_is_replaced_under_load(compose: Compose, channel: grpc.aio.Channel) -> None:
     """What runs ends on the old one or moves to the new one, and what comes meanwhile is answered too."""
     expected = await said(channel)
@@ -267,9 +292,9 @@ async def test_one_of_two_drafts_is_enough(compose: Compose, channel: grpc.aio.C
 async def test_a_gateway_comes_back(compose: Compose, channel: grpc.aio.Channel, fault: str) -> None:
     """Its streams break with a sentence, after tokens that were right; asked again it says the same."""
     harm, mend = FAULTS[fault]
-    expected = await said(channel)
+    expected = await said(channel, LONG)
     (container,) = compose.containers("gateway")
-    async with Load(channel) as load:
+    async with Load(channel, LONG) as load:
         await load.begun()
         await asyncio.to_thread(harm, compose, container)
         try:
@@ -280,14 +305,14 @@ async def test_a_gateway_comes_back(compose: Compose, channel: grpc.aio.Channel,
             await asyncio.to_thread(mend, compose, container)
     async with open_channel(compose.address(50050)) as again:
         await until_health(again, "SERVING")
-        assert await said(again) == expected
+        assert await said(again, LONG) == expected
 
 
 async def test_a_gateway_pauses(compose: Compose, channel: grpc.aio.Channel) -> None:
     """While it does nobody is answered; then its streams go on with the same tokens."""
-    expected = await said(channel)
+    expected = await said(channel, LONG)
     (container,) = compose.containers("gateway")
-    async with Load(channel) as load:
+    async with Load(channel, LONG) as load:
         await load.begun()
         await asyncio.to_thread(pause, compose, container)
         try:
