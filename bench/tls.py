@@ -23,6 +23,7 @@ import typer
 from bench.common import (
     OPENINGS,
     ComputeThreads,
+    MeasuredModels,
     interval,
     machine,
     markdown,
@@ -35,7 +36,6 @@ from bench.common import (
     timed,
 )
 from bench.versions import Times, compare, in_turns
-from outrider.cli import options
 from outrider.cli.local_stack import Stack, gateway_launch, model_launch
 from outrider.cli.options import SHARED_OPTIONS
 from outrider.cli.running import Interrupts, note, run, service_log
@@ -137,7 +137,7 @@ def render(found: Times) -> str:
 
 @app.command()
 @grouped
-def tls(*, wanted: TlsOptions, models: options.Models, cpus: ComputeThreads) -> None:
+def tls(*, wanted: TlsOptions, models: MeasuredModels, cpus: ComputeThreads) -> None:
     """Compares rounds in plaintext with rounds under mutual TLS between gateway and services, in one run."""
     telemetry.configure_logs("warning")
     stack = stack_of(models, cpus)

@@ -17,6 +17,8 @@ from outrider.errors import InvalidRequest
 from outrider.grammar import Grammar
 
 MAX_STOP_TOKEN_IDS = 64
+MAX_STOPS = 64
+MAX_BANNED_WORDS = 64
 MAX_LOGPROB_COUNT = 20
 MAX_TRACE_LEN = 8192
 MAX_SALT_BYTES = 64

@@ -19,6 +19,7 @@ import typer
 from bench.common import (
     ComputeThreads,
     JsonFlag,
+    MeasuredModels,
     SaveFile,
     Temperatures,
     machine,
@@ -140,7 +141,7 @@ class LoadOptions:
 def load(
     *,
     wanted: LoadOptions,
-    models: options.Models,
+    models: MeasuredModels,
     cpus: ComputeThreads,
     hosted: options.HostedOptions,
     connection: options.ConnectionOptions,

@@ -15,6 +15,7 @@ import typer
 from bench.common import (
     ComputeThreads,
     JsonFlag,
+    MeasuredModels,
     SaveFile,
     Temperatures,
     machine,
@@ -30,7 +31,6 @@ from bench.rounds.instruments import Instruments
 from bench.rounds.report import render
 from bench.rounds.samples import RoundsPlan
 from bench.rounds.summary import RoundsSummary
-from outrider.cli import options
 from outrider.cli.running import Interrupts, run
 from outrider.client import AsyncClient
 from outrider.process import telemetry
@@ -54,7 +54,7 @@ def rounds(
     ] = False,
     json: JsonFlag = False,
     save: SaveFile = None,
-    models: options.Models,
+    models: MeasuredModels,
     cpus: ComputeThreads,
 ) -> None:
     """Shows what a round costs: floors, the bare engine, empty pings, plain and speculative requests, in one run."""

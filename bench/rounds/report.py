@@ -38,7 +38,7 @@ def _floors(summary: RoundsSummary) -> str:
         size, step, floor_ms = summary.sizes[role], summary.step_ms(role, 1), summary.floor_ms(role)
         columns.append(
             {
-                "": f"{role} {size.name}",
+                "": role if size.name == role else f"{role} {size.name}",
                 "weights a step, MB": f"{size.step_bytes / 1e6:.1f}",
                 "GB/s over as many bytes": _bandwidth(summary, role),
                 "floor: bytes / best bandwidth, ms": f"{floor_ms:.3f}",

@@ -18,10 +18,12 @@ from outrider.errors import Field, InvalidRequest, PromptTooLong, check_count
 from outrider.grammar import Constraint, ConstraintKind, Grammar, GrammarRefused
 from outrider.parameters import (
     MAX_BANNED_LEN,
+    MAX_BANNED_WORDS,
     MAX_LOGPROB_COUNT,
     MAX_SALT_BYTES,
     MAX_SAMPLES,
     MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
     Acceptance,
     Rule,
     SamplingParameters,
@@ -30,9 +32,7 @@ from outrider.parameters import (
 from outrider.rpc.channels import MAX_MESSAGE_BYTES
 from outrider.token_tree import TreeShape
 
-MAX_STOPS = 64
 MAX_STRING_LEN = 256
-MAX_BANNED_WORDS = 64
 MAX_DRAFTERS = 8
 AUTO = "auto"  # whatever is fastest, as without a name
 # Bytes of a token of an echoed prompt in a message, text and number, and of each alternative beside it; at most.

@@ -20,7 +20,7 @@ from gateway.generation.conversation import (
     tool_named,
 )
 from gateway.generation.generate import CompletionEvent, RoundEvent
-from gateway.generation.request import MAX_BANNED_WORDS, MAX_DRAFTERS, MAX_STOPS, GenerationRequest
+from gateway.generation.request import MAX_DRAFTERS, GenerationRequest
 from gateway.generation.transcript import round_facts
 from gateway.rounds.round import FallbackReason, TokenOrigin
 from gateway.text.chat_template import ChatTemplate
@@ -30,7 +30,7 @@ from outrider.beams import BeamSearch, EarlyStopping
 from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 from outrider.errors import InvalidRequest, check_count
 from outrider.grammar import Constraint, ConstraintKind
-from outrider.parameters import MAX_STOP_TOKEN_IDS
+from outrider.parameters import MAX_BANNED_WORDS, MAX_STOP_TOKEN_IDS, MAX_STOPS
 from outrider.rpc import messages
 from outrider.rpc.messages import RULES, acceptance_from, logprob_message, settings_message, shape_from
 from outrider.v1 import generation_service_pb2 as pb

@@ -11,13 +11,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 from pydantic.config import JsonDict
 
 from gateway.generation.conversation import MAX_TEMPLATE_VARIABLES, MAX_TOOLS, MAX_VARIABLE_LEN, TOOL_NAME
-from gateway.generation.request import MAX_BANNED_WORDS, MAX_DRAFTERS, MAX_STOPS, MAX_STRING_LEN
+from gateway.generation.request import MAX_DRAFTERS, MAX_STRING_LEN
 from gateway.rest.structured import ResponseFormat, StructuredOutputs
 from outrider.beams import MAX_LENGTH_PENALTY
 from outrider.parameters import (
+    MAX_BANNED_WORDS,
     MAX_LOGPROB_COUNT,
     MAX_SAMPLES,
     MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
     Bias,
     Finite,
     Parameters,

@@ -186,14 +186,17 @@ def doctor(
     if address is None:
         if rest_address is not None:
             raise InvalidRequest("--rest-address", rest_address, "given with --address")
+        not_fetched = ""
         try:
             examined: Stack | ModelRefused = _stack(
                 models, machine, options.HostedOptions(), has_draft=not no_draft, fetches=False
             )
+            if models.target is None:
+                not_fetched = choose_pair(models.pair, fetches=False).reason
         except ModelRefused as error:
             # One of the findings.
             examined = error
-        raise typer.Exit(examine_machine(examined, connection.api_key, quick=quick, as_json=as_json))
+        raise typer.Exit(examine_machine(examined, not_fetched, connection.api_key, quick=quick, as_json=as_json))
     here = {"--quick": quick or None, "--no-draft": no_draft or None}
     refuse_together("--address", address, here | options_of(models))
     check_address("--address", address)
@@ -239,7 +242,7 @@ def _stack(
     named, head = (models.target, models.draft), hosted.head
     if models.target is None:
         pair = choose_pair(models.pair, fetches=fetches)
-        if pair.reason:
+        if pair.reason and fetches:
             note(f"Serving the embedded pair that tells tales: {pair.reason}")
         named = pair.target, models.draft or pair.draft
         head = head or (pair.head if has_draft else None)

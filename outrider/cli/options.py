@@ -19,7 +19,16 @@ from outrider.client import GenerationOptions, Speculation
 from outrider.client.requests import CONSTRAINTS
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.model_service.settings import MAX_THREADS, Dtype
-from outrider.parameters import MAX_LOGPROB_COUNT, MAX_SAMPLES, SETTINGS, Rule, SamplingParameters
+from outrider.parameters import (
+    MAX_BANNED_WORDS,
+    MAX_LOGPROB_COUNT,
+    MAX_SAMPLES,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    SETTINGS,
+    Rule,
+    SamplingParameters,
+)
 from outrider.process.children import MAX_WORKERS
 from outrider.process.options import between, flag_of, grouped, listed, options_of
 from outrider.rpc.messages import MAX_SUPPORT
@@ -373,7 +382,7 @@ class TurnOptions:
     stop: Annotated[
         Texts,
         _answer(
-            help="Text that ends the output, without being part of it. At most 8 times.",
+            help=f"Text that ends the output, without being part of it. At most {MAX_STOPS} times.",
             metavar="TEXT",
             callback=_each(_text),
         ),
@@ -382,7 +391,7 @@ class TurnOptions:
         list[int] | None,
         _answer(
             "--stop-token-id",
-            help="Token that ends the output, and is its last. At most 64 times.",
+            help=f"Token that ends the output, and is its last. At most {MAX_STOP_TOKEN_IDS} times.",
             metavar="ID",
             callback=_each(between(0, INT32_MAX)),
         ),
@@ -391,7 +400,7 @@ class TurnOptions:
         Texts,
         _answer(
             "--ban",
-            help="Word that must not occur, with or without a space before it. At most 64 times.",
+            help=f"Word that must not occur, with or without a space before it. At most {MAX_BANNED_WORDS} times.",
             metavar="WORD",
             callback=_each(_text),
         ),

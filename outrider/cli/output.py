@@ -248,11 +248,11 @@ def figures(result: Result, options: RequestOptions) -> str:
         f"mean acceptance length {speculation.mean_acceptance_length:.2f}",
     ]
     parts = [
-        f"{result.completion_tokens} tokens",
+        _counted(result.completion_tokens, "token"),
         f"{result.tokens_per_second:.0f} tokens/s",
-        f"{speculation.rounds} rounds",
+        _counted(speculation.rounds, "round"),
         *(kept if speculation.draft_tokens else [_without_guesses(options)]),
-        f"{speculation.fallback_rounds} fallback rounds",
+        _counted(speculation.fallback_rounds, "fallback round"),
         *(
             f"{each.drafter or 'draft'} {each.accepted_tokens} of {each.draft_tokens} guesses kept"
             for each in (speculation.drafters if len(speculation.drafters) > 1 else ())
@@ -266,6 +266,10 @@ def figures(result: Result, options: RequestOptions) -> str:
         # Only then the seed does not repeat the text.
         parts.append(f"moved between the numerics {' and '.join(result.numerics_ids)}")
     return ", ".join(parts)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _without_guesses(options: RequestOptions) -> str:

@@ -7,26 +7,36 @@ from importlib.metadata import version
 
 from outrider.cli.doctor.checks import check_engine, check_gateway, check_ports, self_test
 from outrider.cli.doctor.models import check_pair, download_fix
-from outrider.cli.doctor.report import SELF_TEST, SOFTWARE, Finding, Report, exit_code, failed, ok, skipped
+from outrider.cli.doctor.report import SELF_TEST, SOFTWARE, Finding, Report, exit_code, failed, ok, skipped, warning
 from outrider.cli.local_stack import Stack, start_stack
 from outrider.cli.output import installed_versions
+from outrider.cli.pairs import Pair
 from outrider.cli.running import SYSEXITS, Interrupts, note, run
 from outrider.errors import ModelRefused
 from outrider.process.children import ServiceFailed, Supervisor
 from outrider.rpc.tls import Tls
 
 
-def examine_machine(stack: Stack | ModelRefused, api_key: str | None, *, quick: bool, as_json: bool) -> int:
+def examine_machine(
+    stack: Stack | ModelRefused, not_fetched: str, api_key: str | None, *, quick: bool, as_json: bool
+) -> int:
     """Checks this machine for a stack as `outrider up` would start it, or says why there is none to start.
 
-    Prints the report and returns the exit code. `quick` loads no model and starts no service. Cheap checks come first,
-    then what takes seconds.
+    `not_fetched` says why the stack is not of the pair that `up` would fetch first, if it is not. Prints the report and
+    returns the exit code. `quick` loads no model and starts no service. Cheap checks come first, then what takes
+    seconds.
     """
 
     async def check(report: Report, interrupts: Interrupts) -> None:
         if isinstance(stack, ModelRefused):
             report.add(failed("models", stack.message, "Name models with --target and --draft."))
             return
+        if not_fetched:
+            sentence = (
+                f"`outrider up` fetches {Pair.SMOLLM2} first and serves that; what is looked at here is {Pair.TALES}, "
+                f"the embedded pair, which it serves where that cannot be had: {not_fetched}."
+            )
+            report.add(warning("pair", sentence, "Run `outrider up` once and then this again, or say --pair."))
         ports = {"--rest-port": stack.rest_port or 0, "--port": stack.gateway_port}
         draft_port = {"--draft-port": stack.draft_port} if stack.draft else {}
         report.add(*await check_ports({**ports, **draft_port, "--target-port": stack.target_port}))

@@ -25,6 +25,7 @@ from outrider.cli import app as commands
 from outrider.cli import main
 from outrider.datastore.command import app as datastore
 from outrider.errors import OutriderError
+from outrider.parameters import MAX_STOPS
 from outrider.process.certs import app as certs
 from outrider.process.options import IO_EXIT_CODE
 from outrider.rpc.channels import MAX_MESSAGE_BYTES
@@ -108,6 +109,19 @@ def test_help_fits_into_80_columns(
     text = capfd.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
+
+
+def test_help_tells_the_limits_and_defaults_that_there_are() -> None:
+    """How often a text may be said, and which pair is served or measured."""
+
+    def told(parameter: str, *words: str) -> str:
+        [found] = [each for each in COMMANDS[words].params if each.name == parameter]
+        return str(getattr(found, "help", ""))
+
+    assert told("stop", "generate").endswith(f"At most {MAX_STOPS} times.")
+    assert told("pair", "up").endswith("Default: OUTRIDER_PAIR, or else smollm2 where it can be had.")
+    for measurement in ("rounds", "load"):
+        assert told("pair", "bench", measurement).endswith("Default: tales.")
 
 
 @EACH

@@ -272,6 +272,23 @@ def test_nothing_is_downloaded(tmp_path: Path) -> None:
         assert (found[check]["status"], "someone/something" in found[check]["sentence"]) == ("skipped", True)
 
 
+@pytest.mark.parametrize("words", [(), ("--pair", "tales")])
+def test_the_pair_that_up_would_fetch_is_named(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Before it is there: another one is looked at, and the report says so, unless that one was asked for."""
+    environment = {name: value for name, value in os.environ.items() if name != "OUTRIDER_PAIR"}
+    environment["XDG_CACHE_HOME"] = str(tmp_path)
+    line = [*COMMAND, "--json", "--quick", *FREE_PORTS, *words]
+    ended = subprocess.run(line, capture_output=True, check=True, timeout=120, cwd=ROOT, text=True, env=environment)
+    told = [each for each in json.loads(ended.stdout)["findings"] if each["check"] == "pair"]
+    if words:
+        assert told == []
+    else:
+        [pair] = told
+        assert pair["status"] == "warning"
+        assert pair["sentence"].startswith("`outrider up` fetches smollm2 first and serves that; what is")
+    assert "Serving" not in ended.stderr
+
+
 async def test_variables_of_a_launch_hold_in_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this process has: the stack of a self test is offline."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")

@@ -244,7 +244,7 @@ def test_json_tells_rounds_when_they_are_wanted() -> None:
 def test_figures_name_speed_acceptance_and_seed() -> None:
     """The last line has the figures that the user needs to compare and to replay."""
     assert figures(RESULT, RequestOptions()) == (
-        "5 tokens, 50 tokens/s, 2 rounds, acceptance rate 0.50, mean acceptance length 2.00, 1 fallback rounds, seed 11"
+        "5 tokens, 50 tokens/s, 2 rounds, acceptance rate 0.50, mean acceptance length 2.00, 1 fallback round, seed 11"
     )
 
 
@@ -274,6 +274,15 @@ def test_figures_name_drafters_where_there_are_several() -> None:
     assert "lookup 3 of 8 guesses kept, draft 1 of 4 guesses kept" in figures(several, options)
     one = replace(RESULT, speculation=replace(RESULT.speculation, drafters=parts[:1]))
     assert figures(one, options) == figures(RESULT, options)
+
+
+def test_one_is_no_plural() -> None:
+    """Neither of tokens nor of rounds."""
+    speculation = replace(RESULT.speculation, rounds=1, fallback_rounds=1)
+    line = figures(replace(RESULT, speculation=speculation, completion_tokens=1), RequestOptions())
+    assert line.startswith("1 token, ")
+    assert ", 1 round, " in line
+    assert ", 1 fallback round, " in line
 
 
 def test_figures_say_what_the_request_survived() -> None:
