@@ -29,7 +29,13 @@ async def test_guidellm_counts_what_was_said(rest: RestStack, tmp_path: Path, mo
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     report = tmp_path / "report.json"
     options = {
-        "backend": f"kind=openai_http,target=http://{rest.address},model={await rest.model()},request_format={CHAT}",
+        # As JSON, because it says more than words of KEY=VALUE can: without a number `auto` may guess nothing.
+        "backend": json.dumps(
+            {
+                **{"kind": "openai_http", "target": f"http://{rest.address}", "model": await rest.model()},
+                **{"request_format": CHAT, "extras": {"body": {"speculation": {"draft_count": 4}}}},
+            }
+        ),
         "profile": "kind=concurrent,streams=2",
         "constraint": "kind=max_requests,count=4",
         "data": "kind=synthetic_text,prompt_tokens=16,output_tokens=8",
