@@ -4,6 +4,7 @@ The target must be there before the gateway serves; the draft need not, because 
 """
 
 import asyncio
+import ctypes
 import http.client
 import time
 from collections.abc import Mapping, Sequence
@@ -53,6 +54,8 @@ from outrider.vocabulary import Vocabulary
 PROGRESS_S = 5.0
 # Of the time to stop, what is left to those whose answers end without their end.
 LAST_WORDS_S = 1.0
+# How often free memory goes back to the system. That takes 0.1 ms, and where 240 MB go back 20 ms, in a thread.
+GIVE_BACK_S = 30.0
 
 log = structlog.get_logger()
 
@@ -165,7 +168,8 @@ async def start(settings: GatewaySettings) -> RunningGateway:
         undo.pop_all()
     reporting = report_readiness(backend.target, server.health, ("", *service))
     auditing = backend.audit.run(lambda request, target: decode(request, backend, target))
-    tasks = asyncio.create_task(reporting, name="readiness"), asyncio.create_task(auditing, name="audit")
+    working = {"readiness": reporting, "audit": auditing, "memory": give_back_memory()}
+    tasks = tuple(asyncio.create_task(work, name=name) for name, work in working.items())
     lame_duck_s = settings.lame_duck_seconds
     return RunningGateway(server.address, backend, frontend, door, server, tasks, exposition, rest, lame_duck_s)
 
@@ -199,6 +203,17 @@ def _lookup(settings: GatewaySettings, tokenizer: Tokenizer) -> LookupSources:
     num_tokens = settings.lookup_memory_tokens
     memories = Memories(num_tokens, settings.lookup_memory_mib << 20) if num_tokens else None
     return LookupSources(memories, datastore)
+
+
+async def give_back_memory() -> None:
+    """Gives free memory back to the system, again and again, where the C library can.
+
+    By itself glibc keeps what lies in pieces between those in use: hundreds of MB once a few large requests were here.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    while trim is not None:
+        await asyncio.sleep(GIVE_BACK_S)
+        await asyncio.to_thread(trim, 0)
 
 
 async def _scrape(registry: CollectorRegistry, figures_of_all: str, names: Sequence[str]) -> tuple[bytes, str]:

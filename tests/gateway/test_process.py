@@ -2,13 +2,17 @@
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
+from support.basics import eventually
 from support.services.markov import MarkovModel
 from support.services.markov_services import TargetServicer, serving
 
+from gateway import server
+from outrider.cli.up import memory_bytes
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.vocabulary import Vocabulary
 
@@ -73,3 +77,15 @@ async def test_exits_with_one_sentence(role: int | None, flags: tuple[str, ...],
         _, errors = await asyncio.wait_for(process.communicate(), 120)
         assert process.returncode == code
         assert words in errors.decode().splitlines()[-1]
+
+
+async def test_memory_that_large_requests_took_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what lies in pieces below what is in use, which the C library would keep."""
+    monkeypatch.setattr(server, "GIVE_BACK_S", 0.0)
+    pieces = [b"x" * (60_000 + number % 7) for number in range(4_000)]
+    full, kept = memory_bytes(os.getpid()) or 0, pieces[::100]
+    del pieces
+    giving = asyncio.create_task(server.give_back_memory())
+    await eventually(lambda: (memory_bytes(os.getpid()) or 0) < full - 200_000_000)
+    giving.cancel()
+    assert len(kept) == 40
