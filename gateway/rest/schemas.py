@@ -5,7 +5,7 @@ What a range depends on, the target's vocabulary for one, is checked with the re
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
 from pydantic.config import JsonDict
@@ -431,6 +431,19 @@ def ignored_in(model: BaseModel, path: str = "") -> Iterator[str]:
 
 @cache
 def _fields(kind: type[BaseModel]) -> tuple[tuple[str, str, bool], ...]:
-    """Of a model: each field, what it is called in a body, and whether it has an effect."""
-    fields = kind.model_fields.items()
-    return tuple((name, info.alias or name, info.description != NO_EFFECT) for name, info in fields)
+    """Of a model: each field without effect or with models in it, its name in a body, and whether it has an effect.
+
+    The others are not looked at: a prompt may be a million token ids.
+    """
+    fields = ((name, info, info.description != NO_EFFECT) for name, info in kind.model_fields.items())
+    return tuple(
+        (name, info.alias or name, has_effect)
+        for name, info, has_effect in fields
+        if not has_effect or _holds_models(info.annotation)
+    )
+
+
+def _holds_models(annotation: object) -> bool:
+    if inner := get_args(annotation):
+        return any(map(_holds_models, inner))
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)

@@ -171,7 +171,7 @@ def _take_unknown(model: object, value: Json, path: str = "") -> Iterator[str]:
     """Takes what a model does not know out of the value that it was made of; gives the names, without indices."""
     if isinstance(model, BaseModel) and isinstance(value, dict):
         for name in model.model_extra or ():
-            if name not in RENAMED:
+            if path or name not in RENAMED:
                 del value[name]
                 yield path + name
         for name, info in type(model).model_fields.items():

@@ -134,6 +134,8 @@ class ChatTemplate:
         self.files = files = files or TemplateFiles()
         """What it was read from."""
         self._source = "\n".join(files.templates.values())
+        patterns = {"name": NAME_SHOWN, "tool_calls": "tool_calls"}
+        self._shown = {name for name, pattern in patterns.items() if re.search(pattern, self._source)}
         self.tool_format = choose_format(tool_format, self._source)
         """How the model writes calls of tools and reasoning; None where nobody shall look for them."""
         self._special_tokens = files.special_tokens
@@ -169,7 +171,7 @@ class ChatTemplate:
     def shows(self, name: str) -> bool:
         """Whether a field of messages, `name` or `tool_calls`, can be part of a prompt."""
         # Tools have names too.
-        return re.search(NAME_SHOWN if name == "name" else name, self._source) is not None
+        return name in self._shown
 
     @property
     def shows_reasoning(self) -> bool:

@@ -82,7 +82,10 @@ def hosts_in(folder: Path) -> dict[str, tuple[str, ...]]:
             raise InvalidRequest("DIR", str(folder), f"without {path}, or with a whole one: {error}") from None
         issuers = certificate.issuer.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)
         if name != AUTHORITY and ORGANIZATION in [each.value for each in issuers]:
-            found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            try:
+                found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            except x509.ExtensionNotFound as error:
+                raise InvalidRequest("DIR", str(folder), f"without {path}, which is for no host: {error}") from None
             hosts[name] = tuple(str(each.value) for each in found)
     return hosts
 

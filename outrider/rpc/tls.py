@@ -196,7 +196,9 @@ class TlsFiles:
         return Contents(ca, cert, key, context)
 
     def _warn_of_time(self) -> None:
-        """Logs a certificate that nobody takes yet, or any more."""
+        """Logs a certificate that nobody takes yet, or any more; a client may have none."""
+        if not self._contents.cert:
+            return
         leaf = x509.load_pem_x509_certificate(self._contents.cert)
         begin, end = leaf.not_valid_before_utc, leaf.not_valid_after_utc
         if not begin <= datetime.now(UTC) <= end:

@@ -12,7 +12,7 @@ from outrider.cli.local_stack import Stack, start_stack
 from outrider.cli.output import installed_versions
 from outrider.cli.pairs import Pair
 from outrider.cli.running import SYSEXITS, Interrupts, note, run
-from outrider.errors import ModelRefused
+from outrider.errors import InvalidRequest, ModelRefused
 from outrider.process.children import ServiceFailed, Supervisor
 from outrider.rpc.tls import Tls
 
@@ -97,6 +97,8 @@ async def check_stack(stack: Stack, interrupts: Interrupts, api_key: str | None)
         interrupts.urgent = supervisor.kill
         try:
             addresses = await start_stack(supervisor, alone)
+        except InvalidRequest as error:
+            return failed(SELF_TEST, error.message, "Unset it, or start the three processes by hand.", error.exit_code)
         except ServiceFailed as error:
             fix = "Start `outrider up` with the same options to see the whole log."
             return failed(SELF_TEST, error.message, fix, error.code if error.code in SYSEXITS else SOFTWARE)

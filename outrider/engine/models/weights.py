@@ -7,7 +7,7 @@ wrong is found in the files' headers, before anything large is allocated, and is
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -281,8 +281,13 @@ def unchanged(place: Path) -> Iterator[None]:
 def _stamps(place: Path) -> dict[Path, tuple[int, int, int, int]]:
     """What tells a file, where it lies, from another or later one: device, inode, size and time."""
     files = [place] if place.is_file() else [each for kind in ("*.json", "*.safetensors") for each in place.glob(kind)]
-    stats = {file: file.stat() for file in files}
-    return {file: (each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for file, each in stats.items()}
+    found = {}
+    for file in files:
+        # One that has gone meanwhile, or is a link to nothing, is not there.
+        with suppress(OSError):
+            each = file.stat()
+            found[file] = (each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns)
+    return found
 
 
 def model_hash(folder: Path) -> str:

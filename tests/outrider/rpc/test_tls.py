@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+import trustme
 from grpc.experimental import session_cache
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
@@ -322,3 +323,13 @@ async def test_files_that_do_not_fit_are_refused_at_the_start(folder: Path, tmp_
         Client("127.0.0.1:1", tls=Tls(ca=str(tmp_path / "no")))
     # Nor is one that has gone since an error beside the one that is being looked into.
     assert why_refused("127.0.0.1:1", Tls(ca=str(tmp_path / "no"))).startswith("tls.ca is ")
+
+
+def test_a_client_that_shows_no_certificate_takes_a_new_authority_up(tmp_path: Path) -> None:
+    """It has no certificate whose time could be over."""
+    authority = tmp_path / "ca.crt"
+    authority.write_bytes(trustme.CA().cert_pem.bytes())
+    files = TlsFiles(Tls(ca=str(authority)))
+    assert not files.renew()
+    authority.write_bytes(trustme.CA().cert_pem.bytes() + b"\n")
+    assert files.renew()
