@@ -266,7 +266,7 @@ def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
     return target_model, draft_model
 
 
-def stack_of(models: options.Models, cpus: ComputeThreads) -> Stack:
+def stack_of(models: MeasuredModels, cpus: ComputeThreads) -> Stack:
     """The stack that the options name, on free ports; without a name the embedded pair. Raises ModelRefused."""
     refuse_together("--target", models.target, {"--pair": models.pair})
     target, draft, head = models.target, models.draft, None

@@ -21,6 +21,7 @@ from bench.chart import Panel, line_chart
 from bench.common import (
     OPENINGS,
     ComputeThreads,
+    MeasuredModels,
     Spread,
     machine,
     markdown,
@@ -29,7 +30,6 @@ from bench.common import (
     served,
     stack_of,
 )
-from outrider.cli import options
 from outrider.cli.options import SHARED_OPTIONS
 from outrider.cli.running import Interrupts, note, run
 from outrider.client import AsyncClient, Round
@@ -124,7 +124,7 @@ class Streams:
 
 @app.command()
 @grouped
-def jump(*, wanted: JumpOptions, models: options.Models, cpus: ComputeThreads) -> None:
+def jump(*, wanted: JumpOptions, models: MeasuredModels, cpus: ComputeThreads) -> None:
     """Lets the load jump, and tells how soon K has followed."""
     telemetry.configure_logs("warning")
     stack = replace(stack_of(models, cpus), rest_port=0)

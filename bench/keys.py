@@ -23,6 +23,7 @@ import typer
 
 from bench.common import (
     ComputeThreads,
+    MeasuredModels,
     interval,
     machine,
     markdown,
@@ -33,7 +34,6 @@ from bench.common import (
     spread,
     stack_of,
 )
-from outrider.cli import options
 from outrider.cli.options import SHARED_OPTIONS
 from outrider.cli.output import model_facts
 from outrider.cli.running import Interrupts, note, run
@@ -125,7 +125,7 @@ def render(found: Mapping[str, Sequence[Found]]) -> str:
 
 @app.command()
 @grouped
-def keys(*, wanted: KeyOptions, models: options.Models, cpus: ComputeThreads) -> None:
+def keys(*, wanted: KeyOptions, models: MeasuredModels, cpus: ComputeThreads) -> None:
     """Compares the first token of a prompt that is new with that of one which the same or another key asked before."""
     telemetry.configure_logs("warning")
     with tempfile.TemporaryDirectory() as folder:
