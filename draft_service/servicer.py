@@ -16,6 +16,9 @@ from outrider.token_tree import TokenTree
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1.draft_service_pb2_grpc import DraftServiceServicer, add_DraftServiceServicer_to_server
 
+# A request has few drafts. Their lanes, of which each has many, stay within the 64 bits of a key.
+MAX_LANE = 2**16 - 1
+
 
 class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftServiceServicer):  # type: ignore[misc]
     """Serves DraftService over the sessions of one model."""
@@ -39,7 +42,8 @@ class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftService
             wanted = self._wanted("open", request.open, arrived_ns, live)
             rule, offers = spec.acceptance.rule, self._facts.drafters
             drafter = choose_drafter(request.open.drafter, rule, offers, "open.drafter")
-            return partial(self._sessions.open, fence, spec, wanted, owner, drafter)
+            lane = check_range("open.lane", request.open.lane, 0, MAX_LANE)
+            return partial(self._sessions.open, fence, spec, wanted, owner, drafter, lane)
         message = request.advance
         live = self._search(message, "advance.beams")
         if len(message.token_ids) >= fence.base_len:

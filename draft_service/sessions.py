@@ -52,6 +52,8 @@ class DraftState(SessionState[DraftTask | BeamDraftTask]):
     """A session as the draft keeps it. Behind the committed tokens its `session` may hold guesses, as a cache."""
 
     drafter: str = MODEL
+    lane: int = 0
+    """Which of the request's drafts it is."""
     cheaper: CheaperDraft | None = None
     """What guesses for the draft, where there is a cascade."""
     committed_len: int = field(init=False)
@@ -117,15 +119,18 @@ class DraftSessions(SessionStore[DraftState]):
         self._known = Experience()
         self._cascade = cascade
 
-    def open(self, fence: Fence, spec: SessionSpec, wanted: Wanted, owner: Outbox, drafter: str = MODEL) -> None:
+    def open(
+        self, fence: Fence, spec: SessionSpec, wanted: Wanted, owner: Outbox, drafter: str = MODEL, lane: int = 0
+    ) -> None:
         """Opens a session, or opens it again with a newer epoch, and asks for guesses.
 
-        `drafter` is one that serves the spec's rule; see outrider.drafters.model_drafter.
+        `drafter` is one that serves the spec's rule; see outrider.drafters.model_drafter. Sessions that guess for one
+        request beside each other have lanes of their own.
         """
         status, held = self._classify_open(fence, owner)
         if status is MessageStatus.CURRENT:
             held = self._open(fence, spec, owner)
-            held.drafter = drafter
+            held.drafter, held.lane = drafter, lane
             held.beams = None if wanted.search is None else Beams(held.session)
             if self._cascade is not None:
                 if held.cheaper is not None:
@@ -187,6 +192,7 @@ class DraftSessions(SessionStore[DraftState]):
             meter=Meter(wanted.arrived_ns),
             on_done=partial(self._on_done, fence, held),
             on_failure=partial(self.fail, fence.session_id, held),
+            lane=held.lane,
             inner=held.cheaper,
         )
         if wanted.shape is not None and task.draft_count:

@@ -4,7 +4,7 @@ from typing import cast
 
 from gateway.beams.record import BeamRecord
 from gateway.rounds.round import OwnGuesses, Proposal, Verdict
-from gateway.sessions.draft import DraftOpening, RemoteDraftSession
+from gateway.sessions.draft import DrafterSeat, DraftOpening, RemoteDraftSession
 from gateway.sessions.link import ServiceLink
 from gateway.sessions.stream import opening_of
 from gateway.sessions.target import RemoteTargetSession, TargetOpening
@@ -58,9 +58,9 @@ class BeamDraftOpening(DraftOpening):
     """One opening of a search on a draft, which is told all beams each time."""
 
     def __init__(
-        self, link: ServiceLink, spec: SessionSpec, record: BeamRecord, session_id: bytes, drafter: str
+        self, link: ServiceLink, spec: SessionSpec, record: BeamRecord, session_id: bytes, seat: DrafterSeat
     ) -> None:
-        super().__init__(link, spec, record, session_id, drafter)
+        super().__init__(link, spec, record, session_id, seat)
         self._record = record
 
     def ask(self, fence: types_pb2.Fence, draft_count: int, _shape: TreeShape | None = None) -> None:
@@ -74,7 +74,7 @@ class BeamDraftOpening(DraftOpening):
             return
         session, parts = opening_of(self._spec, self._record)
         opening = draft_service_pb2.DraftOpen(
-            session=session, draft_count=draft_count, drafter=self._drafter, beams=beams
+            session=session, draft_count=draft_count, drafter=self._seat.drafter, beams=beams
         )
         messages = [draft_service_pb2.ProposeRequest(fence=fence, part=part) for part in parts]
         self.send(*messages, draft_service_pb2.ProposeRequest(fence=fence, open=opening))
@@ -98,7 +98,7 @@ class BeamDraftSession(RemoteDraftSession):
     """A search on a draft service, whose faults cost no request anything."""
 
     def _opened_on(self, link: ServiceLink) -> BeamDraftOpening:
-        return BeamDraftOpening(link, self._spec, cast("BeamRecord", self._log), self._session_id, self._drafter)
+        return BeamDraftOpening(link, self._spec, cast("BeamRecord", self._log), self._session_id, self._seat)
 
 
 def last_tokens(live: tuple[LiveBeam, ...]) -> list[int]:

@@ -9,6 +9,7 @@ from gateway.lookup.guesses import LookupGuesses, LookupSources
 from gateway.rounds.planner import Drafting
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import LOOKUP
+from gateway.sessions.draft import DrafterSeat
 from gateway.sessions.link import ModelInfo, Replicas
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.text.tokenizer import Tokenizer
@@ -91,12 +92,15 @@ class Backend:
         session = self.lookup.session(spec.token_ids, request.prediction, spec.cache_salt.decode())
         return LookupGuesses(session, spec.acceptance.rule, max_rows, spec.grammar)
 
-    def drafts_for(self, request: CheckedRequest, drafting: Drafting) -> list[tuple[str, Replicas, str]]:
-        """For each draft that guesses: what rounds call it, its services, and the drafter that these are asked for."""
+    def drafts_for(self, request: CheckedRequest, drafting: Drafting) -> list[tuple[Replicas, DrafterSeat]]:
+        """The services of each draft that guesses."""
         if drafting.remote is None:
             return []
         names = [name for name in request.drafters if name != LOOKUP] or [next(iter(self.drafts))]
-        return [(name, self._behind(name), "" if name in self.drafts else name) for name in names]
+        return [
+            (self._behind(name), DrafterSeat("" if name in self.drafts else name, name, lane))
+            for lane, name in enumerate(names)
+        ]
 
     def _grows_trees(self, names: list[str]) -> bool:
         """Whether all of these drafters make trees, or the first draft's own choice does."""

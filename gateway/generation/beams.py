@@ -30,8 +30,8 @@ async def searched(context: RequestContext, beams: BeamSearch, queue_us: int) ->
     draft: BeamDraftSession | AbsentDraftSession = AbsentDraftSession()
     if backend.draft is not None and draft_count:
         drafting = backend.drafting(request, context.target)
-        (name, replicas, drafter), *_ = backend.drafts_for(request, drafting)
-        draft = BeamDraftSession(replicas, backend.draft_deadline, spec, record, session_id, True, drafter, name)
+        (replicas, seat), *_ = backend.drafts_for(request, drafting)
+        draft = BeamDraftSession(replicas, backend.draft_deadline, spec, record, session_id, True, seat)
     # Keeps the facts of the rounds.
     transcript = Transcript(backend.tokenizer.detokenizer(), StopScanner(()))
     first_token_us = 0

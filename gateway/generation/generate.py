@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from gateway.generation.backend import Backend
-from gateway.generation.request import CheckedRequest, GenerationRequest, check_request
+from gateway.generation.request import CheckedRequest, GenerationRequest, check_request, new_seed
 from gateway.generation.transcript import (
     GeneratedToken,
     GuessFacts,
@@ -19,7 +19,7 @@ from gateway.generation.transcript import (
     StopScanner,
     Transcript,
 )
-from gateway.rounds.planner import RoundPlanner
+from gateway.rounds.planner import Drafting, RoundPlanner
 from gateway.rounds.round import Round, TokenLog
 from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
 from gateway.sessions.draft_team import DraftTeam
@@ -202,9 +202,9 @@ def decode(request: CheckedRequest, backend: Backend, target: ModelInfo) -> Asyn
     """The rounds of a checked request, over sessions of its own: on this target or a replica of it, and on the drafts,
     which read the prompt at once where they will be asked.
     """
-    spec = replace(request.spec, trace_context=telemetry.carrier())
-    log, session_id = TokenLog(spec.token_ids), secrets.token_bytes(16)
     drafting = backend.drafting(request, target)
+    spec = replace(request.spec, seed=noise_seed(request, drafting), trace_context=telemetry.carrier())
+    log, session_id = TokenLog(spec.token_ids), secrets.token_bytes(16)
     planner = RoundPlanner(backend.policy, request.draft_count, spec.max_len, target.max_draft_count, drafting)
     timeouts, model_hash = backend.target_timeouts, target.model_hash
     verifying = RemoteTargetSession(backend.target, timeouts, spec, log, session_id, model_hash, drafting.own)
@@ -212,14 +212,26 @@ def decode(request: CheckedRequest, backend: Backend, target: ModelInfo) -> Asyn
     # Each has an id of its own, because two drafters of one service are two sessions there.
     sessions = [
         RemoteDraftSession(
-            replicas, backend.draft_deadline, spec, log, bytes([*session_id[:-1], number]), warm, drafter, name
+            replicas, backend.draft_deadline, spec, log, bytes([*session_id[:-1], seat.lane]), warm, seat
         )
-        for number, (name, replicas, drafter) in enumerate(backend.drafts_for(request, drafting))
+        for replicas, seat in backend.drafts_for(request, drafting)
     ]
     lookup = backend.lookup_for(request, drafting, target.max_draft_count)
     if not sessions:
         return speculate(log, planner, verifying, AbsentDraftSession(), lookup)
     return speculate(log, planner, verifying, sessions[0] if len(sessions) == 1 else DraftTeam(sessions), lookup)
+
+
+def noise_seed(request: CheckedRequest, drafting: Drafting) -> int:
+    """The seed that the services draw with: the request's own, unless guesses could know something of its noise.
+
+    A rule that tests guesses with uniforms follows the target's law only where guesses are independent of these. What
+    an earlier request with the same seed said was decided by the same uniforms, and a lookup, a prediction, and a
+    policy that has learned from it, know of that. They are then asked about noise that nobody has used before.
+    """
+    is_tested = request.spec.acceptance.rule.needs_distributions
+    is_plain = drafting.remote is None and not drafting.own and not drafting.looks
+    return new_seed() if is_tested and not is_plain and not request.fixes_guesses else request.spec.seed
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,12 @@ class CheckedRequest:
         """How often it is decoded: once for each sample, or for all beams."""
         return 1 if self.beam_search else self.sample_count
 
+    @property
+    def fixes_guesses(self) -> bool:
+        """Whether it says itself who guesses and how much, so that nothing of other requests has a part in that."""
+        is_shaped = self.shape is None or bool(self.shape.expansions)
+        return self.draft_count is not None and bool(self.drafters) and LOOKUP not in self.drafters and is_shaped
+
     def sample(self, index: int) -> Self:
         """One of its samples, with a seed of its own. Only the first reads the prompt's log-probabilities."""
         prompt_logprobs = self.spec.prompt_logprobs and index == 0
@@ -174,8 +180,7 @@ async def check_request(
         token_ids=prompt,
         prompt_len=len(prompt),
         sampling=sampling,
-        # In 53 bits, so that a client in JavaScript, where numbers are floats, can send back what it was told.
-        seed=secrets.randbits(53) if request.seed is None else request.seed,
+        seed=new_seed() if request.seed is None else request.seed,
         max_len=len(prompt) + max_tokens,
         eos_token_ids=frozenset() if request.sampling.ignore_eos else target.eos_token_ids,
         stop_token_ids=frozenset(request.stop_token_ids),
@@ -452,6 +457,11 @@ def _check_token_ids(name: str, token_ids: Iterable[int], target: ModelInfo) -> 
 def _check_token_id(name: str, token_id: int, target: ModelInfo) -> None:
     if not 0 <= token_id < target.vocabulary_size:
         raise InvalidRequest(name, token_id, f"a token id between 0 and {target.vocabulary_size - 1}")
+
+
+def new_seed() -> int:
+    """A random one of 53 bits, so that a client in JavaScript, where numbers are floats, can send it back."""
+    return secrets.randbits(53)
 
 
 def sample_seed(seed: int, index: int) -> int:

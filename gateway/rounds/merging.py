@@ -9,7 +9,7 @@ in SpecInfer (Miao et al., 2024, arXiv 2305.09781), and none is left out for its
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gateway.rounds.round import NOTHING, HopCost, Proposal
+from gateway.rounds.round import LOOKUP, NOTHING, HopCost, Proposal
 from outrider.parameters import DraftDistribution, Rule
 from outrider.token_tree import TokenTree
 
@@ -52,15 +52,19 @@ def one_hot(tree: TokenTree) -> TokenTree:
     return replace(tree, distributions=tuple(DraftDistribution((token_id,), (1,)) for token_id in tree.token_ids))
 
 
-def merged(proposals: Sequence[Proposal], rule: Rule, max_rows: int) -> Proposal:
+def merged(proposals: Sequence[Proposal], rule: Rule, max_rows: int, draft_count: int = 0) -> Proposal:
     """One proposal of several, at most max_rows rows; each that has a tree has values too, under a rule without draws.
 
-    It cost as much as the slowest, and says why there is nothing as the first does.
+    draft_count is what each draft was asked for. The whole cost as much as the slowest, and says why there is nothing as
+    the first does.
     """
     found = [each for each in proposals if each.tree]
     if not found:
         return next((each for each in proposals if each.fallback_reason), NOTHING)
-    tree, sources = _side_by_side(found, max_rows) if rule.needs_distributions else _union(found, max_rows)
+    if rule.needs_distributions:
+        tree, sources = _side_by_side(found, max_rows, draft_count)
+    else:
+        tree, sources = _union(found, max_rows)
     hops = [each.hop for each in found]
     return Proposal(
         tree,
@@ -77,15 +81,22 @@ def merged(proposals: Sequence[Proposal], rule: Rule, max_rows: int) -> Proposal
     )
 
 
-def _side_by_side(proposals: Sequence[Proposal], max_rows: int) -> tuple[TokenTree, tuple[str, ...]]:
-    """All rows in the order of the proposals; one that has no room left is left out whole."""
+def _side_by_side(proposals: Sequence[Proposal], max_rows: int, draft_count: int) -> tuple[TokenTree, tuple[str, ...]]:
+    """All rows in the order of the proposals; one that has no room left is left out whole.
+
+    A draft takes the room that it was asked to fill: how many rows it has drawn depends on its tokens, and what is left
+    out for its tokens biases the law.
+    """
+    left = max_rows
     token_ids: list[int] = []
     parents: list[int] = []
     distributions: list[DraftDistribution] = []
     sources: list[str] = []
     for proposal in proposals:
         tree, first = proposal.tree, len(token_ids)
-        if first + len(tree) <= max_rows:
+        needed = len(tree) if proposal.drafter == LOOKUP else max(len(tree), draft_count)
+        if needed <= left:
+            left -= needed
             token_ids += tree.token_ids
             parents += [parent and parent + first for parent in tree.parents]
             distributions += tree.distributions

@@ -165,7 +165,8 @@ class RoundPlanner:
         proposal, rule = found if found.tree else drafted, self._drafting.rule
         if self._drafting.merges:
             parts = [self._policy.valued(each) for each in (*(drafted.parts or (drafted,)), found)]
-            proposal = replace(merged(parts, rule, self._max_draft_count), drafter=self._remote or LOOKUP)
+            whole = merged(parts, rule, self._max_draft_count, plan.draft_count)
+            proposal = replace(whole, drafter=self._remote or LOOKUP)
         if proposal.tree.values and proposal.drafter != LOOKUP:
             self._policy.saw(proposal, plan.draft_count, plan.shape.max_depth if plan.shape else 0)
             if self._draft_count is None and not rule.needs_distributions:

@@ -8,7 +8,7 @@ order.
 import asyncio
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import structlog
 
@@ -32,13 +32,28 @@ PAUSE_TOKENS = (8, 256)  # plain tokens after the second fault in a row, and the
 log = structlog.get_logger()
 
 
+class DrafterSeat(NamedTuple):
+    """A drafter among those that guess for one request."""
+
+    drafter: str = ""
+    """What its service is asked for; empty leaves the choice to it."""
+    name: str = ""
+    """What rounds call it."""
+    lane: int = 0
+    """Its number: no two of a request draw with the same noise."""
+
+
+ALONE = DrafterSeat()
+"""Of a request for which nobody else guesses."""
+
+
 class DraftOpening(Mailbox[pb.ProposeResponse]):
     """One opening of a session on one incarnation of a draft. `fence` on each call names the session and its epoch."""
 
     def __init__(
-        self, link: ServiceLink, spec: SessionSpec, token_log: TokenLog, session_id: bytes, drafter: str
+        self, link: ServiceLink, spec: SessionSpec, token_log: TokenLog, session_id: bytes, seat: DrafterSeat
     ) -> None:
-        """`drafter` is the one that the service is asked for. Raises PeerLost when the draft is away."""
+        """Raises PeerLost when the draft is away."""
         super().__init__(link.stream(), str(link), session_id)
         self.link = link
         self.known_len = 0  # committed tokens that were sent
@@ -47,14 +62,15 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         # A draft that cannot read grammars guesses without, and is right less often.
         self._spec = spec if info.grammar_engine else replace(spec, grammar=None)
         self._log = token_log
-        self._drafter = drafter
+        self._seat = seat
         self._vocabulary_size = info.vocabulary_size
 
     def ask(self, fence: types_pb2.Fence, draft_count: int, shape: TreeShape | None = None) -> None:
         """Opens the session, or tells the tokens that the draft does not know."""
         if self.known_len == 0:
             session, parts = opening_of(self._spec, self._log)
-            opening = pb.DraftOpen(session=session, draft_count=draft_count, drafter=self._drafter)
+            seat = self._seat
+            opening = pb.DraftOpen(session=session, draft_count=draft_count, drafter=seat.drafter, lane=seat.lane)
             if shape is not None:
                 opening.shape.CopyFrom(shape_message(shape))
             messages = [pb.ProposeRequest(fence=fence, part=part) for part in parts]
@@ -126,15 +142,12 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         token_log: TokenLog,
         session_id: bytes,
         warm: bool,
-        drafter: str = "",
-        name: str = "",
+        seat: DrafterSeat = ALONE,
     ) -> None:
-        """`drafter` is the one that the service is asked for, and `name` what rounds call it, unless it is the same."""
         super().__init__(replicas, spec, token_log, session_id)
-        self._name = name or drafter
         self._draft_deadline = draft_deadline
         self._warm = warm
-        self._drafter = drafter
+        self._seat = seat
         self._last = replicas.links[0]  # the draft that was asked last
         self._faults = 0.0  # in a row; an answer halves them, because every fault may cost reading all tokens again
         self._resume_len = 0
@@ -191,7 +204,9 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         try:
             opening, response = await self._exchange(draft_count, shape, started_s + timeout_s)
             wait_us = int(1e6 * (clock_s() - started_s))
-            proposal = replace(opening.proposal(response, draft_count, catch_up_count, wait_us), drafter=self._name)
+            proposal = replace(
+                opening.proposal(response, draft_count, catch_up_count, wait_us), drafter=self._seat.name
+            )
         except asyncio.CancelledError:
             self._fault(FallbackReason.DRAFT_LATE)
             raise
@@ -244,7 +259,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         return self._opening
 
     def _opened_on(self, link: ServiceLink) -> DraftOpening:
-        return DraftOpening(link, self._spec, self._log, self._session_id, self._drafter)
+        return DraftOpening(link, self._spec, self._log, self._session_id, self._seat)
 
     def _begin_rollback(self, base_len: int, asked_s: float) -> None:
         """Takes the draft's session back in the background; until that is done it is not asked for anything."""

@@ -135,6 +135,7 @@ class SmallerDraft(CheaperDraft):
             meter=Meter(),
             on_done=self._end,
             on_failure=self._fail,
+            lane=outer.lane,
             inner=self._inner,
         )
         # Its noise is that of the draft's round, and the draft's guesses are no more committed than its own.

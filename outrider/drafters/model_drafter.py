@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batching import Feed
-from outrider.engine.noise import Purpose, round_key
+from outrider.engine.noise import LANES_EACH, Purpose, round_key
 from outrider.engine.runner import Allocate, ModelRunner, reserve
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, DraftDistributions, quantise
 from outrider.engine.sampling.draw import DrawInput, draw_each, key_column, row_contexts, rows_of, scores_behind
@@ -108,6 +108,8 @@ class DraftTask:
     on_failure: Callable[[OutriderError], None]
     num_private: int = 0
     """Committed tokens at the end of which other sessions must not find what is cached."""
+    lane: int = 0
+    """Which of the request's drafts this is: their draws are independent."""
     learn: Learn | None = None
     """What may be told what was committed behind its base_len, where something can be learned from that."""
     inner: Inner | None = None
@@ -128,6 +130,11 @@ class DraftTask:
     def guesser(self) -> Guesser:
         """Who finds its steps, together with those of others of its kind."""
         return _coupled if self.noise is Purpose.TOKEN else _sampled
+
+    def draft_key(self, depth: int, row_lane: int = 0) -> int:
+        """The key of a draw of its own for a token `depth` places behind those that its session holds."""
+        lane = self.lane * LANES_EACH + row_lane
+        return round_key(self.spec.seed, self.base_len, len(self.session) + depth, Purpose.DRAFT, lane)
 
     @property
     def needs_distribution(self) -> bool:
@@ -337,11 +344,7 @@ def _sampled(
     """Guesses drawn with noise of their own, from distributions that can be sent."""
     inputs = [task.draw_input for task in tasks]
     distributions = quantise(drawable_scores(runner, rows_of(logits, rows), inputs), top_n, runner.ops)
-    keys = [
-        round_key(task.spec.seed, task.base_len, len(task.session) + depth, Purpose.DRAFT)
-        for task in tasks
-        for depth in task.draw_input.feed.tree.depths
-    ]
+    keys = [task.draft_key(depth) for task in tasks for depth in task.draw_input.feed.tree.depths]
     drawn = distributions.draw(key_column(runner, keys))
     left = iter(drawn.tolist())
     walked = [_walked(task, [next(left) for _ in task.draw_input.feed.tree.depths]) for task in tasks]

@@ -32,7 +32,7 @@ from outrider.engine.growth import (
     level_order,
     static_shape,
 )
-from outrider.engine.noise import Purpose, round_key
+from outrider.engine.noise import Purpose
 from outrider.engine.ops import Ops
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import DraftDistributions, quantise
@@ -297,10 +297,7 @@ def _draw_siblings(
     found: Sequence[list[Guess]],
 ) -> Tensor:
     """Adds the next sibling of each row to what was found, and returns them all [R]."""
-    keys = []
-    for task, number in owners:
-        lane = task.nodes[number].lane * MAX_CHILDREN + sibling
-        keys.append(round_key(task.spec.seed, task.base_len, task.base_len + task.depth, Purpose.DRAFT, lane))
+    keys = [task.draft_key(task.depth, task.nodes[number].lane * MAX_CHILDREN + sibling) for task, number in owners]
     token_ids = left.draw(key_column(runner, keys))
     sent = left.distributions() if any(task.needs_distribution for task, _ in owners) else [None] * len(owners)
     probs = left.probs(token_ids) if any(task.wants_logprob for task, _ in owners) else [None] * len(owners)
@@ -313,7 +310,10 @@ def _draw_siblings(
 def as_tree(chain: DraftTask, shape: TreeShape, max_rows: int, room: int, known: Experience) -> DraftTask:
     """The task of a tree in the place of a chain's, of at most max_rows guesses, none of them more than `room` deep."""
     spec, noise = chain.spec, chain.noise
-    common = chain.session, spec, noise, max_rows, chain.meter, chain.on_done, chain.on_failure, chain.num_private
+    common = (
+        *(chain.session, spec, noise, max_rows, chain.meter, chain.on_done, chain.on_failure),
+        *(chain.num_private, chain.lane),
+    )
     max_depth, static, is_shared = min(room, MAX_DEPTH), None, noise is Purpose.TOKEN
     # With noise of its own and at temperature 0 there is one token to draw.
     most = MAX_CHILDREN if is_shared or spec.sampling.temperature else 1

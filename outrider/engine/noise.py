@@ -32,6 +32,9 @@ UNIFORM_STEP = 2.0**-52
 FEW_KEYS = 32
 FEW_DRAWS = 10
 
+# Lanes that a drafter of a request has for itself; its siblings of one depth are fewer.
+LANES_EACH = 2**32
+
 Keys = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
@@ -65,8 +68,8 @@ def noise_key(seed: int, position: int, purpose: Purpose) -> int:
 def round_key(seed: int, base_len: int, position: int, purpose: Purpose, lane: int = 0) -> int:
     """The key of one draw of the round that builds on base_len tokens; otherwise as noise_key.
 
-    `lane`, at least 0, tells apart the draws for one position of a tree, each of which needs noise of its own; all of a
-    chain are in lane 0.
+    `lane`, at least 0, tells apart the draws for one position, each of which needs noise of its own: those of a tree,
+    where all of a chain are in lane 0, and those of several drafters of a request, each of which has LANES_EACH lanes.
 
     A position may be drafted and tested in one round, not be committed there, and be drafted again in the next. What
     was drawn for it the first time has then been looked at: block verification looks at all rows whatever comes of

@@ -31,7 +31,7 @@ FRAME_BYTES = 256 << 10
 # Messages of one session in a frame to a service, and behind a grammar there.
 MAX_OF_SESSION = 16
 # Of the messages between gateway and services; both sides need the same.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 # Under 20 % packet loss a ping timeout of 2 s cuts healthy connections; 5 s does not.
 PING_TIMEOUT_MS = 5_000
 DRAIN_S = 30.0

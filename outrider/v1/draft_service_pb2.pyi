@@ -146,11 +146,16 @@ class DraftOpen(_message.Message):
     DRAFTER_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     BEAMS_FIELD_NUMBER: _builtins.int
+    LANE_FIELD_NUMBER: _builtins.int
     draft_count: _builtins.int
     """Draft tokens wanted, in [0, max_draft_count]; with 0 the prompt is cached and the proposal is empty."""
     drafter: _builtins.str
     """Name of the drafter, one of GetModelInfoResponse.drafters; empty for the draft service's own choice. A name that it
     does not offer is refused.
+    """
+    lane: _builtins.int
+    """Which of the request's drafts this is, in [0, 2^16): each draws its guesses in a lane of its own, because rules that
+    test with distributions need the guesses of several to be independent.
     """
     @_builtins.property
     def session(self) -> _types_pb2.OpenSession:
@@ -172,10 +177,11 @@ class DraftOpen(_message.Message):
         drafter: _builtins.str = ...,
         shape: _types_pb2.TreeShape | None = ...,
         beams: _types_pb2.LiveBeams | None = ...,
+        lane: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "session", b"session", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "draft_count", b"draft_count", "drafter", b"drafter", "session", b"session", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "draft_count", b"draft_count", "drafter", b"drafter", "lane", b"lane", "session", b"session", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,7 +12,7 @@ from gateway.lookup.guesses import LookupGuesses, LookupSources
 from gateway.rounds.planner import Drafting, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Round, TokenLog
-from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
+from gateway.sessions.draft import AbsentDraftSession, DrafterSeat, RemoteDraftSession
 from gateway.sessions.draft_team import DraftTeam
 from gateway.sessions.link import ModelInfo, Replicas, ServiceLink
 from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
@@ -58,9 +58,15 @@ class Team:
         )
         drafts = [
             RemoteDraftSession(
-                Replicas([link]), DraftDeadline(PATIENT_S, PATIENT_S), SPEC, log, session_id, True, "", name
+                Replicas([link]),
+                DraftDeadline(PATIENT_S, PATIENT_S),
+                SPEC,
+                log,
+                session_id,
+                True,
+                DrafterSeat("", name, lane),
             )
-            for link, name in zip(self.links[1:], NAMES, strict=True)
+            for lane, (link, name) in enumerate(zip(self.links[1:], NAMES, strict=True))
         ]
         lookup = LookupGuesses(LookupSources().session(PROMPT, (), "") if looks else None, Rule.MATCH, 32)
         rounds = []

@@ -7,7 +7,7 @@ from support.services.markov import NUM_TOKENS, MarkovModel
 from support.services.markov_services import DraftServicer, TargetServicer, linked
 
 from gateway.rounds.round import NOTHING, OwnGuesses, TokenLog
-from gateway.sessions.draft import DraftOpening
+from gateway.sessions.draft import DrafterSeat, DraftOpening
 from gateway.sessions.target import TargetOpening
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec
@@ -35,7 +35,7 @@ async def proposed(rule: Rule, *, draft_logprobs: bool = False, **proposal: obje
     spec = SessionSpec(PROMPT, 2, SamplingParameters(), 9, 60, frozenset({0}), frozenset(), Acceptance(rule=rule))
     spec = replace(spec, draft_logprobs=draft_logprobs)
     async with linked(DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())) as link:
-        opening = DraftOpening(link, spec, TokenLog(PROMPT), b"0123456789abcdef", "")
+        opening = DraftOpening(link, spec, TokenLog(PROMPT), b"0123456789abcdef", DrafterSeat())
         tree = types_pb2.TokenTree(token_ids=[1, 2], **proposal)  # type: ignore[arg-type]
         return opening.proposal(draft_pb.ProposeResponse(proposal=tree), 4, 0, 0).tree
 

@@ -229,7 +229,7 @@ class Service(model_service_pb2_grpc.ModelServiceServicer, ABC):
     instance_id: int = 1
     context_len: int = 512
     block_count: int = 64
-    protocol_version: int = 2
+    protocol_version: int = 3
     vocabulary_size: int = NUM_TOKENS
     mischief: dict[int, Mischief] = field(default_factory=dict)
     answers: int = 0

@@ -176,7 +176,7 @@ async def test_a_failing_step_ends_its_session_and_the_link_goes_on(
 async def test_model_info_describes_the_service(client: TargetClient, service: RunningModelService) -> None:
     """Everything that a gateway greets it for."""
     info = await client.info()
-    assert (info.protocol_version, info.role) == (2, model_pb.SERVICE_ROLE_TARGET)
+    assert (info.protocol_version, info.role) == (3, model_pb.SERVICE_ROLE_TARGET)
     assert (info.model_name, info.weight_dtype, info.device, info.thread_count) == ("target", "bfloat16", "cpu", 1)
     assert (info.context_len, info.vocabulary_size, len(info.vocabulary_digests)) == (4096, 4096, 4)
     assert (list(info.eos_token_ids), list(info.drafters)) == ([0], [])
