@@ -55,8 +55,8 @@ def one_hot(tree: TokenTree) -> TokenTree:
 def merged(proposals: Sequence[Proposal], rule: Rule, max_rows: int, draft_count: int = 0) -> Proposal:
     """One proposal of several, at most max_rows rows; each that has a tree has values too, under a rule without draws.
 
-    draft_count is what each draft was asked for. The whole cost as much as the slowest, and says why there is nothing as
-    the first does.
+    draft_count is what each draft was asked for. It cost as much as the slowest, and says why there is nothing as the
+    first does.
     """
     found = [each for each in proposals if each.tree]
     if not found:

@@ -382,7 +382,9 @@ class GenerateRequest(_message.Message):
     key-value cache. Default: 128, or what the smaller of the two leaves when that is less.
     """
     seed: _builtins.int
-    """Seed of the request's noise. Default: a random one, named in the completion."""
+    """Seed of the request's noise. Default: a random one, named in the completion. Under `ratio`, `block` and `lenient`
+    new noise is drawn in its place, unless the request fixes all that guesses; see docs/requests.md.
+    """
     logprob_count: _builtins.int
     """Number of alternatives whose log-probabilities are wanted with every token, in [0, 20]; absent for no
     log-probabilities at all.
@@ -1124,7 +1126,7 @@ class Completion(_message.Message):
     finish_reason: _types_pb2.FinishReason.ValueType
     """Why it ended."""
     seed: _builtins.int
-    """The seed that was used; the same request with it gives the same tokens on the same numerics_id."""
+    """The request's seed; the same request with it gives the same tokens on the same numerics_id, under `match`."""
     model_hash: _builtins.str
     """Digest of the target's configuration and weights."""
     numerics_id: _builtins.str

@@ -5,7 +5,7 @@ fixed.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,19 +86,25 @@ async def chance_of_answers(
     own: Mapping[str, Any] | None = None,
     *,
     takes_turns: bool = False,
+    drafters: Sequence[str] = (),
+    further_drafts: Mapping[str, str] | None = None,
 ) -> tuple[float, float]:
     """Asks with the seeds 0, 1, 2, ..., some at a time; how likely the answers are by the target's law and the draft's.
 
-    The draft is a service; with `own` options of the target, what guesses in the target's process.
+    The draft is a service; with `own` options of the target, what guesses in the target's process. `drafters` are asked
+    by name where the draft has several, or is one of several.
     """
     number = getattr(types_pb2, f"ACCEPTANCE_RULE_{rule.upper()}")
     slots = asyncio.Semaphore(AT_A_TIME)
     # The columns of a window need room in front of the end.
-    fields = FIELDS | ({"max_tokens": 12} if own and "lookahead" in own else {})
+    fields: dict[str, Any] = FIELDS | ({"max_tokens": 12} if own and "lookahead" in own else {})
+    if drafters:
+        fields["drafters"] = drafters
     if takes_turns:
         fields = {**fields, "ignore_eos": False, "constraint": pb.Constraint(regex=TURNS)}
     target, draft = map(str, pair)
-    async with running_stack(target, None if own else draft, dtype="float32", target_options=own or {}) as stack:
+    services = {"target_options": own or {}, "further_drafts": further_drafts}
+    async with running_stack(target, None if own else draft, dtype="float32", **services) as stack:
 
         async def answer(seed: int) -> Answer:
             async with slots:
@@ -192,6 +198,19 @@ async def test_guesses_that_know_the_uniforms_of_their_round_are_found(
         monkeypatch.setattr(ProbeDraft, "begin", peek)
     by_target, _ = await chance_of_answers(pair, "ratio", 1000, {"lookahead": True})
     assert (by_target > 1e-4) == is_fair
+
+
+@pytest.mark.parametrize("drafters", ["model+sampled", "a+b"])
+@pytest.mark.parametrize("rule", ["ratio", "block"])
+async def test_tokens_that_several_drafters_guess_follow_the_law(
+    pair: tuple[Path, Path], tmp_path: Path, rule: str, drafters: str
+) -> None:
+    """Two of one service, and two services: 4,000 answers."""
+    other = str(write_tiny_model(tmp_path / "other", "llama", NUM_TOKENS, 2))
+    names, further = drafters.split("+"), {"a": str(pair[1]), "b": other}
+    by_target, by_draft = await chance_of_answers(pair, rule, 4000, drafters=names, further_drafts=further)
+    assert by_target > 1e-4
+    assert by_draft < 1e-6
 
 
 @pytest.mark.grid

@@ -1,11 +1,12 @@
 """Several guesses as one tree: what is merged, what stands side by side, and what may be left out."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from gateway.rounds.merging import best_rows, cut, merged, one_hot
-from gateway.rounds.round import NOTHING, FallbackReason, HopCost, Proposal
+from gateway.rounds.round import LOOKUP, NOTHING, FallbackReason, HopCost, Proposal
 from outrider.parameters import DraftDistribution, Rule
 from outrider.token_tree import TokenTree
 
@@ -76,6 +77,16 @@ def test_under_uniforms_duplicates_stand_side_by_side() -> None:
     assert whole.tree == TokenTree((1, 1, 1, 5), (0, 1, 0, 3), (first, first, second, second))
     assert whole.sources == ("a", "a", "b", "b")
     assert merged([a, b], Rule.BLOCK, 3).tree == a.tree
+
+
+def test_whether_a_draft_has_room_does_not_depend_on_what_it_drew() -> None:
+    """Under uniforms it takes the room that it was asked to fill; a lookup draws nothing, and takes what it has."""
+    law = DraftDistribution((1, 2), (3, 1))
+    first, second = (Proposal(TokenTree((1,), (0,), (law,)), drafter=each) for each in "ab")
+    looked = replace(second, drafter=LOOKUP)
+    assert merged([first, second], Rule.RATIO, 3, draft_count=2).tree == first.tree
+    assert len(merged([first, second], Rule.RATIO, 4, draft_count=2).tree) == 2
+    assert len(merged([first, looked], Rule.RATIO, 3, draft_count=2).tree) == 2
 
 
 def test_who_is_missing_is_left_out() -> None:
