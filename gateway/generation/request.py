@@ -170,6 +170,9 @@ async def check_request(
     if len(request.cache_salt.encode()) > MAX_SALT_BYTES:
         raise InvalidRequest("cache_salt", request.cache_salt, f"of at most {MAX_SALT_BYTES} bytes in UTF-8")
     salt = salt_of(request.tenant, request.cache_salt)
+    # The target ends there too: a special token is drawn as one, whatever clients read of it.
+    named = (tokenizer.added_tokens[stop] for stop in request.stops if stop in tokenizer.special_tokens)
+    stop_token_ids = frozenset((*request.stop_token_ids, *named))
     spec = SessionSpec(
         token_ids=prompt,
         prompt_len=len(prompt),
@@ -178,14 +181,14 @@ async def check_request(
         seed=secrets.randbits(53) if request.seed is None else request.seed,
         max_len=len(prompt) + max_tokens,
         eos_token_ids=frozenset() if request.sampling.ignore_eos else target.eos_token_ids,
-        stop_token_ids=frozenset(request.stop_token_ids),
+        stop_token_ids=stop_token_ids,
         acceptance=request.acceptance,
         banned=banned,
         logprob_count=request.logprob_count,
         prompt_logprobs=request.echo,
         draft_logprobs=request.return_rounds,
         cache_salt=salt,
-        grammar=await _grammar(request, tokenizer, target, salt),
+        grammar=await _grammar(request, tokenizer, target, stop_token_ids, salt),
     )
     draft_count = request.draft_count if request.speculation_enabled else 0
     if draft_count is None and request.shape is not None:
@@ -235,7 +238,13 @@ def _check_beams(request: GenerationRequest, offers: Offers) -> None:
         raise InvalidRequest("speculation.rule", request.acceptance.rule, ("match with ", Field("beam_search")))
 
 
-async def _grammar(request: GenerationRequest, tokenizer: Tokenizer, target: ModelInfo, salt: bytes) -> Grammar | None:
+async def _grammar(
+    request: GenerationRequest,
+    tokenizer: Tokenizer,
+    target: ModelInfo,
+    stop_token_ids: frozenset[int],
+    salt: bytes,
+) -> Grammar | None:
     """What the answer has to follow, compiled; raises InvalidRequest about the constraint."""
     constraint = request.constraint
     if constraint is None:
@@ -244,7 +253,7 @@ async def _grammar(request: GenerationRequest, tokenizer: Tokenizer, target: Mod
         raise InvalidRequest(constraint.field, "present", "absent: the target serves no grammars")
     if request.sampling.ignore_eos:
         raise InvalidRequest("sampling.ignore_eos", True, ("false with ", Field(constraint.field)))
-    if not target.eos_token_ids and not request.stop_token_ids:
+    if not target.eos_token_ids and not stop_token_ids:
         raise InvalidRequest(
             constraint.field,
             "present",

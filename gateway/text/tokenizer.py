@@ -153,9 +153,13 @@ class Detokenizer:
             self._shrink(text)
         return piece
 
+    def name(self, token_id: int) -> str:
+        """A token alone."""
+        return self._tokenizer.piece(token_id).text
+
     def name_of_special(self, token_id: int) -> str | None:
         """The name of a special token, which `push` leaves out; None for any other."""
-        return self._tokenizer.piece(token_id).text if self._tokenizer.is_special(token_id) else None
+        return self.name(token_id) if self._tokenizer.is_special(token_id) else None
 
     def flush(self) -> str:
         """Returns what was held back; half a character shows as U+FFFD now, because nothing completes it."""

@@ -133,3 +133,49 @@ def test_figures_of_nothing_are_no_division_by_zero() -> None:
     """A request of one token has figures, too."""
     figures = transcript().figures
     assert (figures.acceptance_rate, figures.draft_acceptance_rate, figures.mean_acceptance_length) == (0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 30])
+@pytest.mark.parametrize("min_tokens", range(12))
+async def test_stop_strings_are_held_back_as_ends_are(min_tokens: int, size: int) -> None:
+    """One that is complete within the first min_tokens tokens is text; one that a later token completes ends there,
+    wherever it began, and however the tokens come in rounds.
+    """
+    said = "the king and the queen and the king and all"
+    token_ids = await TOKENIZER.encode(said)
+    for stop in ("king", "e king", " and", "all"):
+        story = Transcript(TOKENIZER.detokenizer(), StopScanner([stop]), min_tokens=min_tokens)
+        text = ""
+        for start in range(0, len(token_ids), size):
+            if story.finish_reason is None:
+                part = token_ids[start : start + size]
+                plain = round_of(part, [TokenOrigin.PLAIN] * len(part))
+                text += "".join(token.text for token in story.take(plain))
+        text += story.finish()
+        early = len(TOKENIZER.decode(list(token_ids[:min_tokens])))
+        ends = [end for end in range(early + 1, len(said) + 1) if said[:end].endswith(stop)]
+        assert text == (said[: ends[0] - len(stop)] if ends else said)
+        assert (story.scanner.found == stop) == bool(ends)
+        if ends:
+            assert story.finish_reason is FinishReason.STOP_STRING
+            assert len(story.token_ids) > min_tokens
+
+
+async def test_a_stop_string_that_the_end_completes_too_early_is_text() -> None:
+    """Also half a character that nothing follows, where min_tokens is all that may be said."""
+    token_id = (await TOKENIZER.encode("\N{GRINNING FACE}"))[0]
+    half = round_of((token_id,), (TokenOrigin.PLAIN,), finish_reason=FinishReason.LENGTH)
+    story = Transcript(TOKENIZER.detokenizer(), StopScanner(["\ufffd"]), min_tokens=1)
+    story.take(half)
+    assert (story.finish(), story.finish_reason) == ("\ufffd", FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(("min_tokens", "text"), [(0, "so it"), (8, "so it\n"), (9, "so it\n is"), (12, "so it\n is\n")])
+def test_text_that_a_reader_held_back_keeps_its_place(min_tokens: int, text: str) -> None:
+    """White space may belong to a call, and comes later than the token that it is of; it ends nothing for that."""
+    tokens = [TOKENIZER.tokens_of(character) for character in "so it\n is\n."]
+    reading = Reading(FORMATS["json"], {"look": {}})
+    story = Transcript(
+        TOKENIZER.detokenizer(), StopScanner(["\n"]), reader=AnswerReader(reading, ()), min_tokens=min_tokens
+    )
+    said = ""
