@@ -68,9 +68,9 @@ def _in_folder(folder: Path, tokenizer: Tokenizer | None) -> Iterator[tuple[int,
     for file in NAMES_IN if tokenizer is not None else ():
         token = _object(folder / file).get("eos_token")
         name = token.get("content") if isinstance(token, dict) else token
-        token_id = tokenizer.token_to_id(name) if isinstance(name, str) and tokenizer is not None else None
-        if token_id is not None:
-            yield token_id, file
+        named = tokenizer.token_to_id(name) if isinstance(name, str) and tokenizer is not None else None
+        if named is not None:
+            yield named, file
 
 
 def _named(tokenizer: Tokenizer) -> list[int]:

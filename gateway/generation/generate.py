@@ -125,7 +125,7 @@ async def prepare(request: GenerationRequest, backend: Backend) -> RequestContex
 async def _sample(context: RequestContext, queue_us: int) -> AsyncGenerator[Event, None]:
     request, backend, tokenizer = context.request, context.backend, context.backend.tokenizer
     tells_guesses = request.spec.draft_logprobs
-    scanner, reader = StopScanner(request.stops, tokenizer.special_tokens), new_reader(request, tokenizer)
+    scanner, reader = StopScanner(request.stops, request.naming_stops), new_reader(request, tokenizer)
     transcript = Transcript(tokenizer.detokenizer(), scanner, tells_guesses, reader, request.spec.sampling.min_tokens)
     first_token_us = 0
     async with aclosing(decode(request, backend, context.target)) as rounds:

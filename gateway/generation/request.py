@@ -101,6 +101,8 @@ class CheckedRequest:
     reading: Reading | None = None
     fills_context: bool = False
     """Whether the longest answer ends where the context does."""
+    naming_stops: frozenset[str] = frozenset()
+    """Those stop strings that have the name of a token in them that clients do not read."""
 
     @property
     def num_runs(self) -> int:
@@ -207,6 +209,7 @@ async def check_request(
         beam_search=beams,
         reading=request.reading,
         fills_context=spec.max_len == _place(target)[0],
+        naming_stops=_naming(request.stops, spec.eos_token_ids, tokenizer),
     )
 
 
@@ -366,6 +369,11 @@ def _check_strings(name: str, strings: Sequence[str], maximum: int) -> None:
     for index, string in enumerate(strings):
         if not 1 <= len(string) <= MAX_STRING_LEN:
             raise InvalidRequest(f"{name}.{index}", string, f"of 1 to {MAX_STRING_LEN} characters")
+
+
+def _naming(stops: Sequence[str], eos_token_ids: Iterable[int], tokenizer: Tokenizer) -> frozenset[str]:
+    ends = [tokenizer.piece(token_id).text for token_id in eos_token_ids] if stops else []
+    return frozenset(stop for stop in stops if tokenizer.names_special(stop) or any(name in stop for name in ends))
 
 
 async def _banned(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

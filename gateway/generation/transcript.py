@@ -4,7 +4,7 @@ A stop string is found in text that arrives in pieces, and no text is given past
 string wins does not depend on how the text is cut: the one that is complete first, and of several that are complete at
 the same character the longest. Each is followed by the automaton of Knuth, Morris and Pratt (1977), whose state is the
 length of the longest prefix that the text ends with, so the cost per character is constant. A special token is no text
-for clients, and for stop strings only where they have the name of one in them; for those it stands in its place.
+for clients, and for stop strings only where they have the name of one in them: for those it stands in its place.
 """
 
 from collections import Counter
@@ -30,17 +30,17 @@ ENDING_TOKENS = (FinishReason.EOS, FinishReason.STOP_TOKEN)
 class StopScanner:
     """Passes text through and holds back its tail while that may still turn into a stop string; none is empty."""
 
-    def __init__(self, stops: Sequence[str], special_tokens: Collection[str] = ()) -> None:
-        """`special_tokens` are those of the tokenizer, by name."""
-        self._automata = [_Automaton(stop, any(name in stop for name in special_tokens)) for stop in stops]
+    def __init__(self, stops: Sequence[str], naming: Collection[str] = ()) -> None:
+        """`naming` are those stop strings that have the name of a token in them that is no text."""
+        self._automata = [_Automaton(stop, stop in naming) for stop in stops]
         self._held: list[str] = []  # an entry for each character, empty where no client sees it
         self.found: str | None = None
 
     def push(self, piece: str, *, is_name: bool = False, num_spared: int = 0) -> str:
         """Takes more text; returns the text that is final now. After a stop string was found it returns nothing.
 
-        The name of a special token is never returned. A stop string that is complete within the first num_spared
-        characters of the piece is text like any other.
+        The name of a token that is no text is never returned. A stop string that is complete within the first
+        num_spared characters of the piece is text like any other.
         """
         if self.found is not None:
             return ""

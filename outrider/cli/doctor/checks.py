@@ -173,8 +173,10 @@ async def check_ends(place: Path) -> Finding:
         code, output, notes = await _said_by("gateway.end_probe", "--model", str(place))
     except TimeoutError:
         return failed(ENDS, f"The files were not read within {PROBE_TIMEOUT_S:g} s.", END_PROBE_FIX, SOFTWARE)
+    if code == CONFIG:
+        return failed(ENDS, last_line(notes), "Name another model with --target.")
     if code:
-        return failed(ENDS, last_line(notes), "Name another model with --target." if code == CONFIG else END_PROBE_FIX)
+        return failed(ENDS, f"The files cannot be read: {last_line(notes)}", END_PROBE_FIX, SOFTWARE)
     facts = json.loads(output.strip().splitlines()[-1])
     told = "; ".join(f"{token}, by {', '.join(places)}" for token, places in facts["ends"].items())
     if not told:

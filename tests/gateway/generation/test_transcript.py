@@ -2,11 +2,15 @@
 
 from pathlib import Path
 
+import pytest
+from support.models.renamed import write_renamed
 from support.services.markov import round_of
 
 from gateway.generation.transcript import GuessFacts, StopScanner, Transcript
 from gateway.rounds.round import FallbackReason, Proposal, Round, TokenOrigin, Verdict
 from gateway.text.tokenizer import Tokenizer
+from gateway.tools.formats import FORMATS
+from gateway.tools.reader import AnswerReader, Reading
 from outrider.parameters import FinishReason
 from outrider.token_tree import TokenTree
 
@@ -170,12 +174,33 @@ async def test_a_stop_string_that_the_end_completes_too_early_is_text() -> None:
     assert (story.finish(), story.finish_reason) == ("\ufffd", FinishReason.LENGTH)
 
 
-@pytest.mark.parametrize(("min_tokens", "text"), [(0, "so it"), (8, "so it\n"), (9, "so it\n is"), (12, "so it\n is\n")])
-def test_text_that_a_reader_held_back_keeps_its_place(min_tokens: int, text: str) -> None:
-    """White space may belong to a call, and comes later than the token that it is of; it ends nothing for that."""
-    tokens = [TOKENIZER.tokens_of(character) for character in "so it\n is\n."]
-    reading = Reading(FORMATS["json"], {"look": {}})
-    story = Transcript(
-        TOKENIZER.detokenizer(), StopScanner(["\n"]), reader=AnswerReader(reading, ()), min_tokens=min_tokens
-    )
+@pytest.mark.parametrize(
+    ("min_tokens", "text"),
+    [(0, "so it"), (5, "so it"), (6, "so it\n is"), (9, "so it\n is"), (10, "so it\n is\n."), (11, "so it\n is\n.")],
+)
+async def test_text_that_a_reader_held_back_keeps_its_place(min_tokens: int, text: str) -> None:
+    """White space may stand before a call, and is told with a later token than its own; that makes it no later."""
+    reader = AnswerReader(Reading(FORMATS["json"], {"look": {}}), ())
+    story = Transcript(TOKENIZER.detokenizer(), StopScanner(["\n"]), reader=reader, min_tokens=min_tokens)
     said = ""
+    for character in "so it\n is\n.":
+        if story.finish_reason is None:
+            [token] = story.take(await a_round(character))
+            said += token.text
+    assert said + story.finish() == text
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+async def test_an_end_of_the_model_is_no_text(tmp_path: Path, is_special: bool) -> None:
+    """Even where the tokenizer has it as an ordinary word; a stop string may name it, and text before it."""
+    tokenizer = Tokenizer(write_renamed(tmp_path, {",": "<|im_end|>"}, special=is_special))
+    token_ids = await tokenizer.encode("a king<|im_end|>")
+    end = round_of(token_ids, [TokenOrigin.PLAIN] * len(token_ids), finish_reason=FinishReason.EOS)
+    for stops, text, reason in (
+        ([], "a king", FinishReason.EOS),
+        (["<|im_end|>"], "a king", FinishReason.STOP_STRING),
+        (["king<|im_end|>"], "a ", FinishReason.STOP_STRING),
+    ):
+        story = Transcript(tokenizer.detokenizer(), StopScanner(stops, stops))
+        assert "".join(token.text for token in story.take(end)) + story.finish() == text
+        assert story.finish_reason is reason

@@ -58,7 +58,10 @@ def test_a_turn_is_closed_by_a_token(template: str, name: str, tokenizer: Tokeni
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (EACH % ("### {{ m.role }}: {{ m.content }}\n", "### assistant:"), r"with '### user: Who\?', which is no token"),
+        (
+            EACH % ("### {{ m.role }}: {{ m.content }}\n", "### assistant:"),
+            r"with '### user: Who\?', which is no token",
+        ),
         (
             EACH % ("{{ m.content }}<|end_of_answer|>\n", ""),
             r"with '<\|end_of_answer\|>', which is no token of its own",

@@ -161,6 +161,42 @@ async def test_a_stop_may_have_text_around_the_name(marked: RestStack) -> None:
     assert len(answer.token_ids) > end + 1
 
 
+async def test_min_tokens_holds_back_stop_strings(marked: RestStack) -> None:
+    """By the token that completes them; the same over gRPC and REST, whole and streamed, for all samples and drafts."""
+    tokenizer = marked.stack.gateway.backend.tokenizer  # type: ignore[union-attr]
+    fields = {"text": PROMPT, "seed": 5, "temperature": 0.9, "max_tokens": 60, "ignore_eos": True}
+    whole = await marked.stack.generate(**fields, sample_count=2)
+    stop = " the"
+    body = {"prompt": PROMPT, "seed": 5, "temperature": 0.9, "max_tokens": 60, "ignore_eos": True, "n": 2}
+    for min_tokens in (0, 5, 20, 60):
+        expected = []
+        for token_ids in samples(whole):
+            spared = len(tokenizer.decode(list(token_ids[:min_tokens])))
+            text = tokenizer.decode(list(token_ids))
+            ends = [end for end in range(spared + 1, len(text) + 1) if text[:end].endswith(stop)]
+            expected.append((text[: ends[0] - len(stop)], "stop") if ends else (text, "length"))
+        reply = await marked.ask("/v1/completions", **body, stop=stop, min_tokens=min_tokens)
+        assert [(each["text"], each["finish_reason"]) for each in reply["choices"]] == expected
+        first = await with_and_without(marked.stack, ignore_eos=True, stop=[stop], min_tokens=min_tokens)
+        assert first.text == expected[0][0]
+        sent = await marked.ask_bytes("/v1/completions", **body, stop=stop, min_tokens=min_tokens, stream=True)
+        assert sum(map(len, pieces(sent))) == sum(len(text) for text, _ in expected)
+
+
+def samples(answer: Answer) -> list[tuple[int, ...]]:
+    """The token ids of each sample."""
+    found: dict[int, list[int]] = {}
+    for each in answer.rounds:
+        found.setdefault(each.sample_index, []).extend(token.token_id for token in each.tokens)
+    return [tuple(found[index]) for index in sorted(found)]
+
+
+def pieces(sent: bytes) -> list[str]:
+    """The pieces of text in a stream."""
+    lines = (line.removeprefix("data: ") for line in sent.decode().splitlines() if line.startswith("data: {"))
+    return [delta for line in lines for delta in deltas(json.loads(line))]
+
+
 ASKED = {"messages": [{"role": "user", "content": PROMPT}]}
 DOORS = [
     ("/v1/completions", {"prompt": PROMPT}, "stop", "stop"),
@@ -194,13 +230,7 @@ async def test_every_door_ends_at_the_name_of_a_special_token(
     sent = await marked.ask_bytes(path, **body, **{stop_name: [MARK]}, stream=True)
     assert MARK.encode() not in sent.replace(f'"stop_sequence":"{MARK}"'.encode(), b"")
     assert reason.encode() in sent
-    streamed = "".join(
-        delta
-        for line in sent.decode().splitlines()
-        if line.startswith("data: {")
-        for delta in deltas(json.loads(line.removeprefix("data: ")))
-    )
-    assert len(streamed) == sum(len(cut) for cut, *_ in cuts)
+    assert sum(map(len, pieces(sent))) == sum(len(cut) for cut, *_ in cuts)
 
 
 def deltas(event: dict[str, Any]) -> list[str]:
