@@ -35,6 +35,7 @@ from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.settings import IGNORE, GatewaySettings
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
+from gateway.text.turn_end import TurnEnd, turn_end
 from outrider.datastore.reader import Datastore
 from outrider.errors import NotReady, VocabularyMismatch
 from outrider.process.metrics import (
@@ -52,6 +53,7 @@ from outrider.rpc import channels
 from outrider.vocabulary import Vocabulary
 
 PROGRESS_S = 5.0
+NAME_AN_END = "send what ends an answer as `stop`, or name its token as eos_token_id in generation_config.json"
 # Of the time to stop, what is left to those whose answers end without their end.
 LAST_WORDS_S = 1.0
 # How often free memory goes back to the system. That takes 0.1 ms, and where 240 MB go back 20 ms, in a thread.
@@ -132,10 +134,12 @@ async def start(settings: GatewaySettings) -> RunningGateway:
             undo.push_async_callback(exposition.stop)
             # With port 0 nothing else tells where.
             log.info("serving metrics", address=exposition.address)
-        backend = _backend(settings, tokenizer, registry)
+        closing = turn_end(template, tokenizer)
+        backend = _backend(settings, tokenizer, closing, registry)
         undo.push_async_callback(_close, backend)
         await _await_target(backend.target, settings.target_wait_seconds)
         await asyncio.gather(*(_await_draft(each, settings.draft_wait_seconds) for each in backend.drafts.values()))
+        _tell_ends(backend, closing)
         admission = Admission(settings.max_requests, settings.max_queue)
         metrics = GatewayMetrics(registry)
         metrics.watch(admission, backend, door)
@@ -174,7 +178,24 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     return RunningGateway(server.address, backend, frontend, door, server, tasks, exposition, rest, lame_duck_s)
 
 
-def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: CollectorRegistry) -> Backend:
+def _tell_ends(backend: Backend, closing: TurnEnd) -> None:
+    """Says with which tokens answers end, and what is wrong with that."""
+    of_target, tokenizer = backend.target.present().eos_token_ids, backend.tokenizer
+    told = {
+        f"{tokenizer.piece(token_id).text} ({token_id})": [
+            *(["the target"] if token_id in of_target else []),
+            *(["the chat template"] if token_id in backend.turn_ends else []),
+        ]
+        for token_id in sorted(of_target | backend.turn_ends)
+    }
+    log.info("ends of answers", tokens=told)
+    if not told:
+        log.warning("no token ends an answer", advice=NAME_AN_END)
+    if closing.fault:
+        log.warning("the end of a turn is not known", reason=closing.fault, advice=NAME_AN_END)
+
+
+def _backend(settings: GatewaySettings, tokenizer: Tokenizer, closing: TurnEnd, registry: CollectorRegistry) -> Backend:
     fits = partial(_check_vocabulary, tokenizer.vocabulary(), settings.tokenizer)
     # Each looks for itself whether files have been replaced.
     target = Replicas(
@@ -195,6 +216,7 @@ def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: Collecto
         ),
         audit=ShadowAudit(settings.audit_fraction, registry),
         lookup=_lookup(settings, tokenizer) if settings.lookup else None,
+        turn_ends=frozenset() if closing.token_id is None else frozenset({closing.token_id}),
     )
 
 

@@ -33,6 +33,8 @@ class Backend:
     audit: ShadowAudit
     lookup: LookupSources | None = None
     """What is looked up beside a request's own text; None where nothing is looked up."""
+    turn_ends: frozenset[int] = frozenset()
+    """Tokens with which the chat template closes an assistant's turn; they end answers as those of the target do."""
 
     @property
     def draft(self) -> Replicas | None:

@@ -116,6 +116,7 @@ async def prepare(request: GenerationRequest, backend: Backend) -> RequestContex
     """Checks a request. Raises InvalidRequest, PromptTooLong, and what is said of a target that is away."""
     started_ns = time.perf_counter_ns()
     target = await backend.target.after_handshake(backend.target_timeouts.rebuild_budget_s)
+    target = replace(target, eos_token_ids=target.eos_token_ids | backend.turn_ends)
     offers = backend.offers(target)
     checked = await check_request(request, backend.tokenizer, target, offers)
     return RequestContext(checked, backend, target, started_ns)
@@ -124,8 +125,8 @@ async def prepare(request: GenerationRequest, backend: Backend) -> RequestContex
 async def _sample(context: RequestContext, queue_us: int) -> AsyncGenerator[Event, None]:
     request, backend, tokenizer = context.request, context.backend, context.backend.tokenizer
     tells_guesses = request.spec.draft_logprobs
-    scanner, reader = StopScanner(request.stops), new_reader(request, tokenizer)
-    transcript = Transcript(tokenizer.detokenizer(), scanner, tells_guesses, reader)
+    scanner, reader = StopScanner(request.stops, request.naming_stops), new_reader(request, tokenizer)
+    transcript = Transcript(tokenizer.detokenizer(), scanner, tells_guesses, reader, request.spec.sampling.min_tokens)
     first_token_us = 0
     async with aclosing(decode(request, backend, context.target)) as rounds:
         async for committed in rounds:

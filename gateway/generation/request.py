@@ -101,6 +101,8 @@ class CheckedRequest:
     reading: Reading | None = None
     fills_context: bool = False
     """Whether the longest answer ends where the context does."""
+    naming_stops: frozenset[str] = frozenset()
+    """Those stop strings that have the name of a token in them that clients do not read."""
 
     @property
     def num_runs(self) -> int:
@@ -176,6 +178,9 @@ async def check_request(
     if len(request.cache_salt.encode()) > MAX_SALT_BYTES:
         raise InvalidRequest("cache_salt", request.cache_salt, f"of at most {MAX_SALT_BYTES} bytes in UTF-8")
     salt = salt_of(request.tenant, request.cache_salt)
+    # The target ends there too: a special token is drawn as one, whatever clients read of it.
+    named = (tokenizer.added_tokens[stop] for stop in request.stops if stop in tokenizer.special_tokens)
+    stop_token_ids = frozenset((*request.stop_token_ids, *named))
     spec = SessionSpec(
         token_ids=prompt,
         prompt_len=len(prompt),
@@ -183,14 +188,14 @@ async def check_request(
         seed=new_seed() if request.seed is None else request.seed,
         max_len=len(prompt) + max_tokens,
         eos_token_ids=frozenset() if request.sampling.ignore_eos else target.eos_token_ids,
-        stop_token_ids=frozenset(request.stop_token_ids),
+        stop_token_ids=stop_token_ids,
         acceptance=request.acceptance,
         banned=banned,
         logprob_count=request.logprob_count,
         prompt_logprobs=request.echo,
         draft_logprobs=request.return_rounds,
         cache_salt=salt,
-        grammar=await _grammar(request, tokenizer, target, salt),
+        grammar=await _grammar(request, tokenizer, target, stop_token_ids, salt),
     )
     draft_count = request.draft_count if request.speculation_enabled else 0
     if draft_count is None and request.shape is not None:
@@ -209,6 +214,7 @@ async def check_request(
         beam_search=beams,
         reading=request.reading,
         fills_context=spec.max_len == _place(target)[0],
+        naming_stops=_naming(request.stops, spec.eos_token_ids, tokenizer),
     )
 
 
@@ -240,7 +246,13 @@ def _check_beams(request: GenerationRequest, offers: Offers) -> None:
         raise InvalidRequest("speculation.rule", request.acceptance.rule, ("match with ", Field("beam_search")))
 
 
-async def _grammar(request: GenerationRequest, tokenizer: Tokenizer, target: ModelInfo, salt: bytes) -> Grammar | None:
+async def _grammar(
+    request: GenerationRequest,
+    tokenizer: Tokenizer,
+    target: ModelInfo,
+    stop_token_ids: frozenset[int],
+    salt: bytes,
+) -> Grammar | None:
     """What the answer has to follow, compiled; raises InvalidRequest about the constraint."""
     constraint = request.constraint
     if constraint is None:
@@ -249,7 +261,7 @@ async def _grammar(request: GenerationRequest, tokenizer: Tokenizer, target: Mod
         raise InvalidRequest(constraint.field, "present", "absent: the target serves no grammars")
     if request.sampling.ignore_eos:
         raise InvalidRequest("sampling.ignore_eos", True, ("false with ", Field(constraint.field)))
-    if not target.eos_token_ids and not request.stop_token_ids:
+    if not target.eos_token_ids and not stop_token_ids:
         raise InvalidRequest(
             constraint.field,
             "present",
@@ -362,6 +374,11 @@ def _check_strings(name: str, strings: Sequence[str], maximum: int) -> None:
     for index, string in enumerate(strings):
         if not 1 <= len(string) <= MAX_STRING_LEN:
             raise InvalidRequest(f"{name}.{index}", string, f"of 1 to {MAX_STRING_LEN} characters")
+
+
+def _naming(stops: Sequence[str], eos_token_ids: Iterable[int], tokenizer: Tokenizer) -> frozenset[str]:
+    ends = [tokenizer.piece(token_id).text for token_id in eos_token_ids] if stops else []
+    return frozenset(stop for stop in stops if tokenizer.names_special(stop) or any(name in stop for name in ends))
 
 
 async def _banned(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -3,11 +3,12 @@
 A stop string is found in text that arrives in pieces, and no text is given past one or that may become one. Which stop
 string wins does not depend on how the text is cut: the one that is complete first, and of several that are complete at
 the same character the longest. Each is followed by the automaton of Knuth, Morris and Pratt (1977), whose state is the
-length of the longest prefix that the text ends with, so the cost per character is constant.
+length of the longest prefix that the text ends with, so the cost per character is constant. A special token is no text
+for clients, and for stop strings only where they have the name of one in them: for those it stands in its place.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -29,43 +30,64 @@ ENDING_TOKENS = (FinishReason.EOS, FinishReason.STOP_TOKEN)
 class StopScanner:
     """Passes text through and holds back its tail while that may still turn into a stop string; none is empty."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._automata = [_Automaton(stop) for stop in stops]
-        self._held = ""
+    def __init__(self, stops: Sequence[str], naming: Collection[str] = ()) -> None:
+        """`naming` are those stop strings that have the name of a token in them that is no text."""
+        self._automata = [_Automaton(stop, stop in naming) for stop in stops]
+        self._held: list[str] = []  # an entry for each character, empty where no client sees it
         self.found: str | None = None
 
-    def push(self, piece: str) -> str:
-        """Takes more text; returns the text that is final now. After a stop string was found it returns nothing."""
+    def push(self, piece: str, *, is_name: bool = False, num_spared: int = 0) -> str:
+        """Takes more text; returns the text that is final now. After a stop string was found it returns nothing.
+
+        The name of a token that is no text is never returned. A stop string that is complete within the first
+        num_spared characters of the piece is text like any other.
+        """
         if self.found is not None:
             return ""
         if not self._automata:
-            return piece
+            return "" if is_name else piece
+        shown = [""] * len(piece) if is_name else list(piece)
+        looking = [automaton for automaton in self._automata if automaton.sees_names] if is_name else self._automata
         for index, character in enumerate(piece):
-            complete = [automaton.stop for automaton in self._automata if automaton.advance(character)]
-            if complete:
-                self.found = max(complete, key=len)
-                return self._release(piece[: index + 1], len(self.found))
-        return self._release(piece, max(automaton.matched_len for automaton in self._automata))
+            complete = [automaton for automaton in looking if automaton.advance(character)]
+            if complete and index >= num_spared:
+                longest = max(complete, key=lambda automaton: len(automaton.stop))
+                self.found = longest.stop
+                text, _ = self._parted(shown[: index + 1], {longest.sees_names: len(longest.stop)})
+                return text
+        longest_tails: dict[bool, int] = {}
+        for automaton in self._automata:
+            kind = automaton.sees_names
+            longest_tails[kind] = max(automaton.matched_len, longest_tails.get(kind, 0))
+        text, self._held = self._parted(shown, longest_tails)
+        return text
 
     def flush(self) -> str:
         """Returns what is still held: no more of this text comes, so it cannot become a stop string."""
         for automaton in self._automata:
             automaton.matched_len = 0
-        return self._release("", 0) if self.found is None else ""
+        text, self._held = "".join(self._held), []
+        return text if self.found is None else ""
 
-    def _release(self, piece: str, held_len: int) -> str:
-        """Emits everything but the last held_len characters, which stay held unless a stop string was found."""
-        text = self._held + piece
-        cut = len(text) - held_len
-        self._held = "" if self.found is not None else text[cut:]
-        return text[:cut]
+    def _parted(self, shown: Sequence[str], tails: Mapping[bool, int]) -> tuple[str, list[str]]:
+        """What was held and is new, parted before the longest of some tails; by whether a length counts names."""
+        characters = [*self._held, *shown]
+        cut = len(characters)
+        for counts_names, length in tails.items():
+            start, left = len(characters), length
+            while left:
+                start -= 1
+                left -= counts_names or characters[start] != ""
+            cut = min(cut, start)
+        return "".join(characters[:cut]), characters[cut:]
 
 
 class _Automaton:
-    """Follows one stop string; matched_len is how much of it the text ends with."""
+    """Follows one stop string; matched_len is how much of it the text ends with, less than all."""
 
-    def __init__(self, stop: str) -> None:
+    def __init__(self, stop: str, sees_names: bool) -> None:
         self.stop = stop
+        self.sees_names = sees_names
         self.matched_len = 0
         self._borders = [0] * len(stop)
         for index in range(1, len(stop)):
@@ -73,8 +95,10 @@ class _Automaton:
 
     def advance(self, character: str) -> bool:
         """Takes one character; tells whether the stop string is complete with it."""
-        self.matched_len = self._next(self.matched_len, character)
-        return self.matched_len == len(self.stop)
+        length = self._next(self.matched_len, character)
+        is_complete = length == len(self.stop)
+        self.matched_len = self._borders[-1] if is_complete else length
+        return is_complete
 
     def _next(self, length: int, character: str) -> int:
         while length and self.stop[length] != character:
@@ -227,13 +251,14 @@ class Transcript:
     """Turns rounds into text until the request ends, by the target's word or by a stop string.
 
     `tells_guesses` says whether tokens tell which guess they were. With a `reader` only content is text, in which stop
-    strings are looked for.
+    strings are looked for. One that is complete within the text of the first `min_tokens` tokens ends nothing.
     """
 
     detokenizer: Detokenizer
     scanner: StopScanner
     tells_guesses: bool = False
     reader: AnswerReader | None = None
+    min_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     reasoning_tokens: int = 0
     finish_reason: FinishReason | None = None
@@ -243,6 +268,8 @@ class Transcript:
     cached_prompt_tokens: int = 0
     figures: SpeculationFigures = field(default_factory=SpeculationFigures)
     _deltas: list[Delta] = field(default_factory=list)
+    _num_spared: int = 0
+    """Characters of the first min_tokens tokens that the reader holds back at most."""
 
     @property
     def has_calls(self) -> bool:
@@ -256,32 +283,47 @@ class Transcript:
 
     def say(self, token_id: int, *, is_end: bool = False) -> str:
         """Takes a token's text; returns what text is final with it. The token that ends the answer may be one."""
-        text = self.detokenizer.push(token_id)
+        # An end of the model's is no text, even where the tokenizer does not call it special.
+        is_silent = is_end and self.finish_reason is FinishReason.EOS
+        text = "" if is_silent else self.detokenizer.push(token_id)
+        name = self.detokenizer.name(token_id) if is_silent else self.detokenizer.name_of_special(token_id)
+        is_early = len(self.token_ids) < self.min_tokens
         if self.reader is None:
-            return self._pass([ContentDelta(text)])
-        was_reasoning = self.reader.is_reasoning
-        name = self.detokenizer.name_of_special(token_id)
-        deltas: list[Delta] = []
-        if name is None:
-            deltas = self.reader.push(text)
-        elif not is_end:
-            deltas = self.reader.push(name, is_special=True)
-        self.reasoning_tokens += was_reasoning or self.reader.is_reasoning
-        return self._pass(deltas)
+            said = self._pass([ContentDelta(text)], is_early=is_early)
+        else:
+            was_reasoning = self.reader.is_reasoning
+            deltas: list[Delta] = []
+            if name is None:
+                deltas = self.reader.push(text)
+            elif not is_end:
+                deltas = self.reader.push(name, is_special=True)
+            self.reasoning_tokens += was_reasoning or self.reader.is_reasoning
+            said = self._pass(deltas, is_early=is_early)
+            held_len = self.reader.held_len
+            self._num_spared = held_len if is_early else min(self._num_spared, held_len)
+        if name is not None:
+            said += self._note(self.scanner.push(name, is_name=True, num_spared=len(name) if is_early else 0))
+        return said
 
-    def _pass(self, deltas: Sequence[Delta]) -> str:
+    def _pass(self, deltas: Sequence[Delta], *, is_early: bool) -> str:
         """Notes deltas, the content as far as it is final, until a stop string ends it all; returns that content."""
         texts = []
         for delta in deltas:
             if self.scanner.found is not None:
                 break
-            text = self.scanner.push(delta.text) if isinstance(delta, ContentDelta) else self.scanner.flush()
-            if text:
-                texts.append(text)
-                self._deltas.append(ContentDelta(text))
-            if not isinstance(delta, ContentDelta):
+            if isinstance(delta, ContentDelta):
+                num_spared = len(delta.text) if is_early else self._num_spared
+                self._num_spared = max(0, self._num_spared - len(delta.text))
+                texts.append(self._note(self.scanner.push(delta.text, num_spared=num_spared)))
+            else:
+                texts.append(self._note(self.scanner.flush()))
                 self._deltas.append(delta)
         return "".join(texts)
+
+    def _note(self, content: str) -> str:
+        if content:
+            self._deltas.append(ContentDelta(content))
+        return content
 
     def take(self, committed: Round) -> tuple[GeneratedToken, ...]:
         """The tokens of a round with their text. Tokens behind the one that completes a stop string do not exist."""
@@ -317,10 +359,7 @@ class Transcript:
         if self.reader is not None:
             is_cut = self.finish_reason is FinishReason.LENGTH
             deltas = [*self.reader.push(text), *self.reader.finish(is_cut=is_cut)]
-        rest = self._pass(deltas)
+        rest = self._pass(deltas, is_early=len(self.token_ids) <= self.min_tokens)
         if self.scanner.found is not None:
             self.finish_reason = FinishReason.STOP_STRING
-        held = self.scanner.flush()
-        if held:
-            self._deltas.append(ContentDelta(held))
-        return rest + held
+        return rest + self._note(self.scanner.flush())

@@ -46,6 +46,8 @@ class Tokenizer:
         """The ids of tokens that no text is cut into but by their names."""
         self.special_tokens = frozenset(token.content for token in added.values() if token.special)
         """The names of those of them that have no text of their own."""
+        self._special_lens = {len(name) for name in self.special_tokens}
+        self._special_starts = {name[:1] for name in self.special_tokens}
         self.longest_token = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
         """Characters of the longest name of a token; a token stands for no more of a text."""
         self._pieces = TokenPieces(self._tokenizer)
@@ -118,6 +120,15 @@ class Tokenizer:
         """A new detokenizer at the beginning of a text."""
         return Detokenizer(self)
 
+    def names_special(self, text: str) -> bool:
+        """Whether a text has the name of a special token in it."""
+        return any(
+            text[start : start + length] in self.special_tokens
+            for start, character in enumerate(text)
+            if character in self._special_starts
+            for length in self._special_lens
+        )
+
     def is_special(self, token_id: int) -> bool:
         """Whether a token has no text of its own, like an end-of-sequence token."""
         return token_id in self._special_ids
@@ -153,9 +164,13 @@ class Detokenizer:
             self._shrink(text)
         return piece
 
+    def name(self, token_id: int) -> str:
+        """A token alone."""
+        return self._tokenizer.piece(token_id).text
+
     def name_of_special(self, token_id: int) -> str | None:
         """The name of a special token, which `push` leaves out; None for any other."""
-        return self._tokenizer.piece(token_id).text if self._tokenizer.is_special(token_id) else None
+        return self.name(token_id) if self._tokenizer.is_special(token_id) else None
 
     def flush(self) -> str:
         """Returns what was held back; half a character shows as U+FFFD now, because nothing completes it."""

@@ -65,6 +65,12 @@ class AnswerReader:
         """How many calls have been told."""
         return len(self._call_ids)
 
+    @property
+    def held_len(self) -> int:
+        """Characters that are neither told nor dropped yet."""
+        attempt = self._attempt
+        return len(self._held) + (0 if attempt is None else len(attempt.space) + sum(map(len, attempt.raw)))
+
     def push(self, text: str, *, is_special: bool = False) -> list[Delta]:
         """Takes the text of a token, or the name of a special one; returns what is certain now."""
         if is_special:

@@ -375,14 +375,16 @@ class TurnOptions:
     max_tokens: Annotated[
         Count, _count(_answer, "Most tokens to generate. Default: 128, or what the context leaves.", minimum=1)
     ] = None
-    min_tokens: Annotated[Count, _count(_answer, "No end before this many tokens. Default: 0.")] = None
+    min_tokens: Annotated[
+        Count, _count(_answer, "No end, by a token or by --stop, before this many tokens. Default: 0.")
+    ] = None
     ignore_eos: Annotated[
         Switch, _answer("--ignore-eos", help="Take the end of sequence for an ordinary token.", show_default=False)
     ] = None
     stop: Annotated[
         Texts,
         _answer(
-            help=f"Text that ends the output, without being part of it. At most {MAX_STOPS} times.",
+            help=f"Text or name of a token that ends the output, without being part of it. At most {MAX_STOPS} times.",
             metavar="TEXT",
             callback=_each(_text),
         ),

@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 import torch
 
+from outrider.ends import find_ends, told
 from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
@@ -45,6 +46,8 @@ class LoadedModel:
     vocabulary: Vocabulary
     grammars: GrammarEngine | None = None
     """None for a draft without a tokenizer."""
+    ends: frozenset[int] = frozenset()
+    """Tokens that end an answer by all that the files say, beside those of the model's configuration."""
 
     def set_threads(self) -> None:
         """What a device thread does first: torch keeps its number of threads for each thread that calls it."""
@@ -114,14 +117,16 @@ def load_model(settings: ModelServiceSettings) -> LoadedModel:
         kv_tokens=settings.kv_tokens,
         vocabulary_size=vocabulary.size,
     )
+    ends = find_ends(checkpoint.folder, tokenizer)
     grammars = None
     if tokenizer is not None:
         try:
-            grammars = GrammarEngine(tokenizer.to_str(), vocabulary.size, runner.config.eos_token_ids)
+            grammars = GrammarEngine(tokenizer.to_str(), vocabulary.size, ends)
         except ValueError as error:
             log.warning("no grammars can be served", model=runner.identity.model_name, reason=str(error))
     log.info("model loaded", model=runner.identity.model_name, numerics_id=runner.numerics_id, threads=settings.threads)
-    return LoadedModel(runner, vocabulary, grammars)
+    log.info("ends of answers", tokens={told(token_id, tokenizer): list(places) for token_id, places in ends.items()})
+    return LoadedModel(runner, vocabulary, grammars, frozenset(ends))
 
 
 async def load_model_aside(settings: ModelServiceSettings) -> LoadedModel:
@@ -147,7 +152,7 @@ def describe(role: str, model: LoadedModel) -> ServiceFacts:
         context_len=runner.context_len,
         vocabulary_size=runner.vocabulary_size,
         vocabulary_digests=model.vocabulary.digests,
-        eos_token_ids=runner.config.eos_token_ids,
+        eos_token_ids=runner.config.eos_token_ids | model.ends,
         block_size=runner.pool.block_size,
         block_count=runner.pool.num_blocks,
         grammars=model.grammars,

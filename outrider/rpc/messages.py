@@ -17,6 +17,7 @@ from outrider.parameters import (
     MAX_LOGPROB_COUNT,
     MAX_SALT_BYTES,
     MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
     MAX_TRACE_LEN,
     SETTINGS,
     Acceptance,
@@ -176,7 +177,9 @@ def spec_from(
     check_range(SESSION + "prompt_len", message.prompt_len, 1, base_len)
     check_range(SESSION + "max_len", message.max_len, base_len + 1, 2**31 - 1)
     # Before anything is made of them: a list may fill a message.
-    for name, maximum in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("eos_token_ids", vocabulary_size)):
+    # Those of a request, and those that its stop strings name.
+    num_stops = MAX_STOP_TOKEN_IDS + MAX_STOPS
+    for name, maximum in (("stop_token_ids", num_stops), ("eos_token_ids", vocabulary_size)):
         check_count(SESSION + name, len(getattr(message, name)), maximum, "ids")
     check_count(SESSION + "cache_salt", len(message.cache_salt), MAX_SALT_BYTES, "bytes")
     trace_context = tuple(message.trace_context.items())

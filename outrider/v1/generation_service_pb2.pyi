@@ -410,7 +410,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Strings that end the text, which does not contain them. At most 64, each of 1 to 256 characters."""
+        """Strings that end the text, which does not contain them. At most 64, each of 1 to 256 characters. One that is the name
+        of a special token is also one of stop_token_ids; within others such a name stands for the token.
+        """
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -174,7 +174,7 @@ class GetModelInfoResponse(_message.Message):
 
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """End-of-sequence ids of the model's own generation configuration."""
+        """Tokens that end an answer, by all that the files of the model say."""
 
     @_builtins.property
     def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -317,7 +317,7 @@ class SamplingParameters(_message.Message):
     """Subtracted once for every occurrence of the token in the output, in [-2, 2]. Default 0."""
     min_tokens: _builtins.int
     """EOS and stop tokens cannot be drawn before this many output tokens, in [0, max_tokens], which in an OpenSession is
-    max_len - prompt_len. Default 0.
+    max_len - prompt_len. A stop string that is complete in the text of so many tokens is text. Default 0.
     """
     ignore_eos: _builtins.bool
     """Whether EOS is an ordinary token: it neither ends the request nor is suppressed. Default false."""
@@ -526,7 +526,7 @@ class OpenSession(_message.Message):
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that end the request as a stop. At most 64."""
+        """Tokens that end the request as a stop: those of the request, and those that its stop strings name. At most 128."""
 
     @_builtins.property
     def banned_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:

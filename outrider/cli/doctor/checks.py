@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -37,6 +38,7 @@ from outrider.rpc.channels import open_channel
 from outrider.rpc.tls import Tls, TlsFailed, TlsFiles, why_refused
 
 PORTS, KERNELS, CUDA, ROWS, GATEWAY, REST = "ports", "kernels", "cuda", "row invariance", "gateway", "REST"
+ENDS = "ends"
 TIMEOUT_S = 3.0
 MAX_BODY_BYTES = 1 << 16
 # Other servers of models have /version and /v1/models too.
@@ -51,6 +53,8 @@ REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps -e ."
 # Far longer than a large model takes to load.
 PROBE_TIMEOUT_S = 600.0
 PROBE_FIX = "Run `python -m outrider.model_service.row_probe --model DIR` to see all of what it says."
+END_PROBE_FIX = "Run `python -m gateway.end_probe --model PLACE` to see all of what it says."
+END_FIX = "Send what ends an answer as `stop`, or name its token as eos_token_id in generation_config.json."
 TLS_FIX = "Give --tls-ca, and --tls-cert with --tls-key, as the gateway needs them; new certificates: `outrider certs`."
 PROMPT = "Once upon a time there was a"
 # With 4 guesses a round gives at most 5 tokens, so there are at least two.
@@ -156,9 +160,38 @@ async def check_engine(model: str, dtype: str, device: str, threads: int) -> lis
     Cancelled, it ends the child.
     """
     flags = ("--model", model, "--dtype", dtype, "--device", device, "--threads", str(threads))
+    try:
+        code, output, notes = await _said_by("outrider.model_service.row_probe", *flags)
+    except TimeoutError:
+        return [failed(ROWS, f"The engine was not done within {PROBE_TIMEOUT_S:g} s.", PROBE_FIX, SOFTWARE)]
+    return engine_findings(code, output, notes, device)
+
+
+async def check_ends(place: Path) -> Finding:
+    """With which tokens answers of the model in a folder or GGUF file end, by a child process that loads no model."""
+    try:
+        code, output, notes = await _said_by("gateway.end_probe", "--model", str(place))
+    except TimeoutError:
+        return failed(ENDS, f"The files were not read within {PROBE_TIMEOUT_S:g} s.", END_PROBE_FIX, SOFTWARE)
+    if code == CONFIG:
+        return failed(ENDS, last_line(notes), "Name another model with --target.")
+    if code:
+        return failed(ENDS, f"The files cannot be read: {last_line(notes)}", END_PROBE_FIX, SOFTWARE)
+    facts = json.loads(output.strip().splitlines()[-1])
+    told = "; ".join(f"{token}, by {', '.join(places)}" for token, places in facts["ends"].items())
+    if not told:
+        return warning(ENDS, "No token ends an answer of the target: each goes on to max_tokens.", END_FIX)
+    sentence = f"An answer of the target ends with {told}."
+    if not facts["fault"]:
+        return ok(ENDS, sentence)
+    return warning(ENDS, f"{sentence} But {facts['fault']}.", END_FIX)
+
+
+async def _said_by(module: str, *flags: str) -> tuple[int, str, str]:
+    """Runs a program of ours to its end; returns its exit code, its output and its notes. Raises TimeoutError."""
     child = await asyncio.create_subprocess_exec(
         # -P keeps a folder of the user's that is called like one of our packages from being imported instead.
-        *(sys.executable, "-P", "-m", "outrider.model_service.row_probe", *flags),
+        *(sys.executable, "-P", "-m", module, *flags),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         # A check of this machine downloads nothing.
@@ -168,14 +201,16 @@ async def check_engine(model: str, dtype: str, device: str, threads: int) -> lis
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             output, notes = await child.communicate()
-    except TimeoutError:
-        return [failed(ROWS, f"The engine was not done within {PROBE_TIMEOUT_S:g} s.", PROBE_FIX, SOFTWARE)]
     finally:
         if child.returncode is None:
             child.kill()
             await child.wait()
-    output_text, notes_text = output.decode(errors="replace"), notes.decode(errors="replace")
-    return engine_findings(child.returncode or 0, output_text, notes_text, device)
+    return child.returncode or 0, output.decode(errors="replace"), notes.decode(errors="replace")
+
+
+def last_line(notes: str) -> str:
+    """What a program that failed said last."""
+    return next((line.strip() for line in reversed(notes.splitlines()) if line.strip()), "It said nothing.")
 
 
 def engine_findings(code: int, output: str, notes: str, device: str) -> list[Finding]:
@@ -184,7 +219,7 @@ def engine_findings(code: int, output: str, notes: str, device: str) -> list[Fin
         facts = json.loads(output.strip().splitlines()[-1])
         kernels = _kernel_finding(facts["kernels"], facts["processor_levels"])
         return [kernels, _cuda_finding(facts["cuda"], device), _row_finding(facts, device)]
-    problem = next((line.strip() for line in reversed(notes.splitlines()) if line.strip()), "It said nothing.")
+    problem = last_line(notes)
     if "No module named 'torch'" in problem:
         return [skipped(ROWS, "There is no torch here to compute with.", "pip install 'outrider[engine]'")]
     if code == CONFIG:

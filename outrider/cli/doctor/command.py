@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from importlib.metadata import version
 
-from outrider.cli.doctor.checks import check_engine, check_gateway, check_ports, self_test
-from outrider.cli.doctor.models import check_pair, download_fix
+from outrider.cli.doctor.checks import check_ends, check_engine, check_gateway, check_ports, self_test
+from outrider.cli.doctor.models import check_pair, download_fix, place_of
 from outrider.cli.doctor.report import SELF_TEST, SOFTWARE, Finding, Report, exit_code, failed, ok, skipped, warning
 from outrider.cli.local_stack import Stack, start_stack
 from outrider.cli.output import installed_versions
@@ -44,6 +44,9 @@ def examine_machine(
         report.add(*findings)
 
         is_refused = exit_code(findings) != 0
+        place = None if is_refused else place_of(stack.target)
+        if place is not None:
+            report.add(await check_ends(place))
         model = "" if quick or is_refused or stack.target in absent else stack.target
         if model:
             _announce("Comparing rows of the target, bit by bit")

@@ -85,10 +85,10 @@ def read_model(role: str, model: str) -> ModelFiles | None:
     None for a hub id that is not on this machine. Raises ModelRefused.
     """
     sized, simulated = parse(model, role), parse_simulated(model)
-    given = Path(tokenizer_source(model)).expanduser()
-    folder = given if os.path.exists(given) else downloaded(model)
+    folder = place_of(model)
     if folder is None:
         return None
+    given = Path(tokenizer_source(model)).expanduser()
     gguf = gguf_in(folder)
     if gguf is not None:
         folder, file = gguf, GgufFile.read(gguf)
@@ -109,6 +109,12 @@ def read_model(role: str, model: str) -> ModelFiles | None:
     local_name = given.stem if given.is_file() else (given.resolve() if given.is_dir() else given).name
     name = known.name if known else local_name
     return ModelFiles(name, folder, count, stored_dtype, context_len, width, Vocabulary.read(folder), simulated)
+
+
+def place_of(model: str) -> Path | None:
+    """The folder or GGUF file of a model, None for a hub id that is not on this machine. Raises ModelRefused."""
+    given = Path(tokenizer_source(model)).expanduser()
+    return given if os.path.exists(given) else downloaded(model)
 
 
 def downloaded(name: str) -> Path | None:

@@ -266,7 +266,7 @@ class DecoderFacts:
     context_len: int
     """Longest sequence in tokens: the trained positions, scaled where the rotary embedding is."""
     eos_token_ids: frozenset[int]
-    """Tokens that end a sequence, as the model's files say; may be empty."""
+    """Tokens that end a sequence by the model's configuration; may be empty. outrider.ends knows all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,10 +356,10 @@ def read_architecture(keys: JsonKeys) -> str:
 
 
 def read_eos_token_ids(folder: Path, config: JsonKeys) -> frozenset[int]:
-    """Tokens that end a sequence; generation_config.json wins where it names any. Raises ModelRefused."""
+    """Tokens that end a sequence by config.json or generation_config.json. Raises ModelRefused."""
     path = folder / "generation_config.json"
     sources = [JsonKeys(path, read_json(path))] if path.exists() else []
-    return next((ids for keys in (*sources, config) if (ids := eos_token_ids_in(keys)) is not None), frozenset())
+    return frozenset().union(*(eos_token_ids_in(keys) or () for keys in (*sources, config)))
 
 
 def eos_token_ids_in(keys: JsonKeys) -> frozenset[int] | None:

@@ -10,6 +10,7 @@ from gateway.sessions.link import ModelInfo
 from gateway.text.tokenizer import Tokenizer
 from outrider.beams import BeamSearch
 from outrider.errors import InvalidRequest, PromptTooLong
+from outrider.grammar import ENGINE, Constraint, ConstraintKind
 from outrider.parameters import Acceptance, Rule, SamplingParameters
 from outrider.token_tree import TreeShape
 
@@ -313,3 +314,22 @@ async def test_an_echo_that_no_message_holds_is_refused() -> None:
     assert (await check_request(request, TOKENIZER, limits, OFFERS)).spec.prompt_logprobs
     with pytest.raises(InvalidRequest, match=r"echo is True, but must be false for a prompt of 9280 .* at most 9279"):
         await check_request(replace(request, token_ids=(5,) * 9_280), TOKENIZER, limits, OFFERS)
+
+
+async def test_a_stop_that_names_a_special_token_is_a_stop_token() -> None:
+    """Beside those that are named by id; with text around the name it is looked for in the text and the names."""
+    stops = ("king", "<|endoftext|>", "king<|endoftext|>", "<|endoftext")
+    checked = await check(replace(REQUEST, stops=stops, stop_token_ids=(7,)))
+    assert checked.spec.stop_token_ids == {0, 7}
+    assert checked.stops == stops
+    assert checked.naming_stops == set(stops[1:3])
+
+
+async def test_a_grammar_may_end_where_a_stop_names_a_special_token() -> None:
+    """With a model that has no end of its own."""
+    target = replace(TARGET, eos_token_ids=frozenset(), grammar_engine=ENGINE)
+    request = replace(REQUEST, constraint=Constraint(ConstraintKind.REGEX, "[a-z]+", "constraint.regex"))
+    with pytest.raises(InvalidRequest, match="the model has no end of its own"):
+        await check_request(request, TOKENIZER, target, OFFERS)
+    checked = await check_request(replace(request, stops=("<|endoftext|>",)), TOKENIZER, target, OFFERS)
+    assert checked.spec.stop_token_ids == {0}

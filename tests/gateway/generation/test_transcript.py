@@ -2,11 +2,15 @@
 
 from pathlib import Path
 
+import pytest
+from support.models.renamed import write_renamed
 from support.services.markov import round_of
 
 from gateway.generation.transcript import GuessFacts, StopScanner, Transcript
 from gateway.rounds.round import FallbackReason, Proposal, Round, TokenOrigin, Verdict
 from gateway.text.tokenizer import Tokenizer
+from gateway.tools.formats import FORMATS
+from gateway.tools.reader import AnswerReader, Reading
 from outrider.parameters import FinishReason
 from outrider.token_tree import TokenTree
 
@@ -133,3 +137,70 @@ def test_figures_of_nothing_are_no_division_by_zero() -> None:
     """A request of one token has figures, too."""
     figures = transcript().figures
     assert (figures.acceptance_rate, figures.draft_acceptance_rate, figures.mean_acceptance_length) == (0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 30])
+@pytest.mark.parametrize("min_tokens", range(12))
+async def test_stop_strings_are_held_back_as_ends_are(min_tokens: int, size: int) -> None:
+    """One that is complete within the first min_tokens tokens is text; one that a later token completes ends there,
+    wherever it began, and however the tokens come in rounds.
+    """
+    said = "the king and the queen and the king and all"
+    token_ids = await TOKENIZER.encode(said)
+    for stop in ("king", "e king", " and", "all"):
+        story = Transcript(TOKENIZER.detokenizer(), StopScanner([stop]), min_tokens=min_tokens)
+        text = ""
+        for start in range(0, len(token_ids), size):
+            if story.finish_reason is None:
+                part = token_ids[start : start + size]
+                plain = round_of(part, [TokenOrigin.PLAIN] * len(part))
+                text += "".join(token.text for token in story.take(plain))
+        text += story.finish()
+        early = len(TOKENIZER.decode(list(token_ids[:min_tokens])))
+        ends = [end for end in range(early + 1, len(said) + 1) if said[:end].endswith(stop)]
+        assert text == (said[: ends[0] - len(stop)] if ends else said)
+        assert (story.scanner.found == stop) == bool(ends)
+        if ends:
+            assert story.finish_reason is FinishReason.STOP_STRING
+            assert len(story.token_ids) > min_tokens
+
+
+async def test_a_stop_string_that_the_end_completes_too_early_is_text() -> None:
+    """Also half a character that nothing follows, where min_tokens is all that may be said."""
+    token_id = (await TOKENIZER.encode("\N{GRINNING FACE}"))[0]
+    half = round_of((token_id,), (TokenOrigin.PLAIN,), finish_reason=FinishReason.LENGTH)
+    story = Transcript(TOKENIZER.detokenizer(), StopScanner(["\ufffd"]), min_tokens=1)
+    story.take(half)
+    assert (story.finish(), story.finish_reason) == ("\ufffd", FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "text"),
+    [(0, "so it"), (5, "so it"), (6, "so it\n is"), (9, "so it\n is"), (10, "so it\n is\n."), (11, "so it\n is\n.")],
+)
+async def test_text_that_a_reader_held_back_keeps_its_place(min_tokens: int, text: str) -> None:
+    """White space may stand before a call, and is told with a later token than its own; that makes it no later."""
+    reader = AnswerReader(Reading(FORMATS["json"], {"look": {}}), ())
+    story = Transcript(TOKENIZER.detokenizer(), StopScanner(["\n"]), reader=reader, min_tokens=min_tokens)
+    said = ""
+    for character in "so it\n is\n.":
+        if story.finish_reason is None:
+            [token] = story.take(await a_round(character))
+            said += token.text
+    assert said + story.finish() == text
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+async def test_an_end_of_the_model_is_no_text(tmp_path: Path, is_special: bool) -> None:
+    """Even where the tokenizer has it as an ordinary word; a stop string may name it, and text before it."""
+    tokenizer = Tokenizer(write_renamed(tmp_path, {",": "<|im_end|>"}, special=is_special))
+    token_ids = await tokenizer.encode("a king<|im_end|>")
+    end = round_of(token_ids, [TokenOrigin.PLAIN] * len(token_ids), finish_reason=FinishReason.EOS)
+    for stops, text, reason in (
+        ([], "a king", FinishReason.EOS),
+        (["<|im_end|>"], "a king", FinishReason.STOP_STRING),
+        (["king<|im_end|>"], "a ", FinishReason.STOP_STRING),
+    ):
+        story = Transcript(tokenizer.detokenizer(), StopScanner(stops, stops))
+        assert "".join(token.text for token in story.take(end)) + story.finish() == text
+        assert story.finish_reason is reason

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 from gguf import GGMLQuantizationType
+from support.models.chat_templates import CHATML
+from support.models.renamed import write_renamed
 from support.models.tiny_gguf import write_gguf
+from support.models.tiny_models import write_tiny_model
 from support.stack import DRAFT, TARGET
 
 from outrider.cli.doctor import models
-from outrider.cli.doctor.checks import engine_findings
+from outrider.cli.doctor.checks import check_ends, engine_findings
 from outrider.cli.doctor.models import ModelFiles
 from outrider.cli.doctor.report import Finding, Status
 from outrider.cli.local_stack import Stack
@@ -218,3 +221,35 @@ def test_a_gguf_file_is_read_by_its_header(tmp_path: Path, monkeypatch: pytest.M
     findings, _ = models.check_pair(Stack(str(file), None))
     assert findings[0].status is Status.FAILED
     assert "is truncated" in findings[0].sentence
+
+
+async def test_the_ends_of_a_model_are_told_with_where_they_were_found(tmp_path: Path) -> None:
+    """Without loading it; a template's end too, and of a GGUF file its keys."""
+    finding = await check_ends(Path(TARGET))
+    assert finding.status is Status.OK
+    assert (
+        "<|endoftext|> (0), by generation_config.json, config.json, tokenizer_config.json, its name" in finding.sentence
+    )
+    model = Path(write_renamed(tmp_path / "model", {",": "<|mark|>"}))
+    (model / "chat_template.jinja").write_text(CHATML.replace("<|im_end|>", "<|mark|>"))
+    assert "<|mark|> (12), by the chat template" in (await check_ends(model)).sentence
+    gguf = write_gguf(write_tiny_model(tmp_path / "tiny", "llama", tie_word_embeddings=False), tmp_path / "tiny.gguf")
+    assert "(0), by tokenizer.ggml.eos_token_id, its name, the chat template" in (await check_ends(gguf)).sentence
+
+
+async def test_a_model_without_an_end_is_a_warning(tmp_path: Path) -> None:
+    """And so is a template that closes turns with what is no token."""
+    model = Path(write_renamed(tmp_path, {"<|endoftext|>": "<|mark|>"}, generation_config={}, tokenizer_config={}))
+    (model / "config.json").write_text("{}")
+    finding = await check_ends(model)
+    assert (finding.status, finding.exit_code) == (Status.WARNING, 0)
+    assert finding.sentence == "No token ends an answer of the target: each goes on to max_tokens."
+    (model / "chat_template.jinja").write_text(CHATML)
+    (model / "generation_config.json").write_text('{"eos_token_id": 0}')
+    finding = await check_ends(model)
+    assert finding.status is Status.WARNING
+    assert "closes an assistant's turn with '<|im_end|>', which is no token of its own" in finding.sentence
+    (model / "tokenizer_config.json").write_text("[]")
+    finding = await check_ends(model)
+    assert (finding.status, finding.exit_code) == (Status.FAILED, 78)
+    assert "tokenizer_config.json" in finding.sentence

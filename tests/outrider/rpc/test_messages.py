@@ -76,7 +76,7 @@ def test_absent_parameters_are_neutral() -> None:
         (lambda m: m.eos_token_ids.append(9), "session.eos_token_ids"),
         (lambda m: setattr(m.sampling, "min_tokens", 38), "session.sampling.min_tokens"),
         (lambda m: setattr(m.sampling, "min_tokens", 2**31 - 1), "session.sampling.min_tokens"),
-        (lambda m: m.stop_token_ids.extend([1] * 64), "session.stop_token_ids"),
+        (lambda m: m.stop_token_ids.extend([1] * 128), "session.stop_token_ids"),
         (lambda m: setattr(m.sampling, "temperature", float("nan")), "session.sampling.temperature"),
         (lambda m: setattr(m.sampling, "top_p", 0.0), "session.sampling.top_p"),
         (lambda m: m.sampling.logit_bias.update({10: 1.0}), "session.sampling.logit_bias key"),

@@ -96,10 +96,10 @@ def test_families_differ_in_biases_and_norms(
 
 
 @pytest.mark.parametrize(
-    ("generation", "expected"), [({"eos_token_id": [7, 9]}, {7, 9}), ({"eos_token_id": 0}, {0}), ({}, {5})]
+    ("generation", "expected"), [({"eos_token_id": [7, 9]}, {5, 7, 9}), ({"eos_token_id": 0}, {0, 5}), ({}, {5})]
 )
-def test_generation_config_names_eos_first(tmp_path: Path, generation: dict[str, object], expected: set[int]) -> None:
-    """generation_config.json wins where it names any, as integer or list."""
+def test_both_configurations_name_ends(tmp_path: Path, generation: dict[str, object], expected: set[int]) -> None:
+    """None overrules the other, be it an integer or a list."""
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert read(tmp_path, eos_token_id=5).eos_token_ids == expected
 
