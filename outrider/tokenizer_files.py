@@ -1,4 +1,4 @@
-"""The tokenizer of a model by its name: from tokenizer.json, or from a GGUF file."""
+"""The tokenizer of a model by its name: from the files of a folder, or from a GGUF file."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import huggingface_hub
 import tokenizers
 
 from outrider.errors import ModelRefused
+from outrider.folder_tokenizer import TOKENIZER_FILES, folder_tokenizer
 from outrider.gguf.files import HubName, cached_gguf, fetch_file, fetch_gguf, gguf_in
 from outrider.gguf.header import GgufFile
 from outrider.gguf.tokenizer import read_tokenizer
@@ -20,10 +21,12 @@ def load_tokenizer(model: str) -> tokenizers.Tokenizer:
         if gguf is not None:
             return read_tokenizer(GgufFile.read(gguf))
         folder = Path(source).expanduser()
-        if folder.is_dir():
-            return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        hub = HubName.parse(source)
-        return tokenizers.Tokenizer.from_pretrained(hub.model_id, revision=hub.revision or "main")
+        if not folder.is_dir():
+            hub, patterns = HubName.parse(source), list(TOKENIZER_FILES)
+            # What was downloaded once is used when there is no network.
+            snapshot = huggingface_hub.snapshot_download(hub.model_id, revision=hub.revision, allow_patterns=patterns)
+            folder = Path(snapshot)
+        return folder_tokenizer(folder)
     except ModelRefused:
         raise
     except Exception as error:  # the library raises bare Exception

@@ -11,6 +11,7 @@ from typing import Self
 from tokenizers import Tokenizer
 
 from outrider.errors import ModelRefused
+from outrider.folder_tokenizer import folder_tokenizer
 from outrider.gguf.files import gguf_in
 from outrider.gguf.header import GgufFile
 from outrider.gguf.tokenizer import read_tokenizer
@@ -29,7 +30,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, place: Path | str) -> Self:
-        """The vocabulary of a GGUF file, or of a folder: its tokenizer.json, added tokens included, or vocabulary.json.
+        """The vocabulary of a GGUF file, or of a folder: its tokenizer's, added tokens included, or vocabulary.json.
 
         A draft needs no tokenizer of its own, only to be told from those that fit other targets. Raises ModelRefused.
         """
@@ -83,17 +84,12 @@ class Vocabulary:
 
 def tokenizer_in(place: Path | str) -> Tokenizer | None:
     """That of a GGUF file or a folder; None of a folder that only states its vocabulary. Raises ModelRefused."""
-    gguf, path = gguf_in(Path(place)), Path(place) / "tokenizer.json"
+    folder, gguf = Path(place), gguf_in(Path(place))
     if gguf is not None:
         return read_tokenizer(GgufFile.read(gguf))
-    if not path.is_file() and (Path(place) / VOCABULARY_FILE).is_file():
+    if not (folder / "tokenizer.json").is_file() and (folder / VOCABULARY_FILE).is_file():
         return None
-    if not path.is_file():
-        raise ModelRefused(f"There is no tokenizer.json in {place}, so nobody can tell whether the pair fits.")
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exceptions for every kind of fault
-        raise ModelRefused(f"{path} cannot be read as a tokenizer: {error}") from error
+    return folder_tokenizer(folder)
 
 
 def _digest(chunk: Iterable[tuple[int, str]]) -> int:
