@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -68,6 +69,20 @@ class Vocabulary:
         chunks = {number: _digest(chunk) for number, chunk in groupby(by_id, lambda pair: pair[0] // IDS_PER_DIGEST)}
         return cls(size, tuple(chunks.get(number, 0) for number in range(-(-size // IDS_PER_DIGEST))))
 
+    @classmethod
+    def embedded(cls, tokenizer: Tokenizer, num_rows: int, model: str) -> Self:
+        """The tokens that a model, which is called so, has one of its rows for; others can be in no answer.
+
+        Only added tokens may lie beyond the rows, as an image's or padding does of which the model knows nothing: a
+        prompt that has one is at fault. Raises ModelRefused where others do, because then the tokenizer is another's.
+        """
+        tokens, added = tokenizer.get_vocab(with_added_tokens=True), tokenizer.get_added_tokens_decoder()
+        last = max((token_id for token_id in tokens.values() if token_id not in added), default=-1)
+        if last >= num_rows:
+            message = f"{model}: the tokenizer knows the id {last}, but the model has only {num_rows} rows"
+            raise ModelRefused(message, token_id=last, rows=num_rows)
+        return cls.of((token, token_id) for token, token_id in tokens.items() if token_id < num_rows)
+
     def difference(self, other: "Vocabulary") -> str | None:
         """One sentence about the first difference, or None when the two are the same."""
         if self.size != other.size:
@@ -80,6 +95,18 @@ class Vocabulary:
                 last = min(first + IDS_PER_DIGEST, self.size) - 1
                 return f"The vocabularies of {self.size} ids differ between the ids {first} and {last}."
         return None
+
+
+def misfit(tokenizer: Tokenizer, whole: Vocabulary, model: Vocabulary) -> str | None:
+    """Why the ids of a model do not mean the tokens of a tokenizer; None where they do, as far as it has rows.
+
+    `whole` is the tokenizer's own vocabulary.
+    """
+    if model.size < whole.size:
+        # Where more than added tokens is missing, the sizes tell it.
+        with suppress(ModelRefused):
+            whole = Vocabulary.embedded(tokenizer, model.size, "")
+    return whole.difference(model)
 
 
 def tokenizer_in(place: Path | str) -> Tokenizer | None:

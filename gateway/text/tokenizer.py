@@ -13,7 +13,7 @@ from functools import partial
 from gateway.text.token_pieces import TokenPiece, TokenPieces
 from outrider.grammar import Grammar, GrammarEngine
 from outrider.tokenizer_files import load_tokenizer
-from outrider.vocabulary import Vocabulary
+from outrider.vocabulary import Vocabulary, misfit
 
 LONG_TEXT = 2_000  # characters; encoding more takes long enough to be felt by other requests
 HUGE_TEXT = 32_000  # characters; longer ones are waited for by each other alone
@@ -48,6 +48,7 @@ class Tokenizer:
         """The names of those of them that have no text of their own."""
         self.longest_token = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
         """Characters of the longest name of a token; a token stands for no more of a text."""
+        self._vocabulary = Vocabulary.of(self._tokenizer.get_vocab(with_added_tokens=True).items())
         self._pieces = TokenPieces(self._tokenizer)
         # One text at a time in each: a character takes some forty bytes meanwhile.
         self._encoder = ThreadPoolExecutor(1, "encoder")
@@ -112,7 +113,11 @@ class Tokenizer:
 
     def vocabulary(self) -> Vocabulary:
         """Which token carries which id, to compare with that of a model."""
-        return Vocabulary.of(self._tokenizer.get_vocab(with_added_tokens=True).items())
+        return self._vocabulary
+
+    def misfit(self, model: Vocabulary) -> str | None:
+        """Why a model's ids do not mean these tokens, in one sentence; None where they do, as far as it has rows."""
+        return misfit(self._tokenizer, self._vocabulary, model)
 
     def detokenizer(self) -> "Detokenizer":
         """A new detokenizer at the beginning of a text."""

@@ -13,10 +13,10 @@ from typing import Any
 import structlog
 import torch
 
-from outrider.engine.models.checkpoints import find_checkpoint
+from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
-from outrider.errors import NotReady, OutriderError
+from outrider.errors import ModelRefused, NotReady, OutriderError
 from outrider.grammar import GrammarEngine
 from outrider.model_service.link import LinkServicer
 from outrider.model_service.metrics import ServiceMetrics
@@ -101,11 +101,13 @@ def load_model(settings: ModelServiceSettings) -> LoadedModel:
     checkpoint = find_checkpoint(settings.model)
     tokenizer = tokenizer_in(checkpoint.folder)
     # Read once: a large one takes half a second.
+    num_rows = checkpoint.config.vocab_size
     vocabulary = (
         Vocabulary.read(checkpoint.folder)
         if tokenizer is None
-        else Vocabulary.of(tokenizer.get_vocab(with_added_tokens=True).items())
+        else Vocabulary.embedded(tokenizer, num_rows, checkpoint.name)
     )
+    _check_ends(checkpoint, vocabulary.size)
     runner = ModelRunner.load(
         checkpoint,
         device=settings.device,
@@ -117,11 +119,30 @@ def load_model(settings: ModelServiceSettings) -> LoadedModel:
     grammars = None
     if tokenizer is not None:
         try:
-            grammars = GrammarEngine(tokenizer.to_str(), vocabulary.size, runner.config.eos_token_ids)
+            # Of the whole tokenizer: what the model has no row for is never said, whatever a grammar allows.
+            size = Vocabulary.of(tokenizer.get_vocab(with_added_tokens=True).items()).size
+            grammars = GrammarEngine(tokenizer.to_str(), size, sayable_ends(runner))
         except ValueError as error:
             log.warning("no grammars can be served", model=runner.identity.model_name, reason=str(error))
     log.info("model loaded", model=runner.identity.model_name, numerics_id=runner.numerics_id, threads=settings.threads)
     return LoadedModel(runner, vocabulary, grammars)
+
+
+def sayable_ends(runner: ModelRunner) -> frozenset[int]:
+    """The tokens that end a sequence and can come to be said."""
+    return frozenset(each for each in runner.config.eos_token_ids if each < runner.vocabulary_size)
+
+
+def _check_ends(checkpoint: Checkpoint, vocabulary_size: int) -> None:
+    """Raises ModelRefused where every end that the files name is one that the model cannot say; warns of some."""
+    ends = checkpoint.config.eos_token_ids
+    never = sorted(each for each in ends if each >= vocabulary_size)
+    if not never:
+        return
+    message = f"{checkpoint.name} ends with the token ids {never}, but it can say only those below {vocabulary_size}"
+    if len(never) == len(ends):
+        raise ModelRefused(message, eos_token_ids=never, vocabulary_size=vocabulary_size)
+    log.warning("ends that are never said", model=checkpoint.name, reason=message)
 
 
 async def load_model_aside(settings: ModelServiceSettings) -> LoadedModel:
@@ -147,7 +168,7 @@ def describe(role: str, model: LoadedModel) -> ServiceFacts:
         context_len=runner.context_len,
         vocabulary_size=runner.vocabulary_size,
         vocabulary_digests=model.vocabulary.digests,
-        eos_token_ids=runner.config.eos_token_ids,
+        eos_token_ids=sayable_ends(runner),
         block_size=runner.pool.block_size,
         block_count=runner.pool.num_blocks,
         grammars=model.grammars,

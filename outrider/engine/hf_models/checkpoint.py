@@ -27,7 +27,15 @@ from outrider.engine.hf_models.config import (
 )
 from outrider.engine.hf_models.decoder import HfDecoder
 from outrider.engine.models.config import DecoderFacts, JsonKeys, read_eos_token_ids, read_json
-from outrider.engine.models.weights import Shapes, StoredTensor, check_tensors, model_hash, stored_tensors, weight_files
+from outrider.engine.models.weights import (
+    Shapes,
+    StoredTensor,
+    check_numbers,
+    check_tensors,
+    model_hash,
+    stored_tensors,
+    weight_files,
+)
 from outrider.engine.ops import Ops
 from outrider.errors import ModelRefused
 
@@ -173,10 +181,11 @@ def load(
         if len(found.shape) == 1 and found.dtype != "BF16" and name in tensors:
             with safe_open(found.file, framework="pt") as file:
                 tensors[name].data = file.get_tensor(found.name).float()
-    for tensor in (*model.parameters(), *model.buffers()):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         kept = torch.float32 if tensor.ndim == 1 and tensor.is_floating_point() else tensor.dtype
         # Always a copy: the file's memory is mapped, unaligned, and changes if someone overwrites it.
         copied = tensor.detach().to(device=device, dtype=kept, copy=True)
+        check_numbers(folder, name, copied)
         tensor.data = ops.stack([copied]) if copied.ndim > 1 else copied
     loaded: PreTrainedModel = model.to(device).eval().requires_grad_(requires_grad=False)
     return loaded

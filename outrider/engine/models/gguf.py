@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.engine.models.config import JsonKeys, ModelConfig, eos_token_ids_in
 from outrider.engine.models.rope import DividedRope, Rope
-from outrider.engine.models.weights import expected_shapes
+from outrider.engine.models.weights import check_numbers, expected_shapes
 from outrider.errors import ModelRefused
 from outrider.gguf.config import architecture_of, json_config, spelled
 from outrider.gguf.header import GgufFile, TensorPlace
@@ -87,6 +87,7 @@ def load_gguf(file: GgufFile, config: ModelConfig, device: torch.device, dtype: 
             if heads and is_permuted:
                 halves = tensor.view(heads, config.head_dim // 2, 2, -1)
                 tensor = halves.transpose(1, 2).reshape(tensor.shape)
+            check_numbers(file.path, place.name, tensor)
             tensors[name] = tensor.to(device)
     return tensors
 

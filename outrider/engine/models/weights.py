@@ -261,7 +261,17 @@ def read_tensors(
                     kept = dtype if tensor.ndim > 1 else torch.float32
                     kept = kept if tensor.is_floating_point() else torch.int64
                     tensors[name] = tensor.to(device=device, dtype=kept, copy=True)
+                    check_numbers(file, stored[name].name, tensors[name])
     return tensors
+
+
+def check_numbers(file: Path, name: str, tensor: Tensor) -> None:
+    """Raises ModelRefused for NaN and infinity, also where a number of the file is too large for its type in memory."""
+    # NaN goes into both.
+    low, high = torch.aminmax(tensor)
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        found = f"NaN or infinity as {str(tensor.dtype).removeprefix('torch.')}"
+        raise ModelRefused(f"{file}: {name} holds {found}, so nothing can be computed with it", file=file, tensor=name)
 
 
 @contextmanager
