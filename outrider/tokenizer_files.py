@@ -9,7 +9,7 @@ from outrider.errors import ModelRefused
 from outrider.folder_tokenizer import TOKENIZER_FILES, folder_tokenizer
 from outrider.gguf.files import HubName, cached_gguf, fetch_file, fetch_gguf, gguf_in
 from outrider.gguf.header import GgufFile
-from outrider.gguf.tokenizer import read_tokenizer
+from outrider.gguf.tokenizer import doubt, read_tokenizer
 from outrider.model_names import tokenizer_source
 
 
@@ -31,6 +31,15 @@ def load_tokenizer(model: str) -> tokenizers.Tokenizer:
         raise
     except Exception as error:  # the library raises bare Exception
         raise ModelRefused(f"{model} has no tokenizer.json that can be read: {error}", model=model) from error
+
+
+def find_doubt(model: str) -> str | None:
+    """Why the tokens of texts may be others than those that a model was trained with, in one sentence; None for most.
+
+    Raises ModelRefused.
+    """
+    gguf = find_gguf(tokenizer_source(model))
+    return None if gguf is None else doubt(GgufFile.read(gguf))
 
 
 def find_gguf(source: str) -> Path | None:

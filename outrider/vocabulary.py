@@ -15,7 +15,7 @@ from outrider.errors import ModelRefused
 from outrider.folder_tokenizer import folder_tokenizer
 from outrider.gguf.files import gguf_in
 from outrider.gguf.header import GgufFile
-from outrider.gguf.tokenizer import read_tokenizer
+from outrider.gguf.tokenizer import doubt, read_tokenizer
 
 IDS_PER_DIGEST = 1024
 DIGEST_BYTES = 8
@@ -107,6 +107,12 @@ def misfit(tokenizer: Tokenizer, whole: Vocabulary, model: Vocabulary) -> str | 
         with suppress(ModelRefused):
             whole = Vocabulary.embedded(tokenizer, model.size, "")
     return whole.difference(model)
+
+
+def tokenizer_doubt(place: Path | str) -> str | None:
+    """Why a model's texts may be cut into other tokens than it was trained with; None for most. Raises ModelRefused."""
+    gguf = gguf_in(Path(place))
+    return None if gguf is None else doubt(GgufFile.read(gguf))
 
 
 def tokenizer_in(place: Path | str) -> Tokenizer | None:

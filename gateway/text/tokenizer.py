@@ -10,10 +10,14 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import structlog
+
 from gateway.text.token_pieces import TokenPiece, TokenPieces
 from outrider.grammar import Grammar, GrammarEngine
-from outrider.tokenizer_files import load_tokenizer
+from outrider.tokenizer_files import find_doubt, load_tokenizer
 from outrider.vocabulary import Vocabulary, misfit
+
+log = structlog.get_logger()
 
 LONG_TEXT = 2_000  # characters; encoding more takes long enough to be felt by other requests
 HUGE_TEXT = 32_000  # characters; longer ones are waited for by each other alone
@@ -40,6 +44,8 @@ class Tokenizer:
         Raises ModelRefused.
         """
         self._tokenizer = load_tokenizer(model)
+        if reason := find_doubt(model):
+            log.warning("tokens may be wrong", model=model, reason=reason)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}

@@ -28,7 +28,7 @@ from outrider.process.metrics import LoopTasks, RunningMetrics, serve_metrics
 from outrider.process.run import exit_now
 from outrider.rpc import channels
 from outrider.rpc.fencing import ComputeTimes
-from outrider.vocabulary import Vocabulary, tokenizer_in
+from outrider.vocabulary import Vocabulary, tokenizer_doubt, tokenizer_in
 
 log = structlog.get_logger()
 
@@ -108,6 +108,8 @@ def load_model(settings: ModelServiceSettings) -> LoadedModel:
         else Vocabulary.embedded(tokenizer, num_rows, checkpoint.name)
     )
     _check_ends(checkpoint, vocabulary.size)
+    if tokenizer is not None and (reason := tokenizer_doubt(checkpoint.folder)):
+        log.warning("tokens may be wrong", model=checkpoint.name, reason=reason)
     runner = ModelRunner.load(
         checkpoint,
         device=settings.device,

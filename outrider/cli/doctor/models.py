@@ -18,10 +18,10 @@ from outrider.cli.doctor.report import Finding, failed, gibibytes, ok, skipped, 
 from outrider.cli.local_stack import Stack
 from outrider.errors import ModelRefused
 from outrider.gguf.config import json_config
-from outrider.gguf.files import HubName, cached_gguf, gguf_in
+from outrider.gguf.files import HubName, cached_gguf, gguf_in, model_stem
 from outrider.gguf.header import GgufFile
 from outrider.model_names import CONTEXT_LEN, SIM_CONTEXT_LEN, SimulatedModel, parse, parse_simulated, tokenizer_source
-from outrider.vocabulary import Vocabulary, misfit, tokenizer_in
+from outrider.vocabulary import Vocabulary, misfit, tokenizer_doubt, tokenizer_in
 
 VOCABULARY, MEMORY = "vocabulary", "memory"
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -67,6 +67,8 @@ def check_pair(stack: Stack) -> tuple[list[Finding], list[str]]:
             findings.append(failed(f"{role} model", error.message, f"Name another model with --{role}."))
             continue
         findings.append(check_model(role, model, files, dtypes[role]))
+        if files and (reason := tokenizer_doubt(files.folder)):
+            findings.append(warning(f"{role} model", f"{reason}.", "Convert the model again with a later converter."))
         if files:
             found[role] = files
         elif model:
@@ -110,7 +112,7 @@ def read_model(role: str, model: str) -> ModelFiles | None:
     if simulated is not None:
         count, context_len, stored_dtype = simulated.parameter_count, SIM_CONTEXT_LEN, "bfloat16"
     known = simulated or sized
-    local_name = given.stem if given.is_file() else (given.resolve() if given.is_dir() else given).name
+    local_name = model_stem(given) if given.is_file() else (given.resolve() if given.is_dir() else given).name
     name = known.name if known else local_name
     tokenizer, num_rows = tokenizer_in(folder), _positive(config, "vocab_size", 0)
     vocabulary = Vocabulary.read(folder) if tokenizer is None else Vocabulary.embedded(tokenizer, num_rows, name)

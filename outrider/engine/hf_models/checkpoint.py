@@ -8,6 +8,7 @@ from typing import Self
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -164,9 +165,19 @@ def load(
 ) -> PreTrainedModel:
     """The model with its numbers: matrices in the placement's type, vectors in float32. stored has been checked."""
     device, dtype, ops = placement
+    files = weight_files(folder)
+    # Parts without an index are found here, and transformers does not look for them.
+    is_found = len(files) == 1 or (folder / "model.safetensors.index.json").is_file()
+    state = None if is_found else {name: tensor for file in files for name, tensor in load_file(file).items()}
     try:
         model, report = kind.from_pretrained(
-            folder, config=config, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+            folder if is_found else None,
+            config=config,
+            state_dict=state,
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
         )
     except (ValueError, TypeError, AttributeError, KeyError, OSError) as error:  # it reads generation_config.json too
         raise ModelRefused(f"{folder} is refused by {PACKAGE}: {first_line(error)}", folder=folder) from error
