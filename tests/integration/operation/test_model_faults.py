@@ -16,7 +16,10 @@ from structlog.testing import capture_logs
 from support.models.tiny_models import write_tiny_model
 from support.stack import PATIENT, RunningStack, running_stack
 
+from outrider.cli.doctor.checks import self_test
+from outrider.cli.doctor.report import Status
 from outrider.errors import InvalidRequest, ModelFault, ModelRefused
+from outrider.model_service.row_probe import compare
 from outrider.model_service.server import load_model
 from outrider.model_service.settings import ModelServiceSettings
 
@@ -145,6 +148,16 @@ async def test_a_draft_that_computes_no_numbers_costs_guesses_alone(sound: Path,
         guessed = await outcomes(stack, draft_count=4)
         assert guessed == await outcomes(stack, enabled=False)
     assert not any(isinstance(each, ModelFault) for each in guessed.values())
+
+
+async def test_a_doctor_says_that_the_model_is_at_fault(sound: Path, tmp_path: Path) -> None:
+    """By a question as a user asks it, and without a stack by the rows that it compares."""
+    broken = changed(sound, tmp_path / "broken", only_for_some)
+    async with served(broken) as stack:
+        finding = await self_test(stack.address, has_draft=False)
+    assert (finding.status, "the model broken computed NaN or infinity" in finding.sentence) == (Status.FAILED, True)
+    with pytest.raises(ModelFault, match="the model broken computed NaN or infinity in bfloat16 behind"):
+        compare(load_model(settings(broken)).runner)
 
 
 @pytest.mark.parametrize("ids", [[VOCAB], [2**31 - 1], [300, 4000]])
