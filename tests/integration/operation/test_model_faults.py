@@ -208,3 +208,13 @@ def test_a_tokenizer_of_another_model_is_refused(sound: Path, tmp_path: Path) ->
     (folder / "tokenizer.json").write_text(json.dumps(raw))
     with pytest.raises(ModelRefused, match="other: the tokenizer knows the id 300, but the model has only 300 rows"):
         load_model(settings(folder))
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "olmo2", "gemma3"])
+@pytest.mark.parametrize("pad", [VOCAB, -1])
+def test_a_padding_id_without_a_row_is_for_nothing(tmp_path: Path, family: str, pad: int) -> None:
+    """Nor is another special id, or a token more in the tokenizer, in models of either kind."""
+    folder = write_tiny_model(tmp_path / "tiny", family)
+    says(folder, "config.json", pad_token_id=pad, bos_token_id=VOCAB + 7)
+    says(folder, "tokenizer_config.json", pad_token="<pad>", mask_token="<mask>")
+    assert load_model(settings(folder)).runner.vocabulary_size == 259
