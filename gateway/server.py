@@ -196,7 +196,7 @@ def _tell_ends(backend: Backend, closing: TurnEnd) -> None:
 
 
 def _backend(settings: GatewaySettings, tokenizer: Tokenizer, closing: TurnEnd, registry: CollectorRegistry) -> Backend:
-    fits = partial(_check_vocabulary, tokenizer.vocabulary(), settings.tokenizer)
+    fits = partial(_check_vocabulary, tokenizer, settings.tokenizer)
     # Each looks for itself whether files have been replaced.
     target = Replicas(
         [ServiceLink("target", address, fits, tls=settings.service_tls()) for address in listed(settings.target)]
@@ -249,12 +249,12 @@ async def _scrape(registry: CollectorRegistry, figures_of_all: str, names: Seque
         raise NotReady("The figures of all workers are not to be had", address=figures_of_all) from None
 
 
-def _check_vocabulary(vocabulary: Vocabulary, tokenizer: str, info: ModelInfo) -> None:
+def _check_vocabulary(tokenizer: Tokenizer, name: str, info: ModelInfo) -> None:
     """A model's ids must mean the same tokens as the gateway's tokenizer, which is the target's."""
-    difference = vocabulary.difference(Vocabulary(info.vocabulary_size, info.vocabulary_digests))
+    difference = tokenizer.misfit(Vocabulary(info.vocabulary_size, info.vocabulary_digests))
     if difference is not None:
         raise VocabularyMismatch(
-            f"The {info.role} model {info.model_name} does not fit the tokenizer of {tokenizer}: "
+            f"The {info.role} model {info.model_name} does not fit the tokenizer of {name}: "
             f"{difference[0].lower()}{difference[1:]}"
         )
 

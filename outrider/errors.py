@@ -130,6 +130,15 @@ class ModelRefused(OutriderError):
     exit_code = 78
 
 
+class ModelFault(OutriderError):
+    """The operator must choose another model, or another type for its weights: what it computed is no number.
+
+    No request is at fault, and others may be answered.
+    """
+
+    reason = "MODEL_FAULT"
+
+
 class VocabularyMismatch(OutriderError):
     """The operator must choose a draft with the target's vocabulary."""
 

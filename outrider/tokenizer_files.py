@@ -1,4 +1,4 @@
-"""The tokenizer of a model by its name: from tokenizer.json, or from a GGUF file."""
+"""The tokenizer of a model by its name: from the files of a folder, or from a GGUF file."""
 
 from pathlib import Path
 
@@ -6,9 +6,10 @@ import huggingface_hub
 import tokenizers
 
 from outrider.errors import ModelRefused
+from outrider.folder_tokenizer import TOKENIZER_FILES, folder_tokenizer
 from outrider.gguf.files import HubName, cached_gguf, fetch_file, fetch_gguf, gguf_in
 from outrider.gguf.header import GgufFile
-from outrider.gguf.tokenizer import read_tokenizer
+from outrider.gguf.tokenizer import doubt, read_tokenizer
 from outrider.model_names import tokenizer_source
 
 
@@ -20,14 +21,25 @@ def load_tokenizer(model: str) -> tokenizers.Tokenizer:
         if gguf is not None:
             return read_tokenizer(GgufFile.read(gguf))
         folder = Path(source).expanduser()
-        if folder.is_dir():
-            return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        hub = HubName.parse(source)
-        return tokenizers.Tokenizer.from_pretrained(hub.model_id, revision=hub.revision or "main")
+        if not folder.is_dir():
+            hub, patterns = HubName.parse(source), list(TOKENIZER_FILES)
+            # What was downloaded once is used when there is no network.
+            snapshot = huggingface_hub.snapshot_download(hub.model_id, revision=hub.revision, allow_patterns=patterns)
+            folder = Path(snapshot)
+        return folder_tokenizer(folder)
     except ModelRefused:
         raise
     except Exception as error:  # the library raises bare Exception
         raise ModelRefused(f"{model} has no tokenizer.json that can be read: {error}", model=model) from error
+
+
+def find_doubt(model: str) -> str | None:
+    """Why the tokens of texts may be others than those that a model was trained with, in one sentence; None for most.
+
+    Raises ModelRefused.
+    """
+    gguf = find_gguf(tokenizer_source(model))
+    return None if gguf is None else doubt(GgufFile.read(gguf))
 
 
 def find_gguf(source: str) -> Path | None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Self
 from tokenizers import Tokenizer
 
 from outrider.errors import ModelRefused
+from outrider.folder_tokenizer import folder_tokenizer
 from outrider.gguf.files import gguf_in
 from outrider.gguf.header import GgufFile
-from outrider.gguf.tokenizer import read_tokenizer
+from outrider.gguf.tokenizer import doubt, read_tokenizer
 
 IDS_PER_DIGEST = 1024
 DIGEST_BYTES = 8
@@ -29,7 +31,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, place: Path | str) -> Self:
-        """The vocabulary of a GGUF file, or of a folder: its tokenizer.json, added tokens included, or vocabulary.json.
+        """The vocabulary of a GGUF file, or of a folder: its tokenizer's, added tokens included, or vocabulary.json.
 
         A draft needs no tokenizer of its own, only to be told from those that fit other targets. Raises ModelRefused.
         """
@@ -67,6 +69,20 @@ class Vocabulary:
         chunks = {number: _digest(chunk) for number, chunk in groupby(by_id, lambda pair: pair[0] // IDS_PER_DIGEST)}
         return cls(size, tuple(chunks.get(number, 0) for number in range(-(-size // IDS_PER_DIGEST))))
 
+    @classmethod
+    def embedded(cls, tokenizer: Tokenizer, num_rows: int, model: str) -> Self:
+        """The tokens that a model, which is called so, has one of its rows for; others can be in no answer.
+
+        Only added tokens may lie beyond the rows, as an image's or padding does of which the model knows nothing: a
+        prompt that has one is at fault. Raises ModelRefused where others do, because then the tokenizer is another's.
+        """
+        tokens, added = tokenizer.get_vocab(with_added_tokens=True), tokenizer.get_added_tokens_decoder()
+        last = max((token_id for token_id in tokens.values() if token_id not in added), default=-1)
+        if last >= num_rows:
+            message = f"{model}: the tokenizer knows the id {last}, but the model has only {num_rows} rows"
+            raise ModelRefused(message, token_id=last, rows=num_rows)
+        return cls.of((token, token_id) for token, token_id in tokens.items() if token_id < num_rows)
+
     def difference(self, other: "Vocabulary") -> str | None:
         """One sentence about the first difference, or None when the two are the same."""
         if self.size != other.size:
@@ -81,19 +97,32 @@ class Vocabulary:
         return None
 
 
+def misfit(tokenizer: Tokenizer, whole: Vocabulary, model: Vocabulary) -> str | None:
+    """Why the ids of a model do not mean the tokens of a tokenizer; None where they do, as far as it has rows.
+
+    `whole` is the tokenizer's own vocabulary.
+    """
+    if model.size < whole.size:
+        # Where more than added tokens is missing, the sizes tell it.
+        with suppress(ModelRefused):
+            whole = Vocabulary.embedded(tokenizer, model.size, "")
+    return whole.difference(model)
+
+
+def tokenizer_doubt(place: Path | str) -> str | None:
+    """Why a model's texts may be cut into other tokens than it was trained with; None for most. Raises ModelRefused."""
+    gguf = gguf_in(Path(place))
+    return None if gguf is None else doubt(GgufFile.read(gguf))
+
+
 def tokenizer_in(place: Path | str) -> Tokenizer | None:
     """That of a GGUF file or a folder; None of a folder that only states its vocabulary. Raises ModelRefused."""
-    gguf, path = gguf_in(Path(place)), Path(place) / "tokenizer.json"
+    folder, gguf = Path(place), gguf_in(Path(place))
     if gguf is not None:
         return read_tokenizer(GgufFile.read(gguf))
-    if not path.is_file() and (Path(place) / VOCABULARY_FILE).is_file():
+    if not (folder / "tokenizer.json").is_file() and (folder / VOCABULARY_FILE).is_file():
         return None
-    if not path.is_file():
-        raise ModelRefused(f"There is no tokenizer.json in {place}, so nobody can tell whether the pair fits.")
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exceptions for every kind of fault
-        raise ModelRefused(f"{path} cannot be read as a tokenizer: {error}") from error
+    return folder_tokenizer(folder)
 
 
 def _digest(chunk: Iterable[tuple[int, str]]) -> int:

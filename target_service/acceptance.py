@@ -233,7 +233,7 @@ def _decide_alone(
             rows.append(runner.ops.softmax(scores))
         except ValueError as error:
             if not row:
-                return undrawable(len(context.committed), error)
+                return undrawable(runner, logits[row : row + 1], len(context.committed), error)
             rows.append(torch.zeros_like(rows[0]))
             break
     return _walks([draw_input], torch.stack(rows, dim=1))[0]

@@ -96,7 +96,8 @@ class BeamTask:
             try:
                 step = select(rows, scores, self.width, ends, is_last=length >= self.spec.max_len)
             except ValueError as error:
-                return undrawable(length - 1, error)
+                numbers = [behind[beam].start + row for beam, row in found]
+                return undrawable(runner, logits[numbers], length - 1, error)
             steps.append(step)
             best = (step.live or step.ended)[0]
             beam, row = found[best.parent]

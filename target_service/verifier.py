@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.draw import DrawInput
+from outrider.engine.sampling.draw import DrawInput, model_fault
 from outrider.engine.sampling.logprobs import row_logprobs
 from outrider.engine.session import Session
 from outrider.engine.sharing import Pace
@@ -213,24 +213,28 @@ class Verifier:
             if isinstance(task, BeamTask)
         }
         self._runner.finish()
+        outcomes: dict[int, TargetVerdict | OutriderError | None] = dict(steps)
         for number, task in verified.items():
             # At once, chunk by chunk, because the logits of a whole prompt may be larger than the model.
             if rows := result.prefixes[number]:
                 first = len(task.prompt_logprobs) + 1
                 token_ids = task.session.token_ids[first : first + len(rows)]
-                task.prompt_logprobs += self._logprobs(task, result.logits[rows.start : rows.stop], token_ids)
-        outcomes: dict[int, TargetVerdict | OutriderError | None] = dict(steps)
+                try:
+                    task.prompt_logprobs += self._logprobs(task, result.logits[rows.start : rows.stop], token_ids)
+                except ValueError:
+                    outcomes[number] = model_fault(self._runner, first)
         for (number, rows), walk in zip(behind.items(), walks, strict=True):
-            outcomes[number] = (
-                walk
-                if isinstance(walk, OutriderError)
-                else self._verdict(verified[number], walk, result.logits, rows.start)
-            )
+            if number not in outcomes:
+                outcomes[number] = (
+                    walk
+                    if isinstance(walk, OutriderError)
+                    else self._verdict(verified[number], walk, result.logits, rows.start)
+                )
         self._pace.end(result.grants)
         grants = [sum(result.grants[end - len(group) : end]) for end, group in zip(ends, groups, strict=True)]
         return [outcomes.get(end - 1) for end in ends], grants
 
-    def _verdict(self, task: VerifyTask, walk: Walk, logits: Tensor, root: int) -> TargetVerdict:
+    def _verdict(self, task: VerifyTask, walk: Walk, logits: Tensor, root: int) -> TargetVerdict | OutriderError:
         """What a walk commits, with one entry for each token where wanted; the logits of its root are logits[root]."""
         verdict = commit_walk(task.tree, walk, task.spec, len(task.session))
         if task.own_proposal is not None and task.tree:
@@ -239,7 +243,11 @@ class Verifier:
             return verdict
         # Each token follows the row before it, the first one the root; the bonus follows the last accepted row.
         rows = [root + row for row in (0, *verdict.accepted_rows)][: len(verdict.token_ids)]
-        entries = self._logprobs(task, logits[rows], verdict.token_ids)
+        try:
+            entries = self._logprobs(task, logits[rows], verdict.token_ids)
+        except ValueError:
+            # What was drawn has a number; what is beside it, perhaps behind the tokenizer's ids, has none.
+            return model_fault(self._runner, len(task.session))
         return verdict._replace(logprobs=tuple(entries), prompt_logprobs=tuple(task.prompt_logprobs))
 
     def _logprobs(self, task: VerifyTask, logits: Tensor, token_ids: Sequence[int]) -> list[TokenLogprob]:

@@ -174,7 +174,7 @@ async def check_request(
         # What a search adds up are log-probabilities as they are.
         sampling = sampling.model_copy(update={"temperature": 1.0})
     _check_range("sampling.min_tokens", request.sampling.min_tokens, 0, max_tokens)
-    banned = await _banned(request.banned_words, tokenizer)
+    banned = await _banned(request.banned_words, tokenizer, target.vocabulary_size)
     if len(request.cache_salt.encode()) > MAX_SALT_BYTES:
         raise InvalidRequest("cache_salt", request.cache_salt, f"of at most {MAX_SALT_BYTES} bytes in UTF-8")
     salt = salt_of(request.tenant, request.cache_salt)
@@ -381,7 +381,7 @@ def _naming(stops: Sequence[str], eos_token_ids: Iterable[int], tokenizer: Token
     return frozenset(stop for stop in stops if tokenizer.names_special(stop) or any(name in stop for name in ends))
 
 
-async def _banned(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+async def _banned(words: Sequence[str], tokenizer: Tokenizer, vocabulary_size: int) -> tuple[tuple[int, ...], ...]:
     """The usual token sequences of words that must not occur: as they begin a text, and as they go on in one."""
     sequences: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(words):
@@ -389,7 +389,8 @@ async def _banned(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int
             sequence = await tokenizer.encode(text, special=False)
             if len(sequence) > MAX_BANNED_LEN:
                 raise InvalidRequest(f"banned_words.{index}", word, f"of at most {MAX_BANNED_LEN} tokens")
-            if sequence:
+            # What the model has no row for is not said anyway.
+            if sequence and max(sequence) < vocabulary_size:
                 sequences[sequence] = None
     return tuple(sequences)
 
@@ -405,6 +406,10 @@ async def _prompt(request: GenerationRequest, tokenizer: Tokenizer, target: Mode
     if request.text is not None:
         _check_chars(len(request.text), tokenizer, target)
         prompt = await tokenizer.encode(request.text, special=request.add_special_tokens)
+        last = max(prompt, default=0)
+        if last >= target.vocabulary_size:
+            limit = f"of tokens that the model knows: it has no row for the id {last}"
+            raise InvalidRequest("prompt", tokenizer.name(last), limit)
     if not prompt:
         raise InvalidRequest("prompt", request.text if request.text is not None else [], "at least one token long")
     return prompt

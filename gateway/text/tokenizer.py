@@ -10,10 +10,14 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import structlog
+
 from gateway.text.token_pieces import TokenPiece, TokenPieces
 from outrider.grammar import Grammar, GrammarEngine
-from outrider.tokenizer_files import load_tokenizer
-from outrider.vocabulary import Vocabulary
+from outrider.tokenizer_files import find_doubt, load_tokenizer
+from outrider.vocabulary import Vocabulary, misfit
+
+log = structlog.get_logger()
 
 LONG_TEXT = 2_000  # characters; encoding more takes long enough to be felt by other requests
 HUGE_TEXT = 32_000  # characters; longer ones are waited for by each other alone
@@ -40,6 +44,8 @@ class Tokenizer:
         Raises ModelRefused.
         """
         self._tokenizer = load_tokenizer(model)
+        if reason := find_doubt(model):
+            log.warning("tokens may be wrong", model=model, reason=reason)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
@@ -50,6 +56,7 @@ class Tokenizer:
         self._special_starts = {name[:1] for name in self.special_tokens}
         self.longest_token = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
         """Characters of the longest name of a token; a token stands for no more of a text."""
+        self._vocabulary = Vocabulary.of(self._tokenizer.get_vocab(with_added_tokens=True).items())
         self._pieces = TokenPieces(self._tokenizer)
         # One text at a time in each: a character takes some forty bytes meanwhile.
         self._encoder = ThreadPoolExecutor(1, "encoder")
@@ -114,7 +121,11 @@ class Tokenizer:
 
     def vocabulary(self) -> Vocabulary:
         """Which token carries which id, to compare with that of a model."""
-        return Vocabulary.of(self._tokenizer.get_vocab(with_added_tokens=True).items())
+        return self._vocabulary
+
+    def misfit(self, model: Vocabulary) -> str | None:
+        """Why a model's ids do not mean these tokens, in one sentence; None where they do, as far as it has rows."""
+        return misfit(self._tokenizer, self._vocabulary, model)
 
     def detokenizer(self) -> "Detokenizer":
         """A new detokenizer at the beginning of a text."""

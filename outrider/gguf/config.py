@@ -4,6 +4,8 @@ Keys of GGUF carry the architecture's name in front, as in `llama.block_count`; 
 would make other numbers than the families that are served, and cannot be said in those keys, is refused by name.
 """
 
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.errors import ModelRefused, shown
@@ -32,39 +34,51 @@ SCALING = {
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
-# What would change the numbers, with the only value at which it does not.
-NEUTRAL = {
-    "expert_count": 0,
-    "rope.scale_linear": 1.0,
-    "rope.scaling.attn_factor": 1.0,
-    "rope.scaling.yarn_attn_factor": 1.0,
-    "rope.scaling.yarn_ext_factor": 1.0,
-    "rope.scaling.yarn_log_multiplier": 0.0,
-    "attention.clamp_kqv": 0.0,
-    "attention.max_alibi_bias": 0.0,
-    "attention.scale": 0.0,
-    "attention.temperature_length": 0,
-    "attention.temperature_scale": 0.0,
-    "attention.causal": True,
-    "logit_scale": 1.0,
-    "residual_scale": 1.0,
-    "embedding_scale": 1.0,
-    "attn_logit_softcapping": 0.0,
-    "final_logit_softcapping": 0.0,
+# Keys that are looked at one by one.
+LOOKED_AT = ("attention.value_length", "rope.dimension_count", "attention.sliding_window")
+# What would change the numbers, with the only values at which it does not. A factor of 0 is switched off.
+NEUTRAL: Mapping[str, Sequence[float]] = {
+    "expert_count": (0,),
+    "rope.scale_linear": (1.0, 0.0),
+    "rope.scaling.attn_factor": (1.0, 0.0),
+    "rope.scaling.yarn_attn_factor": (1.0, 0.0),
+    "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.scale": (0.0,),
+    "attention.output_scale": (0.0, 1.0),
+    "attention.temperature_length": (0,),
+    "attention.temperature_scale": (0.0,),
+    "attention.causal": (True,),
+    "logit_scale": (1.0, 0.0),
+    "residual_scale": (1.0, 0.0),
+    "embedding_scale": (1.0, 0.0),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
 }
+# What is for nothing here: a number of rows that the embedding has, and what converters and other programs look at.
+NOTHING = (
+    "vocab_size",
+    "tensor_data_layout",
+    "rope.scaling.finetuned",
+    "attention.layer_norm_epsilon",
+    "expert_used_count",
+    "pooling_type",
+    "decoder_start_token_id",
+)
+KNOWN = frozenset((*KEYS.values(), *SCALING.values(), *LOOKED_AT, *NOTHING))
+# Ids that stand for none: -1, and what it becomes where only 32 bits without a sign are written.
+NO_TOKEN = (-1, 2**32 - 1)
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 
 def architecture_of(file: GgufFile) -> str:
-    """`general.architecture`, one of ARCHITECTURES. Raises ModelRefused, also for one part of a split model."""
+    """`general.architecture`, one of ARCHITECTURES. Raises ModelRefused."""
     found = file.metadata.get("general.architecture")
     if not isinstance(found, str) or found not in ARCHITECTURES:
         raise file.refuse("general.architecture", f"is {shown(found)}, but must be one of {', '.join(ARCHITECTURES)}")
-    parts = file.metadata.get("split.count", 0)
-    if parts not in (0, 1):
-        fault = f"is {shown(parts)}, but only whole models are read: join the parts with gguf-split --merge"
-        raise file.refuse("split.count", fault)
     return found
 
 
@@ -85,9 +99,8 @@ def json_config(file: GgufFile) -> dict[str, Any]:
     missing = next((key for key in REQUIRED if key not in config), None)
     if missing is not None:
         raise file.refuse(f"{name}.{KEYS[missing]}", "is missing")
-    for key, neutral in NEUTRAL.items():
-        if key in given and given[key] != neutral:
-            raise file.refuse(f"{name}.{key}", f"is {shown(given[key])}, but only {neutral!r} is served")
+    for key, value in given.items():
+        _check_key(file, name, key, value)
     embedding = file.tensors.get(EMBEDDING)
     if embedding is None:
         raise ModelRefused(f"{file.path} lacks the tensor {EMBEDDING}", file=file.path, tensor=EMBEDDING)
@@ -108,12 +121,25 @@ def json_config(file: GgufFile) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
     }
-    ends = sorted({file.metadata[key] for key in ENDS if type(file.metadata.get(key)) is int})
+    named = {file.metadata[key] for key in ENDS if type(file.metadata.get(key)) is int}
+    ends = sorted(named - set(NO_TOKEN))
     return config | _window(file, name, given, config) | ({"eos_token_id": ends} if ends else {})
+
+
+def _check_key(file: GgufFile, name: str, key: str, value: object) -> None:
+    """Raises ModelRefused for a key that changes the numbers, or may: one that nobody here knows and that is on."""
+    neutral = NEUTRAL.get(key)
+    is_off = not any(value) if isinstance(value, array | list) else not value
+    if key in KNOWN or (is_off if neutral is None else value in neutral):
+        return
+    unknown = "a key that is not known here and may change the numbers"
+    limit = unknown if neutral is None else f"but only {neutral[0]!r} is served"
+    raise file.refuse(f"{name}.{key}", f"is {shown(value)}, {limit}")
 
 
 def _window(file: GgufFile, name: str, given: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     window, key = given.get("attention.sliding_window", 0), f"{name}.attention.sliding_window"
+    window = 0 if window == -1 else window
     if type(window) is not int or window < 0:
         raise file.refuse(key, f"is {shown(window)}, but must be a number of positions")
     context_len = config["max_position_embeddings"]

@@ -1,6 +1,7 @@
 """Which GGUF file a name means: a path, or a hub id with `:FILE.gguf` behind it where its repository has several."""
 
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,6 +11,8 @@ from typing import Any, Self
 from outrider.errors import ModelRefused
 
 SUFFIX, SAFETENSORS = ".gguf", ".safetensors"
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.[A-Za-z]+)")
+MAX_PARTS = 1000
 # Models lie at the top of a repository; Mistral's own format repeats the weights under other names.
 IGNORED = ["consolidated*", "*/*"]
 
@@ -17,11 +20,12 @@ IGNORED = ["consolidated*", "*/*"]
 def gguf_in(path: Path) -> Path | None:
     """The .gguf file that a path names, itself or the only one of a folder without safetensors; None for anything else.
 
-    Raises ModelRefused where a folder has several.
+    Of a split model it is the first part. Raises ModelRefused where a folder has several models.
     """
     # Path's own questions raise where a name is too long for the file system.
     if os.path.isfile(path):
-        return path if path.suffix == SUFFIX else None
+        first = path.with_name(part_names(path.name)[0])
+        return (first if os.path.isfile(first) else path) if is_gguf(path.name) else None
     names = [each.name for each in path.iterdir()] if os.path.isdir(path) else []
     return None if (name := only_gguf(str(path), names)) is None else path / name
 
@@ -29,13 +33,33 @@ def gguf_in(path: Path) -> Path | None:
 def only_gguf(place: str, names: Iterable[str]) -> str | None:
     """The GGUF file among all files of a place, None beside safetensors or without any. Raises ModelRefused."""
     files = sorted(names)
-    found = [name for name in files if name.endswith(SUFFIX)]
+    found = [name for name in files if is_gguf(name)]
     if not found or any(name.endswith(SAFETENSORS) for name in files):
         return None
-    if len(found) > 1:
+    if len({part_names(name)[0] for name in found}) > 1:
         advice = "name one of them by its path, or behind a hub id as in org/name:FILE.gguf"
         raise ModelRefused(f"{place} has several GGUF files ({', '.join(found)}): {advice}", model=place)
     return found[0]
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a file is one by its name, of which capitals are as good."""
+    return name.lower().endswith(SUFFIX)
+
+
+def part_names(name: str) -> list[str]:
+    """The names of all parts of a split model by that of one, NAME-00002-of-00003.gguf; of any other file its own."""
+    part = _PART.fullmatch(name)
+    count = int(part["count"]) if part else 1
+    if part is None or not 0 < int(part["number"]) <= count <= MAX_PARTS:
+        return [name]
+    return [f"{part['stem']}-{number:05d}-of-{part['count']}{part['suffix']}" for number in range(1, count + 1)]
+
+
+def model_stem(path: Path) -> str:
+    """What a model is called by its file: the name without the suffix, and without which part it is."""
+    part = _PART.fullmatch(path.name)
+    return path.stem if part is None else part["stem"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +73,7 @@ class HubName:
     @classmethod
     def parse(cls, name: str) -> Self:
         """Any name has these parts; whether the id can be one is for the hub's library to say."""
-        repository, _, file = name.rpartition(":") if name.endswith(SUFFIX) else (name, "", "")
+        repository, _, file = name.rpartition(":") if is_gguf(name) else (name, "", "")
         model_id, _, revision = (repository or file).partition("@")
         return cls(model_id, revision or None, file if repository and file else None)
 
@@ -66,7 +90,7 @@ def cached_gguf(name: str, snapshot: Callable[..., Any]) -> Path | None:
     Raises ModelRefused where there are several, and what the library raises for an id that is not there.
     """
     hub = HubName.parse(name)
-    patterns = [hub.file] if hub.file else ["*.json"]
+    patterns = part_names(hub.file) if hub.file else ["*.json"]
     folder = Path(snapshot(hub.model_id, revision=hub.revision, allow_patterns=patterns, local_files_only=True))
     return gguf_in(folder / hub.file if hub.file else folder)
 
@@ -76,7 +100,7 @@ def fetch_gguf(name: str, snapshot: Callable[..., Any]) -> Path | None:
 
     None too where the hub does not say what there is. Raises ModelRefused where there are several.
     """
-    hub, weights = HubName.parse(name), [f"*{SUFFIX}", f"*{SAFETENSORS}"]
+    hub, weights = HubName.parse(name), [f"*{SUFFIX}", f"*{SUFFIX.upper()}", f"*{SAFETENSORS}"]
     ask = partial(snapshot, hub.model_id, revision=hub.revision, allow_patterns=weights, ignore_patterns=IGNORED)
     try:
         offered = ask(dry_run=True)
@@ -88,8 +112,9 @@ def fetch_gguf(name: str, snapshot: Callable[..., Any]) -> Path | None:
 
 def fetch_file(hub: HubName, snapshot: Callable[..., Any]) -> Path:
     """The file that is named, downloaded. Raises ModelRefused if there is none, and what the library raises."""
-    file = str(hub.file)
-    found = Path(snapshot(hub.model_id, revision=hub.revision, allow_patterns=[file])) / file
+    names = part_names(str(hub.file))
+    file = names[0]
+    found = Path(snapshot(hub.model_id, revision=hub.revision, allow_patterns=names)) / file
     if not found.is_file():
         message = (
             f"{hub.model_id}:{file} is not downloaded, and the hub does not give it: run `{hub.command}` to see why"

@@ -9,13 +9,16 @@ import math
 import struct
 import sys
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from outrider.errors import ModelRefused, shown
+from outrider.gguf.files import part_names
 
 MAGIC = b"GGUF"
+# What llama.cpp's gguf-split says in each part of a model: which of how many it is, and how many tensors all have.
+NUMBER, COUNT, TOTAL = "split.no", "split.count", "split.tensors.count"
 VERSIONS = (2, 3)
 # Above any model's: vocabularies have some 300,000 tokens, and about as many merges.
 MAX_HEADER_BYTES, MAX_KEYS, MAX_TENSORS, MAX_VALUES = 256 << 20, 1 << 14, 1 << 17, 1 << 22
@@ -74,6 +77,8 @@ class TensorPlace:
     type_id: int
     offset: int
     size: int
+    file: Path
+    """Of a split model one of its parts."""
 
     @property
     def type(self) -> TensorType:
@@ -89,10 +94,50 @@ class GgufFile:
     tensors: dict[str, TensorPlace]
     data_offset: int
     """Where the header ends, as far as tensors are concerned."""
+    parts: tuple[Path, ...] = ()
+    """The files of a split model, in order, or the one file."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises ModelRefused for what is no GGUF file, of another version, truncated, or otherwise unsound."""
+        """With all parts of a split model, by the name of any of them; what it says of itself stands in the first.
+
+        Raises ModelRefused for what is no GGUF file, of another version, truncated, or otherwise unsound, and where
+        parts are missing or of another model.
+        """
+        one = cls._read_file(path)
+        count = one.metadata.get(COUNT, 1)
+        if type(count) is not int or count <= 1:
+            return one
+        names = part_names(path.name)
+        if len(names) != count:
+            fault = (
+                f"is {shown(count)}, but the parts of a split model are called NAME-00001-of-{count:05d}.gguf and so on"
+            )
+            raise one.refuse(COUNT, fault)
+        parts = [path.with_name(name) for name in names]
+        missing = [part.name for part in parts if not part.is_file()]
+        if missing:
+            found = f"it lacks {', '.join(missing[:3])}{' and more' if len(missing) > 3 else ''}"
+            raise ModelRefused(
+                f"{path} is one of {count} parts of a model, and {found}", file=path.with_name(missing[0])
+            )
+        files = [one if part == path else cls._read_file(part) for part in parts]
+        tensors: dict[str, TensorPlace] = {}
+        for number, file in enumerate(files):
+            said = file.metadata.get(NUMBER), file.metadata.get(COUNT)
+            if said != (number, count):
+                raise file.refuse(NUMBER, f"is {shown(said[0])} of {shown(said[1])}, but must be {number} of {count}")
+            twice = next((name for name in file.tensors if name in tensors), None)
+            if twice is not None:
+                raise ModelRefused(f"{file.path} has the tensor {shown(twice)} of another part", file=file.path)
+            tensors |= file.tensors
+        total = files[0].metadata.get(TOTAL, len(tensors))
+        if total != len(tensors):
+            raise files[0].refuse(TOTAL, f"is {shown(total)}, but its parts have {len(tensors)}")
+        return replace(files[0], tensors=tensors, parts=tuple(parts))
+
+    @classmethod
+    def _read_file(cls, path: Path) -> Self:
         try:
             with path.open("rb") as stream:
                 return cls._read(_Cursor(path, stream, path.stat().st_size))
@@ -135,8 +180,10 @@ class GgufFile:
             if start + tensor.size > cursor.size:
                 fault = f"that ends at byte {start + tensor.size:,}, but it has only {cursor.size:,}"
                 raise cursor.refuse(f"is truncated: it has the tensor {shown(tensor.name)} {fault}")
-            tensors[tensor.name] = TensorPlace(tensor.name, tensor.shape, tensor.type_id, start, tensor.size)
-        return cls(cursor.path, metadata, tensors, data_offset)
+            tensors[tensor.name] = TensorPlace(
+                tensor.name, tensor.shape, tensor.type_id, start, tensor.size, cursor.path
+            )
+        return cls(cursor.path, metadata, tensors, data_offset, (cursor.path,))
 
     def refuse(self, key: str, fault: str) -> ModelRefused:
         return ModelRefused(f'{self.path}: "{key}" {fault}', file=self.path, key=key)
@@ -229,4 +276,5 @@ class _Cursor:
         if 0 in shape or shape[-1] % kind.block_len:
             rows = f"rows of a multiple of {kind.block_len} numbers"
             raise self.refuse(f"has the shape {list(shape)} for {what}, but {kind.name} needs {rows}")
-        return TensorPlace(name, shape, type_id, offset, math.prod(shape) // kind.block_len * kind.block_bytes)
+        size = math.prod(shape) // kind.block_len * kind.block_bytes
+        return TensorPlace(name, shape, type_id, offset, size, self.path)

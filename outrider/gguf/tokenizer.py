@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from outrider.errors import ModelRefused, shown
+from outrider.gguf.config import NO_TOKEN
 from outrider.gguf.header import GgufFile
 
 MODEL, PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
@@ -64,6 +65,15 @@ WORDS = {
     "deepseek-r1-qwen": QWEN_2_WORDS,
     "tekken": Words(TEKKEN, whole_words_first=True, begins=True),
 }
+# Where a file does not say how words are cut: tokens that stand under these ids in the vocabulary of one family alone.
+SIGNATURES = {
+    "llama-bpe": {128000: "<|begin_of_text|>", 128001: "<|end_of_text|>"},
+    "qwen2": {151643: "<|endoftext|>", 151644: "<|im_start|>", 151645: "<|im_end|>"},
+    "deepseek-r1-qwen": {151643: "<\uff5cend\u2581of\u2581sentence\uff5c>"},
+    "tekken": {0: "<unk>", 1: "<s>", 2: "</s>", 3: "[INST]", 4: "[/INST]"},
+    "smollm": {0: "<|endoftext|>", 1: "<|im_start|>", 2: "<|im_end|>", 3: "<repo_name>", 5: "<file_sep>"},
+    "gpt-2": {220: "\u0120", 256: "\u0120t", 257: "\u0120a", 50256: "<|endoftext|>"},
+}
 # Names of special tokens in templates, and the file's; "seperator" is how the format spells it.
 SPECIAL = {
     "bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "cls": "cls", "mask": "mask",
@@ -101,6 +111,31 @@ def read_tokenizer(file: GgufFile) -> Tokenizer:
     return tokenizer
 
 
+def doubt(file: GgufFile) -> str | None:
+    """Why texts may be cut into other tokens than the model was trained with, in one sentence; None of a file that
+    says how they are cut, and of one whose vocabulary tells it.
+    """
+    if file.metadata.get(MODEL) != "gpt2" or _words_name(file) is not None:
+        return None
+    known = ", ".join(WORDS)
+    return (
+        f'{file.path} does not say in "{PRE}" how words are cut, and its vocabulary is of no family that is known, so '
+        f"they are cut as GPT-2 does and answers may be worse: write one of {known} there with gguf_new_metadata"
+    )
+
+
+def _words_name(file: GgufFile) -> object:
+    """What `tokenizer.ggml.pre` says or, without that, whose vocabulary it is; None for nobody's."""
+    name = file.metadata.get(PRE, "default")
+    if name != "default":
+        return name
+    tokens = _strings(file, TOKENS)
+    return next(
+        (name for name, known in SIGNATURES.items() if all(tokens[each : each + 1] == [known[each]] for each in known)),
+        None,
+    )
+
+
 def special_tokens(file: GgufFile) -> dict[str, str]:
     """Texts of special tokens by the names that chat templates know, like bos_token. Raises ModelRefused."""
     tokens, _ = _tokens(file)
@@ -120,7 +155,7 @@ def chat_templates(file: GgufFile) -> dict[str, str]:
 
 def _byte_level(file: GgufFile, vocabulary: Mapping[str, int]) -> tuple[Tokenizer, bool]:
     """Also whether a text begins with the bos token where the file does not say."""
-    name = file.metadata.get(PRE, "default")
+    name = _words_name(file) or "default"
     if not isinstance(name, str) or name not in WORDS:
         raise file.refuse(PRE, f"is {shown(name)}, a pre-tokenizer that is not known; there are {', '.join(WORDS)}")
     words = WORDS[name]
@@ -211,6 +246,8 @@ def _strings(file: GgufFile, key: str) -> list[str]:
 
 def _special_id(file: GgufFile, key: str, tokens: list[str]) -> int | None:
     found = file.metadata.get(key)
+    if type(found) is int and found in NO_TOKEN:
+        return None
     if found is not None and (type(found) is not int or not 0 <= found < len(tokens)):
         raise file.refuse(key, f"is {shown(found)}, but must be the id of one of {len(tokens)} tokens")
     return found

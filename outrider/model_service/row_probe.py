@@ -16,6 +16,7 @@ from torch import Tensor
 from outrider.engine.batching import Feed
 from outrider.engine.ops.library import load_kernels, processor_levels
 from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling.draw import are_numbers, model_fault
 from outrider.model_service.server import load_model
 from outrider.model_service.settings import MAX_THREADS, Dtype, ModelServiceSettings
 from outrider.process import telemetry
@@ -94,10 +95,16 @@ def token_ids(runner: ModelRunner, count: int, start: int) -> tuple[int, ...]:
 def together(
     runner: ModelRunner, pairs: Sequence[tuple[Sequence[int], TokenTree]], *, wants_prefix: bool = False
 ) -> list[Tensor]:
-    """Logits [rows, V] of each prompt with its proposal, all in one forward; those of the whole prompt when wanted."""
+    """Logits [rows, V] of each prompt with its proposal, all in one forward; those of the whole prompt when wanted.
+
+    Raises ModelFault.
+    """
     sessions = [runner.open(prompt, 1) for prompt, _ in pairs]
     feeds = [Feed(each, tree, wants_prefix) for each, (_, tree) in zip(sessions, pairs, strict=True)]
     result = runner.forward(feeds)
+    if not are_numbers(result.logits[:, : runner.vocabulary_size]):
+        # They would differ from themselves.
+        raise model_fault(runner, max(map(len, sessions)))
     rows = [
         torch.cat([result.logits[prefix.start : prefix.stop], result.logits[own.start : own.stop]])
         for prefix, own in zip(result.prefixes, result.ranges, strict=True)

@@ -17,7 +17,7 @@ from outrider.ends import find_ends, told
 from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
-from outrider.errors import NotReady, OutriderError
+from outrider.errors import ModelRefused, NotReady, OutriderError
 from outrider.grammar import GrammarEngine
 from outrider.model_service.link import LinkServicer
 from outrider.model_service.metrics import ServiceMetrics
@@ -29,7 +29,7 @@ from outrider.process.metrics import LoopTasks, RunningMetrics, serve_metrics
 from outrider.process.run import exit_now
 from outrider.rpc import channels
 from outrider.rpc.fencing import ComputeTimes
-from outrider.vocabulary import Vocabulary, tokenizer_in
+from outrider.vocabulary import Vocabulary, tokenizer_doubt, tokenizer_in
 
 log = structlog.get_logger()
 
@@ -104,11 +104,17 @@ def load_model(settings: ModelServiceSettings) -> LoadedModel:
     checkpoint = find_checkpoint(settings.model)
     tokenizer = tokenizer_in(checkpoint.folder)
     # Read once: a large one takes half a second.
+    num_rows = checkpoint.config.vocab_size
     vocabulary = (
         Vocabulary.read(checkpoint.folder)
         if tokenizer is None
-        else Vocabulary.of(tokenizer.get_vocab(with_added_tokens=True).items())
+        else Vocabulary.embedded(tokenizer, num_rows, checkpoint.name)
     )
+    # A model that is made has ends without a file that says so.
+    made = {token_id: ("the model",) for token_id in checkpoint.config.eos_token_ids}
+    ends = _sayable(made | find_ends(checkpoint.folder, tokenizer), vocabulary.size, checkpoint.name)
+    if tokenizer is not None and (reason := tokenizer_doubt(checkpoint.folder)):
+        log.warning("tokens may be wrong", model=checkpoint.name, reason=reason)
     runner = ModelRunner.load(
         checkpoint,
         device=settings.device,
@@ -117,16 +123,28 @@ def load_model(settings: ModelServiceSettings) -> LoadedModel:
         kv_tokens=settings.kv_tokens,
         vocabulary_size=vocabulary.size,
     )
-    ends = find_ends(checkpoint.folder, tokenizer)
     grammars = None
     if tokenizer is not None:
         try:
-            grammars = GrammarEngine(tokenizer.to_str(), vocabulary.size, ends)
+            # Of the whole tokenizer: what the model has no row for is never said, whatever a grammar allows.
+            size = Vocabulary.of(tokenizer.get_vocab(with_added_tokens=True).items()).size
+            grammars = GrammarEngine(tokenizer.to_str(), size, ends.keys())
         except ValueError as error:
             log.warning("no grammars can be served", model=runner.identity.model_name, reason=str(error))
     log.info("model loaded", model=runner.identity.model_name, numerics_id=runner.numerics_id, threads=settings.threads)
     log.info("ends of answers", tokens={told(token_id, tokenizer): list(places) for token_id, places in ends.items()})
     return LoadedModel(runner, vocabulary, grammars, frozenset(ends))
+
+
+def _sayable(ends: Mapping[int, tuple[str, ...]], vocabulary_size: int, model_name: str) -> dict[int, tuple[str, ...]]:
+    """The ends that a model can say; raises ModelRefused where it can say none of several, and warns of each other."""
+    never = sorted(each for each in ends if each >= vocabulary_size)
+    if never:
+        message = f"{model_name} ends with the token ids {never}, but it can say only those below {vocabulary_size}"
+        if len(never) == len(ends):
+            raise ModelRefused(message, eos_token_ids=never, vocabulary_size=vocabulary_size)
+        log.warning("ends that are never said", model=model_name, reason=message)
+    return {token_id: places for token_id, places in ends.items() if token_id < vocabulary_size}
 
 
 async def load_model_aside(settings: ModelServiceSettings) -> LoadedModel:
@@ -152,7 +170,7 @@ def describe(role: str, model: LoadedModel) -> ServiceFacts:
         context_len=runner.context_len,
         vocabulary_size=runner.vocabulary_size,
         vocabulary_digests=model.vocabulary.digests,
-        eos_token_ids=runner.config.eos_token_ids | model.ends,
+        eos_token_ids=model.ends,
         block_size=runner.pool.block_size,
         block_count=runner.pool.num_blocks,
         grammars=model.grammars,

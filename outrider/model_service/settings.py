@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.gguf.files import SUFFIX
+from outrider.gguf.files import SUFFIX, is_gguf
 from outrider.model_names import parse, parse_simulated
 from outrider.process.options import Setting, above, addresses, listed, within
 from outrider.process.run import ProcessSettings
@@ -36,7 +36,7 @@ def check_model(option: str, model: str, role: str = "target") -> str:
     path = Path(os.path.expanduser(model))
     # And os.path finds nothing under a name that is too long, where Path raises.
     looks_like_path = path.is_absolute() or model.startswith((".", "~")) or os.path.exists(path)
-    is_place = os.path.isdir(path) or (path.suffix == SUFFIX and os.path.isfile(path))
+    is_place = os.path.isdir(path) or (is_gguf(path.name) and os.path.isfile(path))
     if not model or (looks_like_path and not is_place):
         limit = f"a folder, a {SUFFIX} file or the id of a model on the hub"
         raise ModelRefused(f"{option} is {model!r}, but must be {limit}", model=model)

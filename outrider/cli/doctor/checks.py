@@ -8,7 +8,7 @@ import ssl
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ END_PROBE_FIX = "Run `python -m gateway.end_probe --model PLACE` to see all of w
 END_FIX = "Send what ends an answer as `stop`, or name its token as eos_token_id in generation_config.json."
 TLS_FIX = "Give --tls-ca, and --tls-cert with --tls-key, as the gateway needs them; new certificates: `outrider certs`."
 PROMPT = "Once upon a time there was a"
+QUESTION, ASKED_TOKENS = "What is the capital of France?", 32
 # With 4 guesses a round gives at most 5 tokens, so there are at least two.
 MAX_TOKENS, DRAFT_COUNT, MIN_ROUNDS = 16, 4, 2
 ANSWER_TIMEOUT_S = 120.0
@@ -328,7 +329,10 @@ def rest_finding(address: str, status: Mapping[str, Any] | None, own_version: st
 
 
 async def self_test(address: str, api_key: str | None = None, *, has_draft: bool, tls: Tls | None = None) -> Finding:
-    """Sends a gateway one request with and without speculation. `has_draft` says whether a draft is to take part."""
+    """Sends a gateway one request with and without speculation, and a question as a user asks it, without a setting.
+
+    `has_draft` says whether a draft is to take part.
+    """
     options = (Speculation(draft_count=DRAFT_COUNT), Speculation(enabled=False))
     samples: list[Sample] = []
     try:
@@ -338,6 +342,9 @@ async def self_test(address: str, api_key: str | None = None, *, has_draft: bool
                     PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True, seed=7, temperature=0.8, speculation=speculation
                 )
                 samples += (await stream.result()).samples
+            [asked] = (
+                await client.chat([{"role": "user", "content": QUESTION}], max_tokens=ASKED_TOKENS).result()
+            ).samples
     except OutriderError as error:
         if error.exit_code == UNAVAILABLE:
             fix = "Start a stack with `outrider up`, or look into its log."
@@ -345,7 +352,17 @@ async def self_test(address: str, api_key: str | None = None, *, has_draft: bool
             fix = "Follow that sentence; the checks above may say more."
         return failed(SELF_TEST, error.message, fix, error.exit_code)
     speculative, plain = samples
-    return compare_answers(speculative, plain, has_draft=has_draft)
+    return with_answer(compare_answers(speculative, plain, has_draft=has_draft), asked)
+
+
+def with_answer(finding: Finding, asked: Sample) -> Finding:
+    """A finding with what was answered to the question, and a warning where that is nothing to read."""
+    text = " ".join(asked.text.split())
+    said = f"{finding.sentence} Asked {QUESTION!r} with its own settings, the model answers {text!r}."
+    if text or finding.exit_code:
+        return replace(finding, sentence=said)
+    fix = "Look at what ends an answer and at the chat template in the model's files."
+    return warning(finding.check, said, fix)
 
 
 def compare_answers(speculative: Sample, plain: Sample, *, has_draft: bool) -> Finding:

@@ -12,14 +12,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from outrider.cli.doctor.report import Finding, failed, gibibytes, ok, skipped, warning
 from outrider.cli.local_stack import Stack
 from outrider.errors import ModelRefused
 from outrider.gguf.config import json_config
-from outrider.gguf.files import HubName, cached_gguf, gguf_in
+from outrider.gguf.files import HubName, cached_gguf, gguf_in, model_stem
 from outrider.gguf.header import GgufFile
 from outrider.model_names import CONTEXT_LEN, SIM_CONTEXT_LEN, SimulatedModel, parse, parse_simulated, tokenizer_source
-from outrider.vocabulary import Vocabulary
+from outrider.vocabulary import Vocabulary, misfit, tokenizer_doubt, tokenizer_in
 
 VOCABULARY, MEMORY = "vocabulary", "memory"
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -43,6 +45,8 @@ class ModelFiles:
     context_len: int
     key_value_width: int
     vocabulary: Vocabulary
+    tokenizer: Tokenizer | None = None
+    """None for a draft that only states its vocabulary."""
     simulated: SimulatedModel | None = None
 
 
@@ -63,6 +67,8 @@ def check_pair(stack: Stack) -> tuple[list[Finding], list[str]]:
             findings.append(failed(f"{role} model", error.message, f"Name another model with --{role}."))
             continue
         findings.append(check_model(role, model, files, dtypes[role]))
+        if files and (reason := tokenizer_doubt(files.folder)):
+            findings.append(warning(f"{role} model", f"{reason}.", "Convert the model again with a later converter."))
         if files:
             found[role] = files
         elif model:
@@ -106,9 +112,11 @@ def read_model(role: str, model: str) -> ModelFiles | None:
     if simulated is not None:
         count, context_len, stored_dtype = simulated.parameter_count, SIM_CONTEXT_LEN, "bfloat16"
     known = simulated or sized
-    local_name = given.stem if given.is_file() else (given.resolve() if given.is_dir() else given).name
+    local_name = model_stem(given) if given.is_file() else (given.resolve() if given.is_dir() else given).name
     name = known.name if known else local_name
-    return ModelFiles(name, folder, count, stored_dtype, context_len, width, Vocabulary.read(folder), simulated)
+    tokenizer, num_rows = tokenizer_in(folder), _positive(config, "vocab_size", 0)
+    vocabulary = Vocabulary.read(folder) if tokenizer is None else Vocabulary.embedded(tokenizer, num_rows, name)
+    return ModelFiles(name, folder, count, stored_dtype, context_len, width, vocabulary, tokenizer, simulated)
 
 
 def place_of(model: str) -> Path | None:
@@ -170,7 +178,11 @@ def download_fix(names: Sequence[str]) -> str:
 
 def check_fit(target: ModelFiles, draft: ModelFiles) -> list[Finding]:
     """Whether ids mean the same tokens to both, and how far the draft can read."""
-    difference = target.vocabulary.difference(draft.vocabulary)
+    if target.tokenizer is None:
+        difference = target.vocabulary.difference(draft.vocabulary)
+    else:
+        whole = Vocabulary.of(target.tokenizer.get_vocab(with_added_tokens=True).items())
+        difference = misfit(target.tokenizer, whole, draft.vocabulary)
     if difference is not None:
         fix = "Name a draft with the target's tokenizer with --draft, or leave it out with --no-draft."
         return [failed(VOCABULARY, difference, fix)]

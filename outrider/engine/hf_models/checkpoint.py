@@ -8,6 +8,7 @@ from typing import Self
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -27,7 +28,15 @@ from outrider.engine.hf_models.config import (
 )
 from outrider.engine.hf_models.decoder import HfDecoder
 from outrider.engine.models.config import DecoderFacts, JsonKeys, read_eos_token_ids, read_json
-from outrider.engine.models.weights import Shapes, StoredTensor, check_tensors, model_hash, stored_tensors, weight_files
+from outrider.engine.models.weights import (
+    Shapes,
+    StoredTensor,
+    check_numbers,
+    check_tensors,
+    model_hash,
+    stored_tensors,
+    weight_files,
+)
 from outrider.engine.ops import Ops
 from outrider.errors import ModelRefused
 
@@ -156,9 +165,19 @@ def load(
 ) -> PreTrainedModel:
     """The model with its numbers: matrices in the placement's type, vectors in float32. stored has been checked."""
     device, dtype, ops = placement
+    files = weight_files(folder)
+    # Parts without an index are found here, and transformers does not look for them.
+    is_found = len(files) == 1 or (folder / "model.safetensors.index.json").is_file()
+    state = None if is_found else {name: tensor for file in files for name, tensor in load_file(file).items()}
     try:
         model, report = kind.from_pretrained(
-            folder, config=config, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+            folder if is_found else None,
+            config=config,
+            state_dict=state,
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
         )
     except (ValueError, TypeError, AttributeError, KeyError, OSError) as error:  # it reads generation_config.json too
         raise ModelRefused(f"{folder} is refused by {PACKAGE}: {first_line(error)}", folder=folder) from error
@@ -173,10 +192,11 @@ def load(
         if len(found.shape) == 1 and found.dtype != "BF16" and name in tensors:
             with safe_open(found.file, framework="pt") as file:
                 tensors[name].data = file.get_tensor(found.name).float()
-    for tensor in (*model.parameters(), *model.buffers()):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         kept = torch.float32 if tensor.ndim == 1 and tensor.is_floating_point() else tensor.dtype
         # Always a copy: the file's memory is mapped, unaligned, and changes if someone overwrites it.
         copied = tensor.detach().to(device=device, dtype=kept, copy=True)
+        check_numbers(folder, name, copied)
         tensor.data = ops.stack([copied]) if copied.ndim > 1 else copied
     loaded: PreTrainedModel = model.to(device).eval().requires_grad_(requires_grad=False)
     return loaded

@@ -65,6 +65,10 @@ def read_configuration(folder: Path) -> PretrainedConfig:
     config._experts_implementation = NAME
     # A file may ask for tuples, and the decoder reads a field.
     config.return_dict = True
+    pad, num_rows = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
+    if isinstance(pad, int) and isinstance(num_rows, int) and not 0 <= pad < num_rows:
+        # Nothing is ever filled up here, and some classes are not made with an id that has no row.
+        config.pad_token_id = None
     for rope in _ropes(config):
         # Up to max_position_embeddings a "dynamic" embedding is the default one, and it asks the device every forward.
         if rope.get("rope_type") == "dynamic":

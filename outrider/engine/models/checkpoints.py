@@ -20,6 +20,7 @@ from outrider.engine.models.sized import sized_hash, widen, widened
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import expected_shapes, load_tensors, model_hash, resolve
 from outrider.engine.ops import Ops
+from outrider.gguf.files import model_stem
 from outrider.gguf.header import GgufFile
 from outrider.model_names import Shape, parse, parse_simulated, tokenizer_source
 
@@ -124,7 +125,7 @@ def find_checkpoint(model: str) -> Checkpoint:
         return SizedCheckpoint.of(sized.name, Path(tokenizer_source(model)), sized.shape, sized.seed)
     folder, given = resolve(model), Path(model).expanduser()
     # A file's suffix says nothing that a reader of logs would miss.
-    own_name = given.stem if given.is_file() else given.resolve().name
+    own_name = model_stem(given) if given.is_file() else given.resolve().name
     name = own_name if os.path.exists(given) else model.rsplit("/", 1)[-1]
     if folder.is_file():
         return GgufCheckpoint.of(name, folder)

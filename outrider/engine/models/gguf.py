@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.engine.models.config import JsonKeys, ModelConfig, eos_token_ids_in
 from outrider.engine.models.rope import DividedRope, Rope
-from outrider.engine.models.weights import expected_shapes
+from outrider.engine.models.weights import check_numbers, expected_shapes
 from outrider.errors import ModelRefused
 from outrider.gguf.config import architecture_of, json_config, spelled
 from outrider.gguf.header import GgufFile, TensorPlace
@@ -77,23 +77,27 @@ def load_gguf(file: GgufFile, config: ModelConfig, device: torch.device, dtype: 
     progress when it is a terminal.
     """
     console, tensors, is_permuted = Console(stderr=True), dict[str, Tensor](), architecture_of(file) == "llama"
-    data = np.memmap(file.path, np.uint8, "r")
+    data = {part: np.memmap(part, np.uint8, "r") for part in {place.file for place in file.tensors.values()}}
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         names = list(expected_shapes(config))
         for name in progress.track(names, description=f"Loading {file.path.name}"):
             place = file.tensors[_gguf_name(name)]
-            tensor = _widened(data, place, dtype if len(place.shape) > 1 else torch.float32)
+            tensor = _widened(data[place.file], place, dtype if len(place.shape) > 1 else torch.float32)
             heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2], 0)
             if heads and is_permuted:
                 halves = tensor.view(heads, config.head_dim // 2, 2, -1)
                 tensor = halves.transpose(1, 2).reshape(tensor.shape)
+            check_numbers(place.file, place.name, tensor)
             tensors[name] = tensor.to(device)
     return tensors
 
 
 def gguf_hash(file: GgufFile) -> str:
-    """Thirty-two hexadecimal digits that name a model: BLAKE3 over the whole file, whatever its name."""
-    return blake3(max_threads=blake3.AUTO).update_mmap(file.path).hexdigest()[:32]
+    """Thirty-two hexadecimal digits that name a model: BLAKE3 over the file or its parts, whatever their names."""
+    digest = blake3(max_threads=blake3.AUTO)
+    for part in file.parts:
+        digest.update_mmap(part)
+    return digest.hexdigest()[:32]
 
 
 def _widened(data: "np.memmap[tuple[int, ...], np.dtype[np.uint8]]", place: TensorPlace, dtype: torch.dtype) -> Tensor:
@@ -120,7 +124,7 @@ def _divided(file: GgufFile, place: TensorPlace, config: ModelConfig) -> Divided
         raise _refuse(file, ROPE_FACTORS, "stands beside a scaling of the rotary embedding, and only one can be meant")
     if place.shape != (config.head_dim // 2,):
         raise _refuse(file, ROPE_FACTORS, f"has the shape {list(place.shape)}, but must have [{config.head_dim // 2}]")
-    factors = _widened(np.memmap(file.path, np.uint8, "r"), place, torch.float32).tolist()
+    factors = _widened(np.memmap(place.file, np.uint8, "r"), place, torch.float32).tolist()
     wrong = next((factor for factor in factors if not 1 <= factor <= MAX_DIVISOR), None)
     if wrong is not None:
         raise _refuse(file, ROPE_FACTORS, f"holds {wrong:g}, but a factor must be from 1 to {MAX_DIVISOR:g}")

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from outrider.engine.models.config import FAMILIES, JsonKeys, ModelConfig, read_json
 from outrider.errors import ModelRefused, NotReady
-from outrider.gguf.files import IGNORED, HubName, cached_gguf, fetch_file, fetch_gguf, gguf_in
+from outrider.gguf.files import IGNORED, HubName, cached_gguf, fetch_file, fetch_gguf, gguf_in, part_names
 
 # How weights are kept in memory, and the type in which they are read for that.
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.bfloat16, "int4": torch.bfloat16}
@@ -113,27 +113,45 @@ def _snapshot(hub: HubName, local_files_only: bool) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model, one or as many as its index names, in name order; raises ModelRefused."""
+    """The safetensors files of a model, one or as many as its index names, in name order; raises ModelRefused.
+
+    Without an index they are the parts that call themselves parts of one model.
+    """
     index = folder / "model.safetensors.index.json"
+    shards = sorted(path.name for path in folder.glob("model-*-of-*.safetensors"))
     # As in transformers the single file goes first where a folder has both; hf_models must not read another one.
-    if index.exists() and not (folder / "model.safetensors").is_file():
-        keys = JsonKeys(index, read_json(index))
-        weight_map = keys.values.get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise keys.refuse("weight_map", "must map tensor names to files")
-        names = sorted({str(name) for name in weight_map.values()})
-        # A name with a path could point anywhere on the machine.
-        stray = next((name for name in names if Path(name).name != name or not name.endswith(".safetensors")), None)
-        if stray is not None:
-            raise keys.refuse("weight_map", f"names {stray!r}, which is not a safetensors file of this folder")
-    else:
+    if (folder / "model.safetensors").is_file() or not (index.exists() or shards):
         names = ["model.safetensors"]
+    elif index.exists():
+        names = _names_in(index)
+    else:
+        names = part_names(shards[0])
+        # Another number of parts is another model's, or what is left of an earlier one.
+        stray = next((name for name in shards if name not in names), None)
+        if stray is not None:
+            message = f"{folder} has {shards[0]} and {stray}, but no {index.name} that says which are the model's"
+            raise ModelRefused(message, file=index)
     missing = next((name for name in names if not (folder / name).is_file()), None)
     if missing is not None:
         pickled = any(path.suffix in (".bin", ".pt", ".pth") for path in folder.iterdir())
         reason = ", and pickled weights are not loaded because they can run code" if pickled else ""
+        others = sorted(path.name for path in folder.glob("*.safetensors"))
+        reason = f"; what it has is {', '.join(others[:3])}" if others and not reason else reason
         raise ModelRefused(f"{folder} has no {missing}{reason}", file=folder / missing)
     return [folder / name for name in names]
+
+
+def _names_in(index: Path) -> list[str]:
+    keys = JsonKeys(index, read_json(index))
+    weight_map = keys.values.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise keys.refuse("weight_map", "must map tensor names to files")
+    names = sorted({str(name) for name in weight_map.values()})
+    # A name with a path could point anywhere on the machine.
+    stray = next((name for name in names if Path(name).name != name or not name.endswith(".safetensors")), None)
+    if stray is not None:
+        raise keys.refuse("weight_map", f"names {stray!r}, which is not a safetensors file of this folder")
+    return names
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -261,7 +279,17 @@ def read_tensors(
                     kept = dtype if tensor.ndim > 1 else torch.float32
                     kept = kept if tensor.is_floating_point() else torch.int64
                     tensors[name] = tensor.to(device=device, dtype=kept, copy=True)
+                    check_numbers(file, stored[name].name, tensors[name])
     return tensors
+
+
+def check_numbers(file: Path, name: str, tensor: Tensor) -> None:
+    """Raises ModelRefused for NaN and infinity, also where a number of the file is too large for its type in memory."""
+    # NaN goes into both.
+    low, high = torch.aminmax(tensor)
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        found = f"NaN or infinity as {str(tensor.dtype).removeprefix('torch.')}"
+        raise ModelRefused(f"{file}: {name} holds {found}, so nothing can be computed with it", file=file, tensor=name)
 
 
 @contextmanager
@@ -280,7 +308,8 @@ def unchanged(place: Path) -> Iterator[None]:
 
 def _stamps(place: Path) -> dict[Path, tuple[int, int, int, int]]:
     """What tells a file, where it lies, from another or later one: device, inode, size and time."""
-    files = [place] if place.is_file() else [each for kind in ("*.json", "*.safetensors") for each in place.glob(kind)]
+    parts = [place.with_name(name) for name in part_names(place.name)]
+    files = parts if place.is_file() else [each for kind in ("*.json", "*.safetensors") for each in place.glob(kind)]
     found = {}
     for file in files:
         # One that has gone meanwhile, or is a link to nothing, is not there.

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 
@@ -18,9 +19,11 @@ from outrider.engine.noise import Keys, first_uniforms, token_keys
 from outrider.engine.ops.temperature import apply_temperature, argmax_mask
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.transforms import RowContext, divisor, mask, transform
-from outrider.errors import NoTokenLeft, OutriderError
+from outrider.errors import ModelFault, NoTokenLeft, OutriderError
 from outrider.grammar import Bits, is_end_only
 from outrider.parameters import SessionSpec
+
+log = structlog.get_logger()
 
 
 class DrawInput(NamedTuple):
@@ -168,9 +171,31 @@ def key_column(runner: ModelRunner, keys: Sequence[int] | Keys) -> Tensor:
     return torch.from_numpy(np.asarray(keys, dtype=np.int64)).to(runner.device)
 
 
-def undrawable(prefix_len: int, cause: ValueError) -> NoTokenLeft:
-    """The error of a session that has no token to draw behind its committed ones."""
+def undrawable(runner: ModelRunner, logits: Tensor, prefix_len: int, cause: ValueError) -> OutriderError:
+    """The error of a session that has no token to draw behind its committed ones, from the model's rows [R, V] there.
+
+    A request can forbid every token, but it cannot make a model compute NaN or infinity: that is a ModelFault.
+    """
+    if not are_numbers(logits[:, : runner.vocabulary_size]):
+        return model_fault(runner, prefix_len)
     return NoTokenLeft(f"no token can be drawn behind {prefix_len} tokens: {cause}")
+
+
+def are_numbers(logits: Tensor) -> bool:
+    """Whether every row [R, V] is one that something can be drawn from: a finite number in it, no NaN and no +inf."""
+    # The greatest of a row carries NaN along.
+    return bool(torch.isfinite(logits.amax(dim=-1)).all())
+
+
+def model_fault(runner: ModelRunner, prefix_len: int) -> ModelFault:
+    """The error of a session behind whose first `prefix_len` tokens the model computed no numbers, which is logged."""
+    name, dtype = runner.identity.model_name, runner.identity.dtype
+    log.error("the model computed no numbers", model=name, dtype=dtype, num_tokens=prefix_len)
+    return ModelFault(
+        f"the model {name} computed NaN or infinity in {dtype} behind {prefix_len} tokens, so no token can be drawn",
+        model=name,
+        dtype=dtype,
+    )
 
 
 def _draw_group(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput], plain: bool) -> list[Drawn]:
@@ -198,7 +223,7 @@ def _draw_alone(runner: ModelRunner, logits: Tensor, draw_input: DrawInput) -> D
             drawn += _draw(runner, logits[row : row + 1], [context], [int(key)])
         except ValueError as error:
             if not row:
-                return undrawable(len(context.committed), error)
+                return undrawable(runner, logits[row : row + 1], len(context.committed), error)
             drawn.append(UNDRAWN)
     return drawn
 

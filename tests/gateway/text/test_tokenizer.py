@@ -153,7 +153,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
     """A file that is no tokenizer is refused as well."""
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelRefused, match="can be read"):
+    with pytest.raises(ModelRefused, match="cannot be read as a tokenizer"):
         Tokenizer(str(tmp_path))
 
 

@@ -27,6 +27,7 @@ from outrider.cli.doctor.checks import (
     rest_text,
     self_test,
     who_answers,
+    with_answer,
 )
 from outrider.cli.doctor.report import Finding, Report, Status, exit_code, failed, ok, skipped, summary, warning
 from outrider.client import GeneratedToken, Origin, Result, Round, SpeculationFigures
@@ -50,11 +51,11 @@ def free_port() -> Iterator[int]:
         yield held.getsockname()[1]
 
 
-def answered(*token_ids: int, rounds: int = 4, drafted: int = 8) -> Sample:
+def answered(*token_ids: int, rounds: int = 4, drafted: int = 8, text: str = "") -> Sample:
     """An answer with invented figures."""
     figures = SpeculationFigures(rounds, drafted, 3, 0.5, 0.4, 1.7, 0)
     tokens = tuple(GeneratedToken(token_id, Origin.PLAIN, "") for token_id in token_ids)
-    return Sample((Round(tokens, ""),), Result("", "length", 7, 3, 5, figures, 1, 2, "0123456789abcdef", ("cpu-x",)))
+    return Sample((Round(tokens, text),), Result("", "length", 7, 3, 5, figures, 1, 2, "0123456789abcdef", ("cpu-x",)))
 
 
 def reported(*, as_json: bool) -> str:
@@ -101,6 +102,17 @@ def test_the_self_test_demands_equal_ids(speculative: Sample, plain: Sample, sta
     """Two rounds at least, and a draft that takes part."""
     finding = compare_answers(speculative, plain, has_draft=True)
     assert (finding.status, finding.exit_code) == (status, code)
+
+
+def test_an_answer_without_a_word_is_a_warning() -> None:
+    """And what was answered is told."""
+    finding = with_answer(ok("self test", "Equal."), answered(1, text="Paris\n it is."))
+    assert (finding.status, finding.sentence) == (
+        Status.OK,
+        "Equal. Asked 'What is the capital of France?' with its own settings, the model answers 'Paris it is.'.",
+    )
+    assert with_answer(ok("self test", "Equal."), answered(1)).status is Status.WARNING
+    assert with_answer(failed("self test", "Unequal.", "", 70), answered(1)).exit_code == 70
 
 
 async def test_a_self_test_without_an_answer_keeps_its_code(free_port: int) -> None:
@@ -205,6 +217,7 @@ async def test_a_running_gateway_passes(stack: RunningStack) -> None:
         ("REST", Status.OK),
         ("self test", Status.OK),
     ]
+    assert "Asked 'What is the capital of France?' with its own settings, the model answers" in found[-1].sentence
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -176,7 +176,7 @@ def naming(name: str) -> Callable[[Metadata, Tensors], object]:
 NORM = "blk.1.attn_norm.weight"
 CONTENTS: dict[str, tuple[Callable[[Metadata, Tensors], object], str]] = {
     "mamba": (naming("mamba"), "\"general.architecture\" is 'mamba', but must be one of llama, qwen2, qwen3"),
-    "a part": (lambda metadata, _: metadata.update({"split.count": 3}), '"split.count" is 3, but only whole models'),
+    "a part": (lambda metadata, _: metadata.update({"split.count": 3}), '"split.count" is 3, but the parts of a'),
     "no size": (without("llama.embedding_length"), '"llama.embedding_length" is missing'),
     "text for size": (having(block_count="two"), "\"llama.block_count\" is 'two', but must be an integer"),
     "no heads": (having(attention__head_count=0), '"llama.attention.head_count" is 0, but must be an integer of'),

@@ -9,14 +9,20 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from support.models.tiny_gguf import F32, tokenizer_of, write_parts
-from support.models.tiny_models import TARGET
+from structlog.testing import capture_logs
+from support.models.tiny_gguf import F32, tokenizer_of, write_gguf, write_parts
+from support.models.tiny_models import TARGET, write_tiny_model
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from bench.common import OPENINGS
+from gateway.text.tokenizer import Tokenizer as GatewayTokenizer
+from outrider.cli.doctor.models import check_pair
+from outrider.cli.local_stack import Stack
 from outrider.gguf.header import GgufFile
-from outrider.gguf.tokenizer import SPACE, chat_templates, read_tokenizer, special_tokens
+from outrider.gguf.tokenizer import SIGNATURES, SPACE, chat_templates, doubt, read_tokenizer, special_tokens
+from outrider.model_service.server import load_model
+from outrider.model_service.settings import ModelServiceSettings
 
 TEXTS = (
     *OPENINGS,
@@ -207,3 +213,51 @@ def test_a_header_is_read_as_the_package_reads_it(tmp_path: Path) -> None:
     theirs = {each.name: (tuple(each.shape), each.data_offset, each.n_bytes) for each in reader.tensors}
     assert places == theirs
     assert file.data_offset == reader.data_offset
+
+
+def of_a_family(name: str, tokens: list[str]) -> list[str]:
+    """A vocabulary with the tokens by which a family is known, each under its id."""
+    size = max((*SIGNATURES[name], len(tokens) - 1)) + 1
+    found = tokens + [f"[FILL{index}]" for index in range(len(tokens), size)]
+    for index, token in SIGNATURES[name].items():
+        place = found.index(token) if token in found else index
+        found[place], found[index] = found[index], token
+    return found
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+@pytest.mark.parametrize("said", [None, "default"])
+def test_a_file_that_does_not_say_how_words_are_cut_is_known_by_its_vocabulary(
+    tmp_path: Path, name: str, said: str | None
+) -> None:
+    """Words are those of the family, and there is nothing to doubt."""
+    tokens = of_a_family(name, tokenizer_of(TARGET, 4096)["tokenizer.ggml.tokens"])
+    kept = {"tokens": tokens, "token_type": [1] * len(tokens), "merges": [f"{tokens[600]} {tokens[601]}"]}
+    kept["tokens"] = [*tokens, tokens[600] + tokens[601]]
+    kept["token_type"] = [1] * len(kept["tokens"])
+    (tmp_path / "named").mkdir()
+    guessed, named = file_of(tmp_path, pre=said, **kept), file_of(tmp_path / "named", pre=name, **kept)
+    ours, theirs = read_tokenizer(guessed), read_tokenizer(named)
+    assert ours.to_str() == theirs.to_str()
+    assert doubt(guessed) is None
+
+
+def test_a_file_of_no_known_family_is_doubted(tmp_path: Path) -> None:
+    """In one sentence that says what to do; a file that says how words are cut is not."""
+    reason = doubt(file_of(tmp_path, pre=None))
+    assert reason is not None
+    assert 'does not say in "tokenizer.ggml.pre" how words are cut' in reason
+    assert doubt(file_of(tmp_path, pre="gpt-2")) is None
+
+
+def test_gateway_service_and_doctor_warn_of_a_file_of_no_known_family(tmp_path: Path) -> None:
+    """Each when it reads it."""
+    folder = write_tiny_model(tmp_path / "tiny", "llama")
+    file = write_gguf(folder, tmp_path / "a.gguf", edit=lambda metadata, _: metadata.pop("tokenizer.ggml.pre"))
+    with capture_logs() as lines:
+        GatewayTokenizer(str(file))
+        load_model(ModelServiceSettings(str(file), kv_tokens=64))
+    warnings = [line for line in lines if line["log_level"] == "warning"]
+    assert [line["event"] for line in warnings] == ["tokens may be wrong"] * 2
+    findings, _ = check_pair(Stack(str(file), None))
+    assert any("does not say in" in finding.sentence for finding in findings)

@@ -443,7 +443,7 @@ def test_several_files_need_an_index(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "head.safetensors")
     assert read_head(folder, tiny_target()).method == "eagle3"
     save_file({"more": torch.ones(1)}, folder / "more.safetensors")
-    assert refusal(folder) == "{folder} has no model.safetensors"
+    assert refusal(folder) == "{folder} has no model.safetensors; what it has is head.safetensors, more.safetensors"
 
 
 @pytest.mark.parametrize("theta", [0.0, -1.0, float("inf"), float("nan")])

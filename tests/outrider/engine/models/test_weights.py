@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.models.model_cases import all_logits, random_ids
 from support.models.tiny_models import TARGET, write_tiny_model
 from torch import Tensor
 
@@ -50,6 +51,41 @@ def test_shards_load_like_one_file(tmp_path: Path) -> None:
     expected, loaded = load(one), load(many)
     assert expected.keys() == loaded.keys()
     assert all(torch.equal(expected[name], loaded[name]) for name in expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_shards_without_an_index_load_like_one_file(tmp_path: Path, family: str) -> None:
+    """They say by their names how many there are, also for a model of transformers' own code."""
+    one = write_tiny_model(tmp_path / "one", family)
+    shards = write_tiny_model(tmp_path / "shards", family, max_shard_size="60KB")
+    (shards / "model.safetensors.index.json").unlink()
+    assert len(weight_files(shards)) > 2
+    decoded = [
+        all_logits(ModelRunner.load(str(folder), dtype="float32", kv_tokens=512), random_ids(20, 300), 12)[0]
+        for folder in (one, shards)
+    ]
+    assert torch.equal(*decoded)
+
+
+def test_a_missing_shard_is_named_without_an_index(tmp_path: Path) -> None:
+    """And so is one that is another model's, or left over."""
+    folder = write_tiny_model(tmp_path / "shards", "llama", max_shard_size="60KB")
+    (folder / "model.safetensors.index.json").unlink()
+    files = sorted(folder.glob("*.safetensors"))
+    shutil.copy(files[0], folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(ModelRefused, match=f"has model-00001-of-00002.safetensors and {files[0].name}, but no model."):
+        weight_files(folder)
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    files[1].unlink()
+    with pytest.raises(ModelRefused, match=f"has no {files[1].name}; what it has is {files[0].name}"):
+        resolve(str(folder))
+
+
+def test_files_of_other_names_are_told(tiny: Path) -> None:
+    """What a folder has instead of the model's file."""
+    (tiny / "model.safetensors").rename(tiny / "weights.safetensors")
+    with pytest.raises(ModelRefused, match=r"has no model\.safetensors; what it has is weights\.safetensors"):
+        weight_files(tiny)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
