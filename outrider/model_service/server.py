@@ -111,7 +111,7 @@ def load_model(settings: ModelServiceSettings) -> LoadedModel:
         else Vocabulary.embedded(tokenizer, num_rows, checkpoint.name)
     )
     # A model that is made has ends without a file that says so.
-    made = {token_id: ("the model",) for token_id in checkpoint.config.eos_token_ids}
+    made = dict.fromkeys(checkpoint.config.eos_token_ids, ("the model",))
     ends = _sayable(made | find_ends(checkpoint.folder, tokenizer), vocabulary.size, checkpoint.name)
     if tokenizer is not None and (reason := tokenizer_doubt(checkpoint.folder)):
         log.warning("tokens may be wrong", model=checkpoint.name, reason=reason)
