@@ -166,7 +166,7 @@ def test_ends_that_are_never_said_are_found_at_load(sound: Path, tmp_path: Path,
     folder = Path(shutil.copytree(sound, tmp_path / "endless"))
     says(folder, "generation_config.json", eos_token_id=ids)
     says(folder, "config.json", eos_token_id=ids)
-    says(folder, "tokenizer_config.json", eos_token=None)
+    says(folder, "tokenizer_config.json", eos_token=None, bos_token=None)
     # Nor is there one by its name.
     file = folder / "tokenizer.json"
     file.write_text(file.read_text().replace("<|endoftext|>", "<|unused|>"))
