@@ -43,6 +43,7 @@ SHARED = (
     "outrider.model_names",
     "outrider.gguf",
     "outrider.tokenizer_files",
+    "outrider.generation_defaults",
     "outrider.grammar",
     "outrider.deltas",
 )
@@ -55,6 +56,7 @@ RULES = (
     Rule("outrider.gguf", ("outrider.errors",)),
     Rule("outrider.vocabulary", ("outrider.errors", "outrider.gguf")),
     Rule("outrider.tokenizer_files", ("outrider.errors", "outrider.gguf", "outrider.model_names")),
+    Rule("outrider.generation_defaults", ("outrider.errors", "outrider.gguf", "outrider.parameters")),
     Rule("outrider.token_tree", ("outrider.errors", "outrider.parameters")),
     Rule("outrider.datastore", (*SHARED, "outrider.process")),
     Rule("outrider.beams", ("outrider.errors", "outrider.token_tree")),

@@ -7,7 +7,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -17,6 +17,7 @@ from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import NotReady, OutriderError
+from outrider.generation_defaults import ModelDefaults
 from outrider.grammar import GrammarEngine
 from outrider.model_service.link import LinkServicer
 from outrider.model_service.metrics import ServiceMetrics
@@ -45,6 +46,7 @@ class LoadedModel:
     vocabulary: Vocabulary
     grammars: GrammarEngine | None = None
     """None for a draft without a tokenizer."""
+    recommended: ModelDefaults = field(default_factory=ModelDefaults)
 
     def set_threads(self) -> None:
         """What a device thread does first: torch keeps its number of threads for each thread that calls it."""
@@ -121,7 +123,7 @@ def load_model(settings: ModelServiceSettings) -> LoadedModel:
         except ValueError as error:
             log.warning("no grammars can be served", model=runner.identity.model_name, reason=str(error))
     log.info("model loaded", model=runner.identity.model_name, numerics_id=runner.numerics_id, threads=settings.threads)
-    return LoadedModel(runner, vocabulary, grammars)
+    return LoadedModel(runner, vocabulary, grammars, ModelDefaults.read(checkpoint.folder))
 
 
 async def load_model_aside(settings: ModelServiceSettings) -> LoadedModel:
@@ -151,6 +153,7 @@ def describe(role: str, model: LoadedModel) -> ServiceFacts:
         block_size=runner.pool.block_size,
         block_count=runner.pool.num_blocks,
         grammars=model.grammars,
+        generation_defaults=model.recommended.defaults,
     )
 
 
