@@ -15,6 +15,7 @@ from typing import Any
 from outrider.cli.doctor.report import Finding, failed, gibibytes, ok, skipped, warning
 from outrider.cli.local_stack import Stack
 from outrider.errors import ModelRefused
+from outrider.generation_defaults import ModelDefaults
 from outrider.gguf.config import json_config
 from outrider.gguf.files import HubName, cached_gguf, gguf_in
 from outrider.gguf.header import GgufFile
@@ -63,6 +64,7 @@ def check_pair(stack: Stack) -> tuple[list[Finding], list[str]]:
             findings.append(failed(f"{role} model", error.message, f"Name another model with --{role}."))
             continue
         findings.append(check_model(role, model, files, dtypes[role]))
+        findings += check_defaults(files) if role == "target" and files else []
         if files:
             found[role] = files
         elif model:
@@ -154,6 +156,12 @@ def check_model(role: str, model: str | None, files: ModelFiles | None, dtype: s
         fix = "Use --dtype float32 to keep every bit of the file."
         return warning(check, f"{sentence} bfloat16 keeps 3 bits less of each number.", fix)
     return ok(check, sentence)
+
+
+def check_defaults(files: ModelFiles) -> list[Finding]:
+    """What a target's files recommend and no request could have."""
+    fix = "Correct the file, or say what counts with --generation-defaults."
+    return [warning("generation defaults", f"{fault}.", fix) for fault in ModelDefaults.read(files.folder).faults]
 
 
 def download_fix(names: Sequence[str]) -> str:

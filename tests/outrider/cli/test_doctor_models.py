@@ -218,3 +218,16 @@ def test_a_gguf_file_is_read_by_its_header(tmp_path: Path, monkeypatch: pytest.M
     findings, _ = models.check_pair(Stack(str(file), None))
     assert findings[0].status is Status.FAILED
     assert "is truncated" in findings[0].sentence
+
+
+def test_a_default_that_nobody_could_have_is_a_warning(tmp_path: Path) -> None:
+    """Of the target, whose defaults count; a draft's are for nobody."""
+    folder = copied(tmp_path)
+    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").write_text('{"temperature": -1, "top_p": 0.9}')
+    findings, _ = models.check_pair(Stack(str(folder), None))
+    warned = [each for each in findings if each.status is Status.WARNING]
+    assert [each.check for each in warned] == ["generation defaults"]
+    assert "temperature is -1, which is left out" in warned[0].sentence
+    findings, _ = models.check_pair(Stack(DRAFT, str(folder)))
+    assert "generation defaults" not in [each.check for each in findings]
