@@ -241,6 +241,7 @@ def _stack(
 ) -> Stack:
     """The stack to start; without speculation there is no use for a draft. Raises ModelRefused."""
     refuse_together("--target", models.target, {"--pair": models.pair})
+    OperatorDefaults.parse("--generation-defaults", machine.generation_defaults or "")
     named, head, defaults = (models.target, models.draft), hosted.head, machine.generation_defaults or ""
     if models.target is None:
         pair = choose_pair(models.pair, fetches=fetches)
@@ -249,7 +250,6 @@ def _stack(
         named = pair.target, models.draft or pair.draft
         head = head or (pair.head if has_draft else None)
         defaults = ",".join(filter(None, (pair.generation_defaults, defaults)))
-    OperatorDefaults.parse("--generation-defaults", defaults)
     target, draft = choose_models(*named, no_draft=not has_draft)
     if draft is None and models.cascade is not None:
         raise InvalidRequest("--cascade", models.cascade, f"left out without a draft, and none was named for {target}")
