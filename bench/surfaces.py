@@ -63,7 +63,7 @@ FACTS = {
     "Which planet is closest to the Sun?": "Mercury",
     "What is the chemical formula of water?": "H2O",
     "Who wrote Romeo and Juliet?": "Shakespeare",
-    "How many days are there in a week?": "seven",
+    "How many days are there in a week?": "7",
     "What is the freezing point of water in degrees Celsius?": "0",
 }
 """Questions, and what a right answer has in it."""
@@ -237,15 +237,15 @@ def are_same(said: Mapping[str, Said]) -> bool:
     return len({each.text for each in said.values()}) == 1 == len({each.token_ids for each in said.values()} - {None})
 
 
-def answers_table(rest: str, grpc: str) -> str:
+def answers_table(rest: str, grpc: str, seed: int) -> str:
     """README's examples and questions of fact, the answer of the first door, and whether all doors gave the same."""
     rows = []
     asked = [(STORY, continued, 64, ""), *((each, conversed, 128, FACTS.get(each, "")) for each in (SKY, *FACTS))]
     for text, ask, max_tokens, expected in asked:
-        said = ask(rest, grpc, text, 1, max_tokens)
+        said = ask(rest, grpc, text, seed, max_tokens)
         first = next(iter(said.values())).text
         found = ("yes" if expected in first else "no") if expected else ""
-        rows.append([text, " ".join(first.split()), "yes" if are_same(said) else "no", str(len(said)), found])
+        rows.append([text, " ".join(first.split()), "yes" if are_same(said) else "no", ", ".join(said), found])
     return markdown(["asked", "answer", "the same", "doors", "right"], rows)
 
 
@@ -280,6 +280,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="tokens an answer")
     parser.add_argument("--draft-count", type=int, default=4, help="draft tokens a round")
     parser.add_argument("--answers", action="store_true", help="print answers by every door instead of times")
+    parser.add_argument("--seed", type=int, default=1, help="of those answers")
     given = parser.parse_args()
     if (given.rest is None) != (given.grpc is None):
         parser.error("--rest and --grpc name one gateway: give both or neither")
@@ -288,7 +289,7 @@ def main() -> None:
             event = stack.enter_context(serving(given.root.resolve(), []))
             given.rest, given.grpc = event["rest"], event["gateway"]
         if given.answers:
-            print(answers_table(given.rest, given.grpc))
+            print(f"Seed {given.seed}.\n\n{answers_table(given.rest, given.grpc, given.seed)}")
             return
         found = measure(given.rest, given.grpc, given.turns, given.tokens, given.draft_count)
     print(f"{machine()}; {given.turns} answers of {given.tokens} tokens, K = {given.draft_count};")
