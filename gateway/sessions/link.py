@@ -336,6 +336,8 @@ class ServiceLink:
         if role != self.role:
             message = f"A {role} service answers at {self.address}, but a {self.role} service is wanted there"
             raise WrongService(message, address=self.address, role=role)
+        # What a draft recommends is for nobody.
+        own = GenerationDefaults() if role == "draft" else defaults_from(answer.generation_defaults)
         return ModelInfo(
             role=role,
             instance_id=answer.instance_id,
@@ -352,7 +354,7 @@ class ServiceLink:
             drafters={offer.name: rules_from(offer.rules) for offer in answer.drafter_offers},
             tree_drafters=frozenset(offer.name for offer in answer.drafter_offers if offer.makes_trees),
             grammar_engine=answer.grammar_engine,
-            defaults=self._defaults.over(defaults_from(answer.generation_defaults)),
+            defaults=self._defaults.over(own),
         )
 
 
