@@ -22,6 +22,7 @@ from outrider.cli.local_stack import Addresses, Stack, choose_models, start_stac
 from outrider.cli.running import Interrupts, note, service_log
 from outrider.client import AsyncClient, GenerationOptions, Result, Round, Speculation, Stream
 from outrider.errors import InvalidRequest, ModelRefused, OutriderError
+from outrider.generation_defaults import NONE
 from outrider.model_service.settings import MAX_THREADS, Dtype, available_cpus, check_cascade
 from outrider.parameters import SamplingParameters, SessionSpec
 from outrider.process.children import Supervisor
@@ -288,6 +289,8 @@ def stack_of(models: MeasuredModels, cpus: ComputeThreads) -> Stack:
         # A prompt that is asked again under other settings must cost the same again.
         prefix_cache=False,
         looks=False,
+        # Only what a measurement says counts, whatever its model recommends.
+        generation_defaults=NONE,
     )
 
 

@@ -28,6 +28,7 @@ from outrider.cli.local_stack import Stack, start_stack
 from outrider.cli.running import note, service_log
 from outrider.client import AsyncClient, Speculation
 from outrider.engine.models.checkpoints import find_checkpoint
+from outrider.generation_defaults import NONE
 from outrider.model_service.settings import Dtype
 from outrider.process.children import Supervisor
 
@@ -57,7 +58,8 @@ async def served_answers(
     model: Path, questions: Sequence[str], max_tokens: int, threads: int
 ) -> dict[str, list[tuple[int, ...]]]:
     """Token ids of the answers to all questions under each setting, over chat."""
-    stack = Stack(target=str(model), draft=None, dtype=Dtype.FLOAT32.value, threads=threads)
+    # transformers' answers have no defaults of a GGUF file either.
+    stack = Stack(str(model), None, dtype=Dtype.FLOAT32.value, threads=threads, generation_defaults=NONE)
     said: dict[str, list[tuple[int, ...]]] = {}
     async with Supervisor(note, service_log) as supervisor:
         addresses = await start_stack(supervisor, stack)

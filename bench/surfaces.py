@@ -1,15 +1,18 @@
 """The same answers by each surface, timed where the client is: first tokens, gaps, and plain GETs. No gate.
 
-    python -m bench.surfaces [--root DIR | --rest HOST:PORT --grpc HOST:PORT] [--turns 60] [--tokens 48]
+    python -m bench.surfaces [--root DIR | --rest HOST:PORT --grpc HOST:PORT] [--turns 60] [--tokens 48] [--answers]
 
 gRPC has one connection, and all of HTTP another, which are kept. A turn asks every surface for the same answer, one
 after the other and in another order each turn, and compares the tokens; no prompt is found in a cache. Without
-addresses it serves the embedded pair of a checkout, this one by default. Times are taken when bytes have come, before
-they are parsed.
+addresses it serves what `outrider up` of a checkout does, this one by default. Times are taken when bytes have come,
+before they are parsed. With --answers it asks README's examples and ten questions of fact through every door, with a
+seed and a length and nothing else, and prints what came, and whether each door said the same.
 """
 
 import argparse
 import json
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +33,7 @@ TEMPERATURE = 0.8
 # Asked so often a turn, one behind the other.
 PATHS, GETS = ("/live", "/"), 5
 WAYS = GRPC, REST, PAGE = "gRPC", "/v1/completions", "/page/generate"
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
 
 class Heard(NamedTuple):
@@ -39,6 +43,30 @@ class Heard(NamedTuple):
     gaps_ms: list[float]
     total_ms: float
     token_ids: list[int]
+
+
+class Said(NamedTuple):
+    """An answer by one door; some doors tell no token ids."""
+
+    text: str
+    token_ids: tuple[int, ...] | None
+
+
+COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()")
+STORY, SKY = "The fox said to the wolf,", "Why is the sky blue?"
+FACTS = {
+    "What is the capital of France?": "Paris",
+    "What is the capital of Italy?": "Rome",
+    "What is the capital of Japan?": "Tokyo",
+    "What is the capital of Germany?": "Berlin",
+    "What is the largest planet in the solar system?": "Jupiter",
+    "Which planet is closest to the Sun?": "Mercury",
+    "What is the chemical formula of water?": "H2O",
+    "Who wrote Romeo and Juliet?": "Shakespeare",
+    "How many days are there in a week?": "7",
+    "What is the freezing point of water in degrees Celsius?": "0",
+}
+"""Questions, and what a right answer has in it."""
 
 
 Asked = Mapping[str, Any]
@@ -137,6 +165,90 @@ def measure(
     return answers, gets_ms
 
 
+def replied(rest: str, path: str, body: Asked) -> dict[str, Any]:
+    """What a route of REST answers. Raises RuntimeError about any answer but 200."""
+    with closing(HTTPConnection(rest, timeout=TIMEOUT_S)) as connection:
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        reply = connection.getresponse()
+        told = reply.read()
+    if reply.status != 200:
+        raise RuntimeError(f"{path} answered {reply.status}: {told.decode()}")
+    return dict(json.loads(told))
+
+
+def by_page(rest: str, body: Asked) -> Said:
+    """What the page hears, where a fresh one asks."""
+    with closing(HTTPConnection(rest, timeout=TIMEOUT_S)) as connection:
+        auto = {"enabled": True, "draft_count": "auto", "rule": "match", "return_rounds": True}
+        fresh = {**body, "seed": str(body["seed"]), "speculation": auto, "probabilities": True}
+        connection.request("POST", PAGE, json.dumps(fresh), {"content-type": "application/json"})
+        lines = connection.getresponse().read().decode().splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    tokens = [token for event in events for token in event.get("tokens", ())]
+    return Said(
+        "".join(each["text"] for each in tokens) + events[-1]["text"], tuple(each["token_id"] for each in tokens)
+    )
+
+
+def by_command(typed: str, *words: str) -> Said:
+    """What a command prints as JSON. Raises CalledProcessError when it fails."""
+    done = subprocess.run((*COMMAND, *words, "--json"), input=typed, capture_output=True, text=True, check=True)
+    told = json.loads(done.stdout)
+    answer = told["samples"][0] if "samples" in told else told
+    return Said(answer["text"], tuple(answer["token_ids"]))
+
+
+def continued(rest: str, grpc: str, prompt: str, seed: int, max_tokens: int) -> dict[str, Said]:
+    """How a prompt goes on by every door that continues prompts."""
+    shared: Asked = {"seed": seed, "max_tokens": max_tokens}
+    [choice] = replied(rest, REST, {"prompt": prompt, "return_token_ids": True, **shared})["choices"]
+    with Client(grpc) as client:
+        answer = client.generate(prompt, seed=seed, max_tokens=max_tokens, timeout_s=TIMEOUT_S).result()
+    words = ("--seed", str(seed), "--max-tokens", str(max_tokens), "--address", grpc)
+    return {
+        REST: Said(choice["text"], tuple(choice["token_ids"])),
+        GRPC: Said(answer.text, answer.token_ids),
+        "outrider generate": by_command("", "generate", prompt, *words),
+        PAGE: by_page(rest, {"prompt": prompt, **shared}),
+    }
+
+
+def conversed(rest: str, grpc: str, question: str, seed: int, max_tokens: int) -> dict[str, Said]:
+    """What a question is answered by every door that talks."""
+    messages = [{"role": "user", "content": question}]
+    shared: Asked = {"messages": messages, "seed": seed, "max_tokens": max_tokens}
+    [choice] = replied(rest, CHAT, {**shared, "return_token_ids": True})["choices"]
+    [item] = replied(rest, RESPONSES, {"input": question, "seed": seed, "max_output_tokens": max_tokens})["output"]
+    with Client(grpc) as client:
+        answer = client.chat(messages, seed=seed, max_tokens=max_tokens, timeout_s=TIMEOUT_S).result()
+    words = ("--seed", str(seed), "--max-tokens", str(max_tokens), "--address", grpc)
+    return {
+        CHAT: Said(choice["message"]["content"], tuple(choice["token_ids"])),
+        RESPONSES: Said(item["content"][0]["text"], None),
+        MESSAGES: Said(replied(rest, MESSAGES, shared)["content"][0]["text"], None),
+        GRPC: Said(answer.text, answer.token_ids),
+        "outrider chat": by_command(f"{question}\n", "chat", *words),
+        PAGE: by_page(rest, shared),
+    }
+
+
+def are_same(said: Mapping[str, Said]) -> bool:
+    """Whether all doors gave one text, and those that tell ids the same."""
+    return len({each.text for each in said.values()}) == 1 == len({each.token_ids for each in said.values()} - {None})
+
+
+def answers_table(rest: str, grpc: str, seed: int) -> str:
+    """README's examples and questions of fact, the answer of the first door, and whether all doors gave the same."""
+    rows = []
+    asked = [(STORY, continued, 64, ""), *((each, conversed, 128, FACTS.get(each, "")) for each in (SKY, *FACTS))]
+    for text, ask, max_tokens, expected in asked:
+        said = ask(rest, grpc, text, seed, max_tokens)
+        first = next(iter(said.values())).text
+        found = ("yes" if expected in first else "no") if expected else ""
+        rows.append([text, " ".join(first.split()), "yes" if are_same(said) else "no", ", ".join(said), found])
+    return markdown(["asked", "answer", "the same", "doors", "right"], rows)
+
+
 def render(answers: Mapping[str, list[Heard]], gets_ms: Mapping[str, list[float]]) -> str:
     """Medians with quartiles of each surface and of GETs; first tokens also beyond gRPC's of the same turn."""
     figures: dict[str, Callable[[Heard], list[float]]] = {
@@ -167,6 +279,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=60, help="answers of each surface")
     parser.add_argument("--tokens", type=int, default=48, help="tokens an answer")
     parser.add_argument("--draft-count", type=int, default=4, help="draft tokens a round")
+    parser.add_argument("--answers", action="store_true", help="print answers by every door instead of times")
+    parser.add_argument("--seed", type=int, default=1, help="of those answers")
     given = parser.parse_args()
     if (given.rest is None) != (given.grpc is None):
         parser.error("--rest and --grpc name one gateway: give both or neither")
@@ -174,6 +288,9 @@ def main() -> None:
         if given.rest is None:
             event = stack.enter_context(serving(given.root.resolve(), []))
             given.rest, given.grpc = event["rest"], event["gateway"]
+        if given.answers:
+            print(f"Seed {given.seed}.\n\n{answers_table(given.rest, given.grpc, given.seed)}")
+            return
         found = measure(given.rest, given.grpc, given.turns, given.tokens, given.draft_count)
     print(f"{machine()}; {given.turns} answers of {given.tokens} tokens, K = {given.draft_count};")
     print(f"commit {revision() or 'unknown'}.\n\n{render(*found)}")

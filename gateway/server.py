@@ -199,7 +199,10 @@ def _backend(settings: GatewaySettings, tokenizer: Tokenizer, closing: TurnEnd, 
     fits = partial(_check_vocabulary, tokenizer, settings.tokenizer)
     # Each looks for itself whether files have been replaced.
     target = Replicas(
-        [ServiceLink("target", address, fits, tls=settings.service_tls()) for address in listed(settings.target)]
+        [
+            ServiceLink("target", address, fits, tls=settings.service_tls(), defaults=settings.defaults)
+            for address in listed(settings.target)
+        ]
     )
     drafts = {
         name: Replicas([ServiceLink("draft", address, fits, tls=settings.service_tls()) for address in each])

@@ -15,6 +15,7 @@ from typing import Annotated
 from gateway.lookup.memory import LEAST_TOKENS, MAX_BYTES_PER_TOKEN
 from gateway.tools.formats import AUTO, FORMATS, OFF
 from outrider.errors import InvalidRequest, OutriderError
+from outrider.generation_defaults import WORDS, OperatorDefaults
 from outrider.process.children import MAX_WORKERS
 from outrider.process.options import Limit, Setting, above, addresses, listed, within
 from outrider.process.run import ProcessSettings
@@ -190,6 +191,13 @@ class GatewaySettings(ProcessSettings):
     served_model_name: Annotated[
         str, Setting("Names of the model to clients, with commas; * takes any. Empty: the target's.")
     ] = ""
+    generation_defaults: Annotated[
+        str,
+        Setting(
+            "What requests get where they say nothing, over what the model's files say, all of which none forgets.",
+            Limit(WORDS, OperatorDefaults.parse),
+        ),
+    ] = ""
     cors_origins: Annotated[str, Setting("Origins whose pages may call REST, with commas, or *. Empty: none.")] = ""
     allowed_hosts: Annotated[
         str, Setting("Names with a dot by which browsers and scrapers call this gateway, with commas, *.DOMAIN, or *.")
@@ -228,6 +236,8 @@ class GatewaySettings(ProcessSettings):
     worker: int = 0
     sites: Sites = field(init=False)
     """Made of cors_origins and allowed_hosts."""
+    defaults: OperatorDefaults = field(init=False)
+    """Made of generation_defaults."""
 
     def __post_init__(self) -> None:
         ProcessSettings.__post_init__(self)
@@ -242,6 +252,8 @@ class GatewaySettings(ProcessSettings):
         if self.lame_duck_seconds > self.drain_seconds:
             limit = f"at most drain_seconds, {self.drain_seconds:g}"
             raise InvalidRequest("lame_duck_seconds", self.lame_duck_seconds, limit)
+        defaults = OperatorDefaults.parse("--generation-defaults", self.generation_defaults)
+        object.__setattr__(self, "defaults", defaults)
         object.__setattr__(self, "sites", Sites(listed(self.cors_origins), listed(self.allowed_hosts)))
 
     def service_tls(self) -> TlsFiles | None:

@@ -70,14 +70,19 @@ def _translated(error: ErrorDetails, prefix: str) -> InvalidRequest:
     return InvalidRequest(field, value, error["msg"].removeprefix("Input should be ").lower())
 
 
-class SamplingParameters(Parameters):
-    """How a row of logits becomes a distribution; the neutral value of each field is its default."""
+class Recommended(Parameters):
+    """Those parameters that a model's files may recommend; the neutral value of each field is its default."""
 
     temperature: Finite = Field(default=1.0, ge=0, le=100)
     top_k: int = Field(default=0, ge=0, lt=2**31)
     top_p: Finite = Field(default=1.0, gt=0, le=1)
     min_p: Finite = Field(default=0.0, ge=0, le=1)
     repetition_penalty: Finite = Field(default=1.0, gt=0, le=100)
+
+
+class SamplingParameters(Recommended):
+    """How a row of logits becomes a distribution."""
+
     presence_penalty: Finite = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: Finite = Field(default=0.0, ge=-2, le=2)
     logit_bias: dict[TokenId, Bias] = Field(default_factory=dict, max_length=300)
@@ -94,6 +99,22 @@ class SamplingParameters(Parameters):
         """Whether a temperature is all that is wanted, behind min_tokens of output."""
         cuts = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return not self.logit_bias and not self.has_penalties and (self.temperature == 0 or not cuts)
+
+
+class GenerationDefaults(Recommended):
+    """What a request gets where it says nothing. What somebody said of them is in model_fields_set."""
+
+    max_tokens: int = Field(default=128, ge=1, lt=2**31)
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """Those that somebody said."""
+        return self.model_dump(exclude_unset=True)
+
+    def under(self, said: SamplingParameters) -> SamplingParameters:
+        """What a request said, and these where it said nothing."""
+        unsaid = Recommended.model_fields.keys() - said.model_fields_set
+        return said.model_copy(update={name: getattr(self, name) for name in unsaid})
 
 
 class Rule(StrEnum):

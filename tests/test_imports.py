@@ -45,6 +45,7 @@ SHARED = (
     "outrider.gguf",
     "outrider.folder_tokenizer",
     "outrider.tokenizer_files",
+    "outrider.generation_defaults",
     "outrider.grammar",
     "outrider.deltas",
 )
@@ -62,6 +63,7 @@ RULES = (
         "outrider.tokenizer_files",
         ("outrider.errors", "outrider.gguf", "outrider.folder_tokenizer", "outrider.model_names"),
     ),
+    Rule("outrider.generation_defaults", ("outrider.errors", "outrider.gguf", "outrider.parameters")),
     Rule("outrider.token_tree", ("outrider.errors", "outrider.parameters")),
     Rule("outrider.datastore", (*SHARED, "outrider.process")),
     Rule("outrider.beams", ("outrider.errors", "outrider.token_tree")),

@@ -73,6 +73,7 @@ async def searched(context: RequestContext, beams: BeamSearch, queue_us: int) ->
             sample_index=index,
             acceptance=spec.acceptance,
             cumulative_logprob=hypothesis.cumulative_logprob,
+            sampling=spec.sampling,
         )
 
 

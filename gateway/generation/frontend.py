@@ -24,7 +24,7 @@ import structlog
 from gateway.generation.backend import Backend
 from gateway.generation.beams import searched
 from gateway.generation.generate import CompletionEvent, Event, RequestContext, merged, prepare
-from gateway.generation.request import DEFAULT_MAX_TOKENS, CheckedRequest, GenerationRequest
+from gateway.generation.request import CheckedRequest, GenerationRequest
 from gateway.generation.transcript import SpeculationFigures
 from gateway.keys.door import Entrance
 from gateway.keys.tenant import Spending, Tenant
@@ -465,13 +465,11 @@ def _with_key(request: GenerationRequest, tenant: Tenant, count: int) -> Generat
     """
     most, per_minute = tenant.limits.max_tokens, tenant.limits.tokens_per_minute
     request = replace(request, tenant=tenant.name, most_tokens=None if per_minute is None else per_minute // count)
-    if most is None or (request.max_tokens is not None and request.max_tokens <= most):
-        return request
-    if request.up_to_context or (request.max_tokens is None and most < DEFAULT_MAX_TOKENS):
-        return replace(request, max_tokens=most, up_to_context=True)
-    if request.max_tokens is not None:
-        raise InvalidRequest("max_tokens", request.max_tokens, f"at most {most} with this key")
-    return request
+    if request.max_tokens is None or most is None or request.max_tokens <= most:
+        return replace(request, most_new_tokens=most)
+    if request.up_to_context:
+        return replace(request, max_tokens=most)
+    raise InvalidRequest("max_tokens", request.max_tokens, f"at most {most} with this key")
 
 
 def _spending(tenant: Tenant, requests: Sequence[CheckedRequest]) -> AbstractContextManager[Spending]:

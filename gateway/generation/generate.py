@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from gateway.generation.backend import Backend
@@ -30,7 +30,7 @@ from gateway.text.tokenizer import Tokenizer
 from gateway.tools.reader import AnswerReader
 from outrider.deltas import Delta
 from outrider.errors import ProtocolViolation
-from outrider.parameters import Acceptance, FinishReason
+from outrider.parameters import Acceptance, FinishReason, SamplingParameters
 from outrider.process import telemetry
 
 EventT = TypeVar("EventT")
@@ -84,6 +84,8 @@ class CompletionEvent:
     """The one that ended it."""
     ignored_keywords: tuple[str, ...] = ()
     """What of a lenient schema was not enforced."""
+    sampling: SamplingParameters = field(default_factory=SamplingParameters)
+    """With the defaults that took effect."""
 
 
 Event = RoundEvent | CompletionEvent
@@ -172,6 +174,7 @@ async def _sample(context: RequestContext, queue_us: int) -> AsyncGenerator[Even
         reasoning_tokens=transcript.reasoning_tokens,
         stop_string=transcript.scanner.found,
         ignored_keywords=() if request.spec.grammar is None else request.spec.grammar.ignored_keywords,
+        sampling=request.spec.sampling,
     )
 
 

@@ -37,7 +37,6 @@ MAX_DRAFTERS = 8
 AUTO = "auto"  # whatever is fastest, as without a name
 # Bytes of a token of an echoed prompt in a message, text and number, and of each alternative beside it; at most.
 ECHO_TOKEN_BYTES, ECHO_LOGPROB_BYTES = 192, 13
-DEFAULT_MAX_TOKENS = 128
 MAX_TEXT_CHARS = 1_000_000
 
 
@@ -80,6 +79,8 @@ class GenerationRequest:
     """Whose request it is, by the name of an API key. Tenants share nothing that is remembered."""
     most_tokens: int | None = None
     """What prompt and answers may have together with that key, to which max_tokens is cut unless it was sent."""
+    most_new_tokens: int | None = None
+    """What an answer may have with it, to which max_tokens is cut unless it was sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +169,11 @@ async def check_request(
     prompt = await _prompt(request, tokenizer, target)
     _check_echo(request, len(prompt))
     max_tokens = _max_tokens(request, len(prompt), target)
-    sampling, beams = request.sampling, request.beam_search
+    sampling, beams = target.defaults.under(request.sampling), request.beam_search
     if beams is not None:
         _check_beam_room(len(prompt), max_tokens, beams.width, target)
-        # What a search adds up are log-probabilities as they are.
-        sampling = sampling.model_copy(update={"temperature": 1.0})
+        # What a search adds up are log-probabilities as they are, whatever the model recommends for samples.
+        sampling = request.sampling.model_copy(update={"temperature": 1.0})
     _check_range("sampling.min_tokens", request.sampling.min_tokens, 0, max_tokens)
     banned = await _banned(request.banned_words, tokenizer, target.vocabulary_size)
     if len(request.cache_salt.encode()) > MAX_SALT_BYTES:
@@ -453,7 +454,10 @@ def _max_tokens(request: GenerationRequest, prompt_len: int, target: ModelInfo) 
     room = size - prompt_len
     if request.max_tokens is None or request.up_to_context:
         check_room(prompt_len, target)
-    wanted = request.max_tokens or (room if request.up_to_context else DEFAULT_MAX_TOKENS)
+    wanted = request.max_tokens
+    if wanted is None:
+        is_open = request.up_to_context and "max_tokens" not in target.defaults.stated
+        wanted = min(room if is_open else target.defaults.max_tokens, request.most_new_tokens or room)
     if request.max_tokens is None or request.up_to_context:
         wanted = min(wanted, room)
         if request.most_tokens is not None:

@@ -265,6 +265,7 @@ def event_message(event: RoundEvent | CompletionEvent) -> pb.GenerateResponse:
             cumulative_logprob=event.cumulative_logprob,
             has_calls=event.has_calls,
             ignored_keywords=event.ignored_keywords,
+            sampling=messages.sampling_message(event.sampling),
         )
         _write_deltas(completion.deltas, event.deltas)
         return pb.GenerateResponse(completion=completion)

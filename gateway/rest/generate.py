@@ -253,6 +253,7 @@ class ResponseFigures:
         facts = responses.Facts(
             seed=ends[0].seed,
             seeds=[end.seed for end in ends],
+            sampling=responses.Sampling.model_validate(self.requests[0].spec.sampling, from_attributes=True),
             rule=ends[0].acceptance.rule.value,
             rule_settings=ends[0].acceptance.settings,
             model_hash=ends[0].model_hash,

@@ -31,6 +31,7 @@ from gateway.rest.errors import MissingParameter
 from gateway.rest.generate import CHAT_NAMES, TEXT_NAMES, check_prompt_len, generation_request, in_names_of
 from gateway.rest.keys import entrance_of
 from gateway.rest.middleware import ParsedBodyRoute, RestSettings
+from gateway.rest.responses import Sampling
 from gateway.rest.schemas import GenerationFields, Messages, Seed, Text, Unserved
 from gateway.rest.sse import EventStream, typed
 from gateway.rounds.estimates import MAX_DRAFT_COUNT
@@ -182,6 +183,7 @@ async def event_frames(
                 "seed": str(checked.spec.seed),
                 "rule": checked.spec.acceptance.rule,
                 "draft_count": "auto" if checked.draft_count is None else checked.draft_count,
+                "sampling": Sampling.model_validate(checked.spec.sampling, from_attributes=True).model_dump(),
             }
             yield _frame("opened", opened)
             async for _, event in generation.events:
@@ -276,6 +278,8 @@ def status_view(frontend: Frontend, grpc_port: int) -> dict[str, Any]:
             "places": frontend.admission.places,
             # That a request may name.
             "drafters": [*frontend.backend.offers(target.info).names] if target.info else [],
+            # What counts where a request says nothing.
+            "generation_defaults": target.info.defaults.model_dump() if target.info else None,
         },
         "target": _service_view(target),
         "draft": _service_view(draft),

@@ -79,11 +79,24 @@ class DrafterFigures(BaseModel):
     accepted_tokens: int
 
 
+class Sampling(BaseModel):
+    """How logits became a distribution: what the request said, else the model's defaults, else the neutral values."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+
+
 class Facts(BaseModel):
     """What it takes to repeat and to judge an answer. Lists are in the order of the choices."""
 
     seed: int
     seeds: list[int]
+    sampling: Sampling
     rule: str
     rule_settings: dict[str, float]
     model_hash: str

@@ -12,19 +12,23 @@ from gateway.generation.frontend import Frontend
 from gateway.rest.errors import UnknownModel
 from gateway.rest.openapi import documented
 from outrider.errors import NotReady, OutriderError, PeerLost
+from outrider.parameters import GenerationDefaults
 
 Scrape = Callable[[Sequence[str]], Awaitable[tuple[bytes, str]]]
 """Gives what a scraper reads, all of it or the series of some names, and its content type."""
 
 
 class Model(BaseModel):
-    """A served model; max_model_len is null while the target is away."""
+    """A served model; max_model_len and generation_defaults, which count where a request says nothing, are null while
+    the target is away.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["outrider"] = "outrider"
     max_model_len: int | None
+    generation_defaults: GenerationDefaults | None
 
 
 class ModelList(BaseModel):
@@ -63,8 +67,12 @@ def routes(frontend: Frontend, scrape: Scrape) -> APIRouter:
 
     def served(name: str) -> Model:
         target = frontend.backend.target.info
-        context_len = None if target is None else target.context_len
-        return Model(id=name, created=int(frontend.started_s), max_model_len=context_len)
+        return Model(
+            id=name,
+            created=int(frontend.started_s),
+            max_model_len=None if target is None else target.context_len,
+            generation_defaults=None if target is None else target.defaults,
+        )
 
     @router.get("/v1/models", responses=documented())
     async def models() -> ModelList:

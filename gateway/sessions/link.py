@@ -18,7 +18,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,12 +28,13 @@ from grpc_health.v1 import health, health_pb2
 
 from gateway.sessions.stream import Frame, LinkStream
 from outrider.errors import OutriderError, PeerLost
-from outrider.parameters import Rule
+from outrider.generation_defaults import OperatorDefaults
+from outrider.parameters import GenerationDefaults, Rule
 from outrider.process import telemetry
 from outrider.process.metrics import Tally
 from outrider.rpc.channels import PROTOCOL_VERSION, open_link_channel
 from outrider.rpc.errors import error_from
-from outrider.rpc.messages import rules_from
+from outrider.rpc.messages import defaults_from, rules_from
 from outrider.rpc.tls import ClientRefused, TlsFailed, TlsFiles, refusal
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1 import types_pb2
@@ -93,6 +94,7 @@ class ModelInfo:
     drafters: Mapping[str, frozenset[Rule]]  # the rules that each can serve
     tree_drafters: frozenset[str] = frozenset()  # those that make trees
     grammar_engine: str = ""  # what compiles grammars there; empty where none is served
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)  # its own, under those of the operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +123,10 @@ class ServiceLink:
         check: Callable[[ModelInfo], None],
         channel: grpc.aio.Channel | None = None,
         tls: TlsFiles | None = None,
+        defaults: OperatorDefaults | None = None,
     ) -> None:
-        """Takes "draft" or "target", and a check that raises an OutriderError when the service does not fit.
+        """Takes "draft" or "target", and a check that raises an OutriderError when the service does not fit. `defaults`
+        count over those of its model.
 
         The link closes its channel, which is made from the address unless one is given, and again when the files of
         `tls` have been replaced and the service is away.
@@ -139,6 +143,7 @@ class ServiceLink:
         self._instance_id = 0
         self._stream: LinkStream | None = None
         self._check = check
+        self._defaults = defaults or OperatorDefaults()
         self._tls = tls
         # A channel that was given need not lead to the address, so nobody tries a handshake there.
         self._has_address = channel is None
@@ -331,6 +336,8 @@ class ServiceLink:
         if role != self.role:
             message = f"A {role} service answers at {self.address}, but a {self.role} service is wanted there"
             raise WrongService(message, address=self.address, role=role)
+        # What a draft recommends is for nobody.
+        own = GenerationDefaults() if role == "draft" else defaults_from(answer.generation_defaults)
         return ModelInfo(
             role=role,
             instance_id=answer.instance_id,
@@ -347,6 +354,7 @@ class ServiceLink:
             drafters={offer.name: rules_from(offer.rules) for offer in answer.drafter_offers},
             tree_drafters=frozenset(offer.name for offer in answer.drafter_offers if offer.makes_trees),
             grammar_engine=answer.grammar_engine,
+            defaults=self._defaults.over(own),
         )
 
 

@@ -36,6 +36,7 @@ export function result(run) {
   return [
     `Ended by ${ends[completion.finish_reason]}`,
     `seed ${completion.seed}`,
+    drawn(run.opened.sampling),
     `${count(usage.prompt_tokens)} prompt tokens, ${count(usage.cached_prompt_tokens)} of them cached`,
     ...(timings.queue_us > 1000 ? [`waited ${time(timings.queue_us)} for a place`] : []),
     ...(completion.survival.target_reopens ? [`target reopened ${count(completion.survival.target_reopens)} times`] : []),
@@ -43,6 +44,11 @@ export function result(run) {
     ...byDrafter(completion.speculation.drafters),
     ...unguessed(run),
   ].join(" · ");
+}
+
+// How tokens were drawn: what the form said, or the model where it said nothing.
+function drawn({ temperature, top_p: topP }) {
+  return `temperature ${temperature}${temperature > 0 && topP < 1 ? `, top-p ${topP}` : ""}`;
 }
 
 // Where several guessed, how much of what each of them guessed was kept.

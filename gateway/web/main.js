@@ -82,6 +82,7 @@ class Page {
   // The first answer of the gateway says which view a fresh page shows: the conversation where the model has a template.
   know(now) {
     if (now !== null) this.settings.offer(now.gateway.drafters);
+    if (now !== null) this.settings.recommend(now.gateway.generation_defaults);
     at("no-template").hidden = now === null || now.gateway.has_chat_template;
     this.settings.settle(now?.gateway.has_chat_template ? "chat" : "completion");
   }

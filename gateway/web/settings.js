@@ -42,10 +42,11 @@ const PROMISES = {
   lenient: "lenient: keeps more guesses, and does not follow the target's distribution.",
   typical: "typical: keeps what the target finds likely enough, and does not follow its distribution.",
 };
-// What a link does not name is as on a fresh page, so that a link means the same wherever it is opened.
-const DEFAULTS = { ...PRESETS[0], rule: "match", drafter: "", top_p: "1", seed: "", stop_strings: "", system: "", message: "" };
-// Small models lose the thread at the temperature of stories.
-const VIEWS = { completion: DEFAULTS, chat: { ...DEFAULTS, temperature: "0.2", draft_count: "auto", max_tokens: "512" } };
+// Left empty, what is the model's to say. The field shows it, and the request says nothing.
+const RECOMMENDED = ["temperature", "top_p"];
+// What a link does not name is as on a fresh page.
+const DEFAULTS = { ...PRESETS[0], temperature: "", rule: "match", drafter: "", top_p: "", seed: "", stop_strings: "", system: "", message: "" };
+const VIEWS = { completion: DEFAULTS, chat: { ...DEFAULTS, draft_count: "auto", max_tokens: "512" } };
 const TEXTS = { completion: ["prompt"], chat: ["system", "message"] };
 const SHARED = ["view", "draft_count", "rule", "drafter", "temperature", "top_p", "max_tokens", "seed", "stop_strings"];
 const FIELDS = [...SHARED, ...TEXTS.completion, ...TEXTS.chat];
@@ -103,6 +104,11 @@ export class Settings {
     drafter.value = chosen;
   }
 
+  // What counts where the form says nothing, as the gateway tells it.
+  recommend(defaults) {
+    for (const name of RECOMMENDED) this.fields[name].placeholder = String(defaults?.[name] ?? "the model's");
+  }
+
   fill(values) {
     this.offer(this.offered, values.drafter);
     for (const name of FIELDS) if (values[name] !== undefined) this.fields[name].value = values[name];
@@ -140,8 +146,7 @@ export class Settings {
     const drafter = value("drafter");
     return {
       max_tokens: Number(value("max_tokens")),
-      temperature: Number(value("temperature")),
-      top_p: Number(value("top_p")),
+      ...Object.fromEntries(RECOMMENDED.filter((name) => value(name) !== "").map((name) => [name, Number(value(name))])),
       ...(value("seed") === "" ? {} : { seed: value("seed") }),
       ...(stops.length ? { stop: stops.map((stop) => stop.replaceAll("\\n", "\n")) } : {}),
       speculation: {

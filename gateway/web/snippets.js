@@ -60,10 +60,11 @@ function openai(request, { origin, model, keyed }) {
 
 function grpcurl(request, { grpc, keyed }) {
   const { speculation } = request;
+  const sampling = Object.entries({ temperature: request.temperature, top_p: request.top_p }).filter(([, value]) => value !== undefined);
   const message = {
     ...(request.messages ? {} : { text: request.prompt }),
     max_tokens: request.max_tokens,
-    sampling: { temperature: request.temperature, top_p: request.top_p },
+    ...(sampling.length ? { sampling: Object.fromEntries(sampling) } : {}),
     ...(request.seed === undefined ? {} : { seed: BigInt(request.seed) }),
     ...(request.stop ? { stop: request.stop } : {}),
     speculation: {

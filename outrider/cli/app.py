@@ -21,6 +21,7 @@ from outrider.cli.race import KEY_VARIABLE, QUESTION, STORY
 from outrider.cli.running import note, run
 from outrider.cli.up import choose_display, serving
 from outrider.errors import InvalidRequest, ModelRefused
+from outrider.generation_defaults import OperatorDefaults
 from outrider.model_names import embedded_model
 from outrider.model_service.settings import Dtype, available_cpus, check_cascade, check_model
 from outrider.process.options import grouped, listed, options_of, refuse_together
@@ -161,7 +162,8 @@ def _check_hosted(models: options.Models, hosted: options.HostedOptions, draft_d
 
 def _stack_alone(models: options.Models, hosted: options.HostedOptions, turn: options.TurnOptions) -> Stack:
     """The stack that one command starts for itself, on free ports."""
-    alone = options.MachineOptions(port=0, draft_port=0, target_port=0)
+    defaults = os.environ.get(options.DEFAULTS_VARIABLE)
+    alone = options.MachineOptions(port=0, draft_port=0, target_port=0, generation_defaults=defaults)
     looks_only = listed(turn.drafter or "") == (LOOKUP,)
     refuse_together("--drafter lookup", turn.drafter if looks_only else None, options_of(models, *DRAFT_OPTIONS))
     stack = _stack(models, alone, hosted, has_draft=not turn.no_speculation and not looks_only)
@@ -239,13 +241,15 @@ def _stack(
 ) -> Stack:
     """The stack to start; without speculation there is no use for a draft. Raises ModelRefused."""
     refuse_together("--target", models.target, {"--pair": models.pair})
-    named, head = (models.target, models.draft), hosted.head
+    OperatorDefaults.parse("--generation-defaults", machine.generation_defaults or "")
+    named, head, defaults = (models.target, models.draft), hosted.head, machine.generation_defaults or ""
     if models.target is None:
         pair = choose_pair(models.pair, fetches=fetches)
         if pair.reason and fetches:
             note(f"Serving the embedded pair that tells tales: {pair.reason}")
         named = pair.target, models.draft or pair.draft
         head = head or (pair.head if has_draft else None)
+        defaults = ",".join(filter(None, (pair.generation_defaults, defaults)))
     target, draft = choose_models(*named, no_draft=not has_draft)
     if draft is None and models.cascade is not None:
         raise InvalidRequest("--cascade", models.cascade, f"left out without a draft, and none was named for {target}")
@@ -274,4 +278,5 @@ def _stack(
         cascade_depth=models.cascade_depth or 0,
         workers=machine.workers,
         api_keys=machine.api_keys,
+        generation_defaults=defaults,
     )

@@ -65,6 +65,8 @@ class Stack:
     """Processes of the gateway; None takes the gateway's own default."""
     api_keys: str | None = None
     """File of the keys that the gateway asks for, if it does."""
+    generation_defaults: str = ""
+    """What requests get where they say nothing, as the gateway's option; empty for what the target's files say."""
     rebuild_budget_s: float | None = None
     """How long a request waits for a target that is away; None takes the gateway's own default."""
     prefix_cache: bool = True
@@ -145,6 +147,8 @@ def gateway_launch(stack: Stack, target_address: str, draft_address: str | None)
         flags["--workers"] = str(stack.workers)
     if stack.api_keys is not None:
         flags["--api-keys"] = stack.api_keys
+    if stack.generation_defaults:
+        flags["--generation-defaults"] = stack.generation_defaults
     if stack.rebuild_budget_s is not None:
         flags["--rebuild-budget-seconds"] = str(stack.rebuild_budget_s)
     shares_port = (stack.workers or 1) > 1

@@ -34,6 +34,7 @@ from outrider.process.options import between, flag_of, grouped, listed, options_
 from outrider.rpc.messages import MAX_SUPPORT
 from outrider.rpc.tls import Tls
 
+DEFAULTS_VARIABLE = "OUTRIDER_GENERATION_DEFAULTS"
 REST_PORT, GATEWAY_PORT, DRAFT_PORT, TARGET_PORT = 8080, 50050, 50051, 50052
 AUTO = "auto"
 INT32_MAX = 2**31 - 1
@@ -362,6 +363,16 @@ class MachineOptions:
             show_default=False,
         ),
     ] = None
+    generation_defaults: Annotated[
+        Text,
+        _machine(
+            help="What requests get where they say nothing, over what the target's files or --pair say: temperature=X,"
+            "top_p=X and the like, with commas between; none before them forgets those.",
+            envvar=DEFAULTS_VARIABLE,
+            metavar="NAME=VALUE,...",
+            show_default=False,
+        ),
+    ] = None
     port: Annotated[int, _port(help="Port of the gateway; 0 takes a free one.")] = GATEWAY_PORT
     rest_port: Annotated[int, _port(help="Port of the gateway's REST and page; 0 takes a free one.")] = REST_PORT
     draft_port: Annotated[int, _port(help="Port of the draft service; 0 takes a free one.")] = DRAFT_PORT
@@ -373,7 +384,10 @@ class TurnOptions:
     """What every request can have, a turn of a conversation too."""
 
     max_tokens: Annotated[
-        Count, _count(_answer, "Most tokens to generate. Default: 128, or what the context leaves.", minimum=1)
+        Count,
+        _count(
+            _answer, "Most tokens to generate. Default: the model's, else 128, or what the context leaves.", minimum=1
+        ),
     ] = None
     min_tokens: Annotated[
         Count, _count(_answer, "No end, by a token or by --stop, before this many tokens. Default: 0.")
@@ -440,15 +454,21 @@ class TurnOptions:
         ),
     ] = None
     temperature: Annotated[
-        Number, _number(_sampling, "Divisor of the logits, 0 to 100; 0 takes the most probable token. Default: 1.")
+        Number,
+        _number(_sampling, "Divisor of the logits, 0 to 100; 0 takes the most probable token. Default: the model's."),
     ] = None
-    top_k: Annotated[Count, _count(_sampling, "Number of most probable tokens kept; 0 keeps all. Default: 0.")] = None
-    top_p: Annotated[Number, _number(_sampling, "Probability mass kept, above 0 and up to 1. Default: 1.")] = None
+    top_k: Annotated[
+        Count, _count(_sampling, "Number of most probable tokens kept; 0 keeps all. Default: the model's.")
+    ] = None
+    top_p: Annotated[
+        Number, _number(_sampling, "Probability mass kept, above 0 and up to 1. Default: the model's.")
+    ] = None
     min_p: Annotated[
-        Number, _number(_sampling, "Least probability kept, as a share of the largest one, 0 to 1. Default: 0.")
+        Number, _number(_sampling, "Least probability kept, as a share of the largest, 0 to 1. Default: the model's.")
     ] = None
     repetition_penalty: Annotated[
-        Number, _number(_sampling, "Divides the logits of tokens that occurred, above 0 and up to 100. Default: 1.")
+        Number,
+        _number(_sampling, "Divides the logits of tokens that occurred, above 0 and up to 100. Default: the model's."),
     ] = None
     presence_penalty: Annotated[
         Number, _number(_sampling, "Lowers the logits of tokens in the output, -2 to 2. Default: 0.")

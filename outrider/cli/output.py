@@ -219,6 +219,7 @@ def sample_object(rounds: Sequence[Round], result: Result, *, with_rounds: bool 
         "rule": result.acceptance.rule,
         **result.acceptance.settings,
         "follows_target": result.acceptance.rule.is_exact,
+        "sampling": result.sampling.model_dump(),
         **sections,
         "speculation": asdict(result.speculation),
         "model_hash": result.model_hash,

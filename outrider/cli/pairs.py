@@ -17,6 +17,8 @@ from outrider.model_names import embedded_model
 
 PAIR_VARIABLE = "OUTRIDER_PAIR"
 FETCH_LIMIT_S = 900
+# By the card of SmolLM2-135M-Instruct; at temperature 1 it talks nonsense.
+ASSISTANT_DEFAULTS = "temperature=0.2,top_p=0.9"
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*")
 
 
@@ -34,6 +36,8 @@ class PairModels:
     target: str
     draft: str
     head: str | None = None
+    generation_defaults: str = ""
+    """What its authors recommend and its files do not say, as a gateway's option."""
     reason: str = ""
     """Why it is not the assistant, where nobody asked for another pair."""
 
@@ -72,7 +76,7 @@ def _assistant(*, fetches: bool) -> PairModels:
         found = _weights(place)
     if found is None:
         raise ModelRefused(f"the assistant's package {package} is not installed in {place} yet", package=package)
-    return PairModels(str(found), draft, head)
+    return PairModels(str(found), draft, head, ASSISTANT_DEFAULTS)
 
 
 def _cache_folder() -> Path:

@@ -9,8 +9,8 @@ from google.protobuf.descriptor import EnumDescriptor
 from outrider.client.deltas import ToolCall, calls_of, deltas_from
 from outrider.deltas import Delta, reasoning_of
 from outrider.errors import ProtocolViolation
-from outrider.parameters import Acceptance, TokenLogprob
-from outrider.rpc.messages import acceptance_from, logprobs_from
+from outrider.parameters import Acceptance, SamplingParameters, TokenLogprob
+from outrider.rpc.messages import acceptance_from, logprobs_from, sampling_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 
@@ -169,6 +169,8 @@ class Result:
     reasoning_tokens: int = 0
     ignored_keywords: tuple[str, ...] = ()
     """What of a lenient schema was not enforced."""
+    sampling: SamplingParameters = field(default_factory=SamplingParameters)
+    """How logits became a distribution: what the request said, and the defaults that took effect."""
 
     @property
     def text(self) -> str:
@@ -368,6 +370,7 @@ def _result(message: pb.Completion) -> Result:
         has_calls=message.has_calls,
         reasoning_tokens=message.usage.reasoning_tokens,
         ignored_keywords=tuple(message.ignored_keywords),
+        sampling=sampling_from(message.sampling, "completion.sampling."),
     )
 
 

@@ -86,24 +86,26 @@ Message = Mapping[str, object]
 
 
 class GenerationOptions(TypedDict, total=False):
-    """Everything but the prompt. None is the same as absent: then the gateway's default holds."""
+    """Everything but the prompt. None is the same as absent: then the gateway's default holds, which of temperature,
+    cuts and repetition penalty is the model's own.
+    """
 
     max_tokens: int | None
-    """Most tokens to generate. Default: 128, or what the context leaves."""
+    """Most tokens to generate. Default: the model's, else 128, or what the context leaves."""
     min_tokens: int | None
     """No end before so many tokens. Default: 0."""
     ignore_eos: bool | None
     """Take the end of sequence for an ordinary token."""
     temperature: float | None
-    """Divisor of the logits, 0 to 100; 0 takes the most probable token. Default: 1."""
+    """Divisor of the logits, 0 to 100; 0 takes the most probable token. Default: the model's."""
     top_k: int | None
-    """Number of most probable tokens kept; 0 keeps all, which is the default."""
+    """Number of most probable tokens kept; 0 keeps all. Default: the model's."""
     top_p: float | None
-    """Probability mass kept, above 0 and up to 1. Default: 1."""
+    """Probability mass kept, above 0 and up to 1. Default: the model's."""
     min_p: float | None
-    """Least probability kept, as a share of the largest one, 0 to 1. Default: 0."""
+    """Least probability kept, as a share of the largest one, 0 to 1. Default: the model's."""
     repetition_penalty: float | None
-    """Divides the logits of tokens that occurred, above 0 and up to 100. Default: 1."""
+    """Divides the logits of tokens that occurred, above 0 and up to 100. Default: the model's."""
     presence_penalty: float | None
     """Lowers the logits of tokens in the output, -2 to 2. Default: 0."""
     frequency_penalty: float | None

@@ -7,7 +7,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -18,6 +18,7 @@ from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import ModelRefused, NotReady, OutriderError
+from outrider.generation_defaults import ModelDefaults
 from outrider.grammar import GrammarEngine
 from outrider.model_service.link import LinkServicer
 from outrider.model_service.metrics import ServiceMetrics
@@ -47,7 +48,8 @@ class LoadedModel:
     grammars: GrammarEngine | None = None
     """None for a draft without a tokenizer."""
     ends: frozenset[int] = frozenset()
-    """Tokens that end an answer by all that the files say, beside those of the model's configuration."""
+    """Tokens that end an answer and that the model can say."""
+    recommended: ModelDefaults = field(default_factory=ModelDefaults)
 
     def set_threads(self) -> None:
         """What a device thread does first: torch keeps its number of threads for each thread that calls it."""
@@ -133,7 +135,7 @@ def load_model(settings: ModelServiceSettings) -> LoadedModel:
             log.warning("no grammars can be served", model=runner.identity.model_name, reason=str(error))
     log.info("model loaded", model=runner.identity.model_name, numerics_id=runner.numerics_id, threads=settings.threads)
     log.info("ends of answers", tokens={told(token_id, tokenizer): list(places) for token_id, places in ends.items()})
-    return LoadedModel(runner, vocabulary, grammars, frozenset(ends))
+    return LoadedModel(runner, vocabulary, grammars, frozenset(ends), ModelDefaults.read(checkpoint.folder))
 
 
 def _sayable(ends: Mapping[int, tuple[str, ...]], vocabulary_size: int, model_name: str) -> dict[int, tuple[str, ...]]:
@@ -174,6 +176,7 @@ def describe(role: str, model: LoadedModel) -> ServiceFacts:
         block_size=runner.pool.block_size,
         block_count=runner.pool.num_blocks,
         grammars=model.grammars,
+        generation_defaults=model.recommended.defaults,
     )
 
 

@@ -16,7 +16,7 @@ from outrider.engine.worker import DeviceWorker
 from outrider.errors import Overloaded
 from outrider.grammar import ENGINE, GrammarEngine
 from outrider.model_service.session_store import RolledBack, SessionStore
-from outrider.parameters import Rule
+from outrider.parameters import GenerationDefaults, Rule
 from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
 from outrider.rpc import channels, messages
@@ -61,6 +61,7 @@ class ServiceFacts:
     """Those that make trees where a shape is asked for."""
     grammars: GrammarEngine | None = None
     """What compiles the grammars of sessions; None where there is no tokenizer."""
+    generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     def offer(self, drafter: str) -> pb.DrafterOffer:
         """A drafter as it stands now."""
@@ -99,6 +100,7 @@ class ModelServicer(ModelServiceServicer):
         described |= {"role": ROLES[facts.role], "eos_token_ids": sorted(facts.eos_token_ids)}
         described |= {"drafters": list(facts.drafters)}
         described["grammar_engine"] = ENGINE if facts.grammars is not None else ""
+        described["generation_defaults"] = pb.GenerationDefaults(**facts.generation_defaults.stated)
         del described["hosted"], described["tree_drafters"], described["grammars"]
         return pb.GetModelInfoResponse(
             **described,

@@ -47,7 +47,7 @@ class Limit:
     """What values an option takes: in words, and a check that raises InvalidRequest, given the flag and the value."""
 
     words: str
-    check: Callable[[str, Any], None]
+    check: Callable[[str, Any], object]
 
 
 def within(minimum: float, maximum: float = math.inf) -> Limit:

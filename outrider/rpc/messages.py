@@ -23,6 +23,7 @@ from outrider.parameters import (
     Acceptance,
     DraftDistribution,
     FinishReason,
+    GenerationDefaults,
     Rule,
     SamplingParameters,
     SessionSpec,
@@ -30,6 +31,7 @@ from outrider.parameters import (
 )
 from outrider.rpc.fencing import ComputeTimes, Fence
 from outrider.token_tree import MAX_CHILDREN, MAX_DEPTH, MAX_LEVEL_ROWS, TokenTree, TreeShape
+from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb
 
@@ -75,6 +77,12 @@ def sampling_from(message: pb.SamplingParameters, prefix: str = "sampling.") -> 
 def sampling_message(sampling: SamplingParameters) -> pb.SamplingParameters:
     """The message with every field set."""
     return pb.SamplingParameters(**sampling.model_dump())
+
+
+def defaults_from(message: model_pb.GenerationDefaults) -> GenerationDefaults:
+    """What a model recommends; raises InvalidRequest."""
+    values = {field.name: value for field, value in message.ListFields()}
+    return GenerationDefaults.checked(values, "generation_defaults.")
 
 
 def open_message(spec: SessionSpec, token_ids: Sequence[int]) -> pb.OpenSession:

@@ -379,7 +379,7 @@ class GenerateRequest(_message.Message):
     """Text, encoded with the target's tokenizer. Must not be empty."""
     max_tokens: _builtins.int
     """Most tokens to generate, at least 1. Prompt and max_tokens must fit into the target's context and into its
-    key-value cache. Default: 128, or what the smaller of the two leaves when that is less.
+    key-value cache. Default: the model's, else 128, or what the smaller of the two leaves when that is less.
     """
     seed: _builtins.int
     """Seed of the request's noise. Default: a random one, named in the completion. Under `ratio`, `block` and `lenient`
@@ -1125,6 +1125,7 @@ class Completion(_message.Message):
     DELTAS_FIELD_NUMBER: _builtins.int
     HAS_CALLS_FIELD_NUMBER: _builtins.int
     IGNORED_KEYWORDS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
     """Why it ended."""
     seed: _builtins.int
@@ -1177,6 +1178,10 @@ class Completion(_message.Message):
     def ignored_keywords(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """With constraint.is_lenient: what of the schema was not enforced, such as `not` or `format color`."""
 
+    @_builtins.property
+    def sampling(self) -> _types_pb2.SamplingParameters:
+        """How logits became a distribution: what the request said, and the defaults that took effect."""
+
     def __init__(
         self,
         *,
@@ -1197,10 +1202,11 @@ class Completion(_message.Message):
         deltas: _abc.Iterable[Global___Delta] | None = ...,
         has_calls: _builtins.bool = ...,
         ignored_keywords: _abc.Iterable[_builtins.str] | None = ...,
+        sampling: _types_pb2.SamplingParameters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "acceptance", b"acceptance", "cumulative_logprob", b"cumulative_logprob", "speculation", b"speculation", "survival", b"survival", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "acceptance", b"acceptance", "cumulative_logprob", b"cumulative_logprob", "sampling", b"sampling", "speculation", b"speculation", "survival", b"survival", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "acceptance", b"acceptance", "cumulative_logprob", b"cumulative_logprob", "deltas", b"deltas", "finish_reason", b"finish_reason", "has_calls", b"has_calls", "ignored_keywords", b"ignored_keywords", "model_hash", b"model_hash", "numerics_id", b"numerics_id", "numerics_ids", b"numerics_ids", "rule", b"rule", "sample_index", b"sample_index", "seed", b"seed", "speculation", b"speculation", "survival", b"survival", "text_delta", b"text_delta", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "acceptance", b"acceptance", "cumulative_logprob", b"cumulative_logprob", "deltas", b"deltas", "finish_reason", b"finish_reason", "has_calls", b"has_calls", "ignored_keywords", b"ignored_keywords", "model_hash", b"model_hash", "numerics_id", b"numerics_id", "numerics_ids", b"numerics_ids", "rule", b"rule", "sample_index", b"sample_index", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "survival", b"survival", "text_delta", b"text_delta", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cumulative_logprob: _TypeAlias = _typing.Literal["cumulative_logprob"]  # noqa: Y015
     _WhichOneofArgType__cumulative_logprob: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob"]  # noqa: Y015

@@ -100,6 +100,7 @@ class GetModelInfoResponse(_message.Message):
     PREFIX_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     GRAMMAR_ENGINE_FIELD_NUMBER: _builtins.int
+    GENERATION_DEFAULTS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of these messages that the service speaks; 2 is the one with links."""
     role: Global___ServiceRole.ValueType
@@ -184,6 +185,10 @@ class GetModelInfoResponse(_message.Message):
     def drafter_offers(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrafterOffer]:
         """The drafters again, each with the rules that it can serve."""
 
+    @_builtins.property
+    def generation_defaults(self) -> Global___GenerationDefaults:
+        """What the model's own files recommend for requests that say nothing, as far as they do."""
+
     def __init__(
         self,
         *,
@@ -220,14 +225,80 @@ class GetModelInfoResponse(_message.Message):
         prefix_query_tokens: _builtins.int = ...,
         prefix_hit_tokens: _builtins.int = ...,
         grammar_engine: _builtins.str = ...,
+        generation_defaults: Global___GenerationDefaults | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["generation_defaults", b"generation_defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_size", b"block_size", "cached_block_count", b"cached_block_count", "context_len", b"context_len", "device", b"device", "drafter_offers", b"drafter_offers", "drafters", b"drafters", "eos_token_ids", b"eos_token_ids", "evicted_session_count", b"evicted_session_count", "expired_lease_count", b"expired_lease_count", "free_block_count", b"free_block_count", "grammar_engine", b"grammar_engine", "instance_id", b"instance_id", "leased_session_count", b"leased_session_count", "max_draft_count", b"max_draft_count", "model_hash", b"model_hash", "model_name", b"model_name", "numerics_id", b"numerics_id", "parameter_count", b"parameter_count", "preemption_count", b"preemption_count", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "protocol_version", b"protocol_version", "role", b"role", "session_count", b"session_count", "stalled_us", b"stalled_us", "stopped_job_count", b"stopped_job_count", "thread_count", b"thread_count", "unacknowledged_window", b"unacknowledged_window", "vocabulary_digests", b"vocabulary_digests", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes", "weight_dtype", b"weight_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_size", b"block_size", "cached_block_count", b"cached_block_count", "context_len", b"context_len", "device", b"device", "drafter_offers", b"drafter_offers", "drafters", b"drafters", "eos_token_ids", b"eos_token_ids", "evicted_session_count", b"evicted_session_count", "expired_lease_count", b"expired_lease_count", "free_block_count", b"free_block_count", "generation_defaults", b"generation_defaults", "grammar_engine", b"grammar_engine", "instance_id", b"instance_id", "leased_session_count", b"leased_session_count", "max_draft_count", b"max_draft_count", "model_hash", b"model_hash", "model_name", b"model_name", "numerics_id", b"numerics_id", "parameter_count", b"parameter_count", "preemption_count", b"preemption_count", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "protocol_version", b"protocol_version", "role", b"role", "session_count", b"session_count", "stalled_us", b"stalled_us", "stopped_job_count", b"stopped_job_count", "thread_count", b"thread_count", "unacknowledged_window", b"unacknowledged_window", "vocabulary_digests", b"vocabulary_digests", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes", "weight_dtype", b"weight_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetModelInfoResponse: _TypeAlias = GetModelInfoResponse  # noqa: Y015
+
+@_typing.final
+class GenerationDefaults(_message.Message):
+    """What a request gets where it says nothing; an absent field leaves the neutral value. Ranges are those of a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    temperature: _builtins.float
+    """Divisor of the logits."""
+    top_k: _builtins.int
+    """Number of most probable tokens kept; 0 keeps all."""
+    top_p: _builtins.float
+    """Probability mass kept."""
+    min_p: _builtins.float
+    """Share of the most probable token's probability below which tokens are dropped."""
+    repetition_penalty: _builtins.float
+    """Divides positive and multiplies negative logits of tokens in prompt or output."""
+    max_tokens: _builtins.int
+    """Most tokens to generate."""
+    def __init__(
+        self,
+        *,
+        temperature: _builtins.float | None = ...,
+        top_k: _builtins.int | None = ...,
+        top_p: _builtins.float | None = ...,
+        min_p: _builtins.float | None = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        max_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "min_p", b"min_p", "repetition_penalty", b"repetition_penalty", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "min_p", b"min_p", "repetition_penalty", b"repetition_penalty", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
+    _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
+    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
+    _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
+    _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
+    _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
+
+Global___GenerationDefaults: _TypeAlias = GenerationDefaults  # noqa: Y015
 
 @_typing.final
 class DrafterOffer(_message.Message):

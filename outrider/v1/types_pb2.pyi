@@ -267,6 +267,8 @@ Global___DraftDistribution: _TypeAlias = DraftDistribution  # noqa: Y015
 class SamplingParameters(_message.Message):
     """How a row of logits becomes a distribution. The transforms apply in this order: logit bias, banned sequences (see
     OpenSession), minimum length; repetition penalty; presence and frequency penalties; temperature; top-k; top-p; min-p.
+    A request that leaves one of the first five fields out gets the model's own value, by its GenerationDefaults or the
+    gateway's operator, and else the one named here; a beam search always gets that one.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -302,15 +304,15 @@ class SamplingParameters(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """Divisor of the logits, in [0, 100]. 0 is the one-hot distribution on the largest logit. Default 1."""
+    """Divisor of the logits, in [0, 100]. 0 is the one-hot distribution on the largest logit. Else 1."""
     top_k: _builtins.int
-    """Number of most probable tokens kept, at least 1; 0 keeps all. Default 0."""
+    """Number of most probable tokens kept, at least 1; 0 keeps all. Else 0."""
     top_p: _builtins.float
-    """Probability mass kept, in (0, 1]: the smallest set of most probable tokens that reaches it. Default 1."""
+    """Probability mass kept, in (0, 1]: the smallest set of most probable tokens that reaches it. Else 1."""
     min_p: _builtins.float
-    """Tokens less probable than min_p times the most probable one are dropped. Range [0, 1]. Default 0."""
+    """Tokens less probable than min_p times the most probable one are dropped. Range [0, 1]. Else 0."""
     repetition_penalty: _builtins.float
-    """Divides positive and multiplies negative logits of tokens in prompt or output, in (0, 100]. Default 1."""
+    """Divides positive and multiplies negative logits of tokens in prompt or output, in (0, 100]. Else 1."""
     presence_penalty: _builtins.float
     """Subtracted from the logits of tokens in the output, in [-2, 2]. Default 0."""
     frequency_penalty: _builtins.float

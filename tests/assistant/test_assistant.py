@@ -14,6 +14,7 @@ import jsonschema_rs
 import openai
 import pytest
 
+from bench.surfaces import SKY, STORY, are_same, continued, conversed
 from outrider.cli.pairs import Pair, choose_pair
 from outrider.client import Client, Speculation
 from outrider.errors import ModelRefused
@@ -46,6 +47,22 @@ def serving(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
         finally:
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 0
+
+
+def test_it_is_readable_and_the_same_by_every_door_that_is_told_nothing(serving: dict[str, Any]) -> None:
+    """README's examples and a question of fact, with a seed and a length and nothing else."""
+    rest, grpc = serving["rest"], serving["gateway"]
+    for said, expected in (
+        (continued(rest, grpc, STORY, 1, 64), "fox"),
+        (conversed(rest, grpc, SKY, 1, 128), "scatter"),
+        (conversed(rest, grpc, QUESTIONS[0], 2, 64), "Paris"),
+    ):
+        assert are_same(said), said
+        assert expected in next(iter(said.values())).text
+    client = openai.OpenAI(base_url=f"http://{rest}/v1", api_key="none")
+    [model] = client.models.list()
+    defaults = (model.model_extra or {})["generation_defaults"]
+    assert (defaults["temperature"], defaults["top_p"]) == (0.2, 0.9)
 
 
 def test_it_answers_over_rest(serving: dict[str, Any]) -> None:

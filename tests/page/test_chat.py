@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from axe_playwright_python.async_playwright import Axe
 from page.browser import ended, fill, spoken, visit
 from playwright.async_api import Browser, Page, Request, expect
 from support.models.templated import templated
+from support.models.tiny_models import write_recommending
 from support.stack import RunningStack, running_stack
 
 pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
@@ -323,3 +325,37 @@ async def test_everybody_can_use_it(browser: Browser, stack: RunningStack, schem
         await page.locator("#race-turn").click()
         await ended(page)
         await check()
+
+
+async def test_the_page_shows_the_models_defaults_and_leaves_them_to_it(browser: Browser, tmp_path: Path) -> None:
+    """An empty field says nothing, in neither view; the answer is that of every other door, and tells what counted."""
+    folder = str(write_recommending(tmp_path / "model", temperature=0.2, top_p=0.9))
+    (tmp_path / "tokenizer").mkdir()
+    gateway = {"rest_listen": "127.0.0.1:0", "tokenizer": templated(tmp_path / "tokenizer")}
+    async with (
+        running_stack(folder, draft=None, gateway=gateway) as stack,
+        visit(browser, stack.gateway.rest_address, viewport=WINDOW) as page,
+    ):
+        for name, shown in (("temperature", "0.2"), ("top_p", "0.9")):
+            await expect(page.locator(f"#{name}")).to_have_attribute("placeholder", shown)
+            await expect(page.locator(f"#{name}")).to_have_value("")
+        bodies = sent(page)
+        await fill(page, seed=5, max_tokens=24)
+        text = await send(page, "Who is the fox?")
+        await expect(page.locator("#result")).to_contain_text("temperature 0.2, top-p 0.9")
+        await page.get_by_role("radio", name="Completion").check()
+        await page.locator("#generate").click()
+        await ended(page)
+        await fill(page, temperature=0.7)
+        await page.locator("#generate").click()
+        await expect(page.locator("#result")).to_contain_text("temperature 0.7, top-p 0.9")
+        assert [(each.get("temperature"), "top_p" in each) for each in bodies] == [
+            (None, False),
+            (None, False),
+            (0.7, False),
+        ]
+        async with httpx.AsyncClient(timeout=60) as client:
+            said = {"messages": [{"role": "user", "content": "Who is the fox?"}], "seed": 5, "max_tokens": 24}
+            url = f"http://{stack.gateway.rest_address}/v1/chat/completions"
+            reply = await client.post(url, json=said)
+        assert reply.json()["choices"][0]["message"]["content"] == text

@@ -27,7 +27,7 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
 
         async def make_writer(header: ResponseHeader, figures: ResponseFigures) -> answer.ResponseWriter:
             obfuscates = body.stream_options is not None and bool(body.stream_options.include_obfuscation)
-            return answer.ResponseWriter(header, figures, repeated(body, asked.request.sampling), obfuscates)
+            return answer.ResponseWriter(header, figures, repeated(body, figures.requests[0].spec.sampling), obfuscates)
 
         names, ignored = translation.gateway_names, asked.ignored
         responder = Responder(

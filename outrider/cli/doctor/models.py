@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from outrider.cli.doctor.report import Finding, failed, gibibytes, ok, skipped, warning
 from outrider.cli.local_stack import Stack
 from outrider.errors import ModelRefused
+from outrider.generation_defaults import ModelDefaults
 from outrider.gguf.config import json_config
 from outrider.gguf.files import HubName, cached_gguf, gguf_in, model_stem
 from outrider.gguf.header import GgufFile
@@ -69,6 +70,7 @@ def check_pair(stack: Stack) -> tuple[list[Finding], list[str]]:
         findings.append(check_model(role, model, files, dtypes[role]))
         if files and (reason := tokenizer_doubt(files.folder)):
             findings.append(warning(f"{role} model", f"{reason}.", "Convert the model again with a later converter."))
+        findings += check_defaults(files) if role == "target" and files else []
         if files:
             found[role] = files
         elif model:
@@ -168,6 +170,12 @@ def check_model(role: str, model: str | None, files: ModelFiles | None, dtype: s
         fix = "Use --dtype float32 to keep every bit of the file."
         return warning(check, f"{sentence} bfloat16 keeps 3 bits less of each number.", fix)
     return ok(check, sentence)
+
+
+def check_defaults(files: ModelFiles) -> list[Finding]:
+    """What a target's files recommend and no request could have."""
+    fix = "Correct the file, or say what counts with --generation-defaults."
+    return [warning("generation defaults", f"{fault}.", fix) for fault in ModelDefaults.read(files.folder).faults]
 
 
 def download_fix(names: Sequence[str]) -> str:

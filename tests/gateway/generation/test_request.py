@@ -11,7 +11,7 @@ from gateway.text.tokenizer import Tokenizer
 from outrider.beams import BeamSearch
 from outrider.errors import InvalidRequest, PromptTooLong
 from outrider.grammar import ENGINE, Constraint, ConstraintKind
-from outrider.parameters import Acceptance, Rule, SamplingParameters
+from outrider.parameters import Acceptance, GenerationDefaults, Rule, SamplingParameters
 from outrider.token_tree import TreeShape
 
 TOKENIZER = Tokenizer(str(Path(__file__).resolve().parents[3] / "models" / "target"))
@@ -34,6 +34,46 @@ async def test_defaults_are_filled_in() -> None:
     # What a number of JavaScript holds.
     assert 0 <= request.spec.seed < 2**53
     assert request.draft_count is None
+
+
+RECOMMENDING = replace(TARGET, defaults=GenerationDefaults(temperature=0.2, top_p=0.9, top_k=40, max_tokens=200))
+
+
+async def test_what_a_request_does_not_say_is_the_models() -> None:
+    """Each value for itself, and one that was said counts also where it is the neutral one."""
+    said = SamplingParameters(temperature=1.0, presence_penalty=0.5)
+    request = await check_request(replace(REQUEST, sampling=said), TOKENIZER, RECOMMENDING, OFFERS)
+    expected = SamplingParameters(temperature=1.0, top_p=0.9, top_k=40, presence_penalty=0.5)
+    assert request.spec.sampling == expected
+    assert request.spec.max_len == request.spec.prompt_len + 200
+
+
+async def test_beams_are_those_of_the_model_as_it_is() -> None:
+    """What it recommends is for samples: no temperature, no cuts and no penalty, and no error about any of them."""
+    defaults = GenerationDefaults(temperature=0.2, top_k=5, top_p=0.5, min_p=0.1, repetition_penalty=1.3, max_tokens=9)
+    searched = replace(REQUEST, beam_search=BeamSearch(2))
+    request = await check_request(searched, TOKENIZER, replace(TARGET, defaults=defaults), OFFERS)
+    assert request.spec.sampling == SamplingParameters()
+    assert request.spec.max_len == request.spec.prompt_len + 9
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 200),
+        ({"max_tokens": 300}, 300),
+        ({"most_new_tokens": 150}, 150),
+        ({"most_new_tokens": 500}, 200),
+        ({"up_to_context": True}, 200),
+        ({"up_to_context": True, "max_tokens": 250}, 250),
+        ({"token_ids": (5,) * 1000}, 24),
+    ],
+)
+async def test_the_models_own_length_is_a_default_and_no_limit(changes: dict[str, object], expected: int) -> None:
+    """It gives way to what was said, to a key and to the context."""
+    request = replace(GenerationRequest(token_ids=(5,) * 20), **changes)
+    spec = (await check_request(request, TOKENIZER, RECOMMENDING, OFFERS)).spec
+    assert spec.max_len - spec.prompt_len == expected
 
 
 async def test_seeds_differ() -> None:

@@ -54,6 +54,15 @@ async def test_events_tell_what_grpc_tells(stack: MarkovStack, client: httpx.Asy
         "seed": "9",
         "rule": "match",
         "draft_count": 4,
+        "sampling": {
+            "temperature": 1.0,
+            "top_k": 0,
+            "top_p": 1.0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+        },
     }
     for (_, told), each in zip(found[1:-1], rounds, strict=True):
         assert [token["token_id"] for token in told["tokens"]] == [token.token_id for token in each.tokens]

@@ -264,3 +264,27 @@ async def test_a_service_of_another_version_does_not_fit() -> None:
         assert "speaks version 1 of the protocol, but version 2 is needed" in str(link.mismatch)
         assert isinstance(link.mismatch, WrongService)
         await link.close()
+
+
+class Recommending(TargetServicer):
+    """Recommends a temperature that no request could have."""
+
+    async def GetModelInfo(  # noqa: N802 - the name is the protocol's
+        self, request: model_pb.GetModelInfoRequest, context: object
+    ) -> model_pb.GetModelInfoResponse:
+        """As any, but for that."""
+        answer = await super().GetModelInfo(request, context)
+        answer.generation_defaults.temperature = -1
+        return answer
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+async def test_a_recommendation_that_no_request_could_have_is_told_of_its_target(role: str) -> None:
+    """By its field, its value and its limit, before a client could hear of it; a draft's is for nobody."""
+    number = model_pb.SERVICE_ROLE_TARGET if role == "target" else model_pb.SERVICE_ROLE_DRAFT
+    async with serving(Recommending(number, MarkovModel())) as address:
+        link = ServiceLink(role, address, accept)
+        assert await link.settled(5)
+        sentence = "generation_defaults.temperature is -1.0, but must be greater than or equal to 0"
+        assert str(link.mismatch) == (sentence if role == "target" else "None")
+        await link.close()

@@ -281,6 +281,10 @@ def run_outrider(*arguments: str | bytes, stdin: bytes = b"") -> tuple[int, str,
         ("up --cascade-depth 2", "--cascade-depth is 2, but must be left out without --cascade"),
         ("up --threads 257", "--threads is 257, but must be in [1, 256]"),
         ("up --draft-threads 0", "--draft-threads is 0, but must be in [1, 256]"),
+        (
+            "up --generation-defaults top_p=0.9,temperature=-1",
+            "--generation-defaults temperature is -1, but must be greater than or equal to 0",
+        ),
     ],
 )
 def test_values_out_of_range(told: Told, line: str, sentence: str) -> None:

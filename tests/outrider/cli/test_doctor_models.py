@@ -253,3 +253,16 @@ async def test_a_model_without_an_end_is_a_warning(tmp_path: Path) -> None:
     finding = await check_ends(model)
     assert (finding.status, finding.exit_code) == (Status.FAILED, 78)
     assert "tokenizer_config.json" in finding.sentence
+
+
+def test_a_default_that_nobody_could_have_is_a_warning(tmp_path: Path) -> None:
+    """Of the target, whose defaults count; a draft's are for nobody."""
+    folder = copied(tmp_path)
+    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").write_text('{"temperature": -1, "top_p": 0.9}')
+    findings, _ = models.check_pair(Stack(str(folder), None))
+    warned = [each for each in findings if each.status is Status.WARNING]
+    assert [each.check for each in warned] == ["generation defaults"]
+    assert "temperature is -1, which is left out" in warned[0].sentence
+    findings, _ = models.check_pair(Stack(DRAFT, str(folder)))
+    assert "generation defaults" not in [each.check for each in findings]

@@ -81,6 +81,9 @@ def test_command_lines() -> None:
     gateway = gateway_launch(PAIR, "127.0.0.1:7", None).command
     assert gateway[gateway.index("--draft") + 1] == ""
     assert "--workers" not in gateway
+    assert "--generation-defaults" not in gateway
+    gateway = gateway_launch(replace(PAIR, generation_defaults="none"), "127.0.0.1:7", None).command
+    assert gateway[gateway.index("--generation-defaults") + 1] == "none"
     gateway = gateway_launch(replace(PAIR, workers=3), "127.0.0.1:7", None).command
     assert gateway[gateway.index("--workers") + 1] == "3"
 

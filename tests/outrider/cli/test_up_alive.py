@@ -158,6 +158,18 @@ async def test_generate_under_another_rule_and_with_another_draft() -> None:
 
 
 @pytest.mark.slow
+async def test_a_stack_has_the_defaults_that_its_operator_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that a command starts for itself, and there by the variable; an option goes before it."""
+    monkeypatch.setenv("OUTRIDER_GENERATION_DEFAULTS", "temperature=0.3,top_p=0.8")
+    answer = await generated("--no-speculation")
+    assert (answer["sampling"]["temperature"], answer["sampling"]["top_p"]) == (0.8, 0.8)
+    async with running_up("--no-draft", "--generation-defaults", "temperature=0.4") as up:
+        async with AsyncClient(up.gateway) as client:
+            sampling = (await client.generate(PROMPT, max_tokens=4).result()).result.sampling
+        assert (sampling.temperature, sampling.top_p) == (0.4, 1.0)
+
+
+@pytest.mark.slow
 async def test_up_survives_its_draft_and_drains_on_sigint() -> None:
     """A killed draft costs no token, is started again, and speculation resumes; Ctrl-C then exits 0."""
     async with running_up() as up:

@@ -118,3 +118,14 @@ def write_drafts(folder: Path) -> dict[str, Path]:
 
 SETTINGS = TargetSettings(str(TARGET), listen="127.0.0.1:0", threads=1, kv_tokens=8192)
 PROMPT = (0, 401, 913, 260, 555, 12)
+
+
+def write_recommending(folder: Path, **recommended: object) -> Path:
+    """Writes the embedded target with a generation_config.json that also says this; the other files are links."""
+    folder.mkdir(parents=True)
+    for path in TARGET.iterdir():
+        if path.name != "generation_config.json":
+            (folder / path.name).symlink_to(path)
+    config = json.loads((TARGET / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(config | recommended))
+    return folder
