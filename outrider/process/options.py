@@ -24,6 +24,7 @@ from typing import Annotated, Any, ClassVar, NoReturn, Protocol, get_args, get_t
 import typer
 
 from outrider.errors import InvalidRequest, OutriderError
+from outrider.process.streams import ERRORS, hold_descriptors
 from outrider.rpc.channels import check_address
 
 USAGE_EXIT_CODE = 64
@@ -282,6 +283,7 @@ def run_app(app: Callable[[], object], prefix: str = "") -> NoReturn:
     Without a standard output nothing starts; one that is full or has lost its reader ends the command.
     """
     sentence = ""
+    hold_descriptors()
     if sys.stdout is None:
         sentence, code = NO_OUTPUT, IO_EXIT_CODE
     else:
@@ -301,8 +303,20 @@ def run_app(app: Callable[[], object], prefix: str = "") -> NoReturn:
             is_unread = isinstance(lost, BrokenPipeError)
             sentence, code = ("", BROKEN_PIPE_EXIT_CODE) if is_unread else (FULL_OUTPUT, IO_EXIT_CODE)
     if sentence:
-        sys.stderr.write(f"{prefix}{sentence}\n")
+        _say(f"{prefix}{sentence}\n")
     sys.exit(code)
+
+
+def _say(text: str) -> None:
+    """Writes to standard error; that nobody can read it changes no exit code."""
+    if sys.stderr is None:
+        return
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:
+        # Keeps the interpreter from trying once more, and from ending with a code of its own then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), ERRORS)
 
 
 def _outcome(app: Callable[[], object]) -> tuple[str, int]:
@@ -321,7 +335,7 @@ def _outcome(app: Callable[[], object]) -> tuple[str, int]:
             return parser_sentence(error), USAGE_EXIT_CODE
         if _is_lost_output(error):
             raise
-        traceback.print_exc()
+        _say(traceback.format_exc())
         return "An internal fault; report it with the lines above.", OutriderError.exit_code
     # An exit that a command requested comes back as its code.
     return "", ended if isinstance(ended, int) else 0
