@@ -1,7 +1,7 @@
 """What stands behind the gateway: the services, the lookup, and who of them guesses for a request."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway.generation.audit import ShadowAudit
 from gateway.generation.request import CheckedRequest, Offers
@@ -13,6 +13,7 @@ from gateway.sessions.link import ModelInfo, Replicas
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.text.tokenizer import Tokenizer
 from outrider.parameters import Rule
+from outrider.process.upkeep import Upkeep
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class Backend:
     audit: ShadowAudit
     lookup: LookupSources | None = None
     """What is looked up beside a request's own text; None where nothing is looked up."""
+    upkeep: Upkeep = field(default_factory=Upkeep)
+    """The work in the background of all of it."""
 
     @property
     def draft(self) -> Replicas | None:

@@ -43,13 +43,14 @@ class Alive(BaseModel):
 class Ready(BaseModel):
     """The target is there. The draft need not be: without it answers are the same, later.
 
-    `hosted` are the drafters in the target's own process.
+    `hosted` are the drafters in the target's own process, `failing` is work in the background that is to start again.
     """
 
     status: Literal["ready"] = "ready"
     target: Literal["present"] = "present"
     draft: Literal["present", "absent", "none"]
     hosted: list[str] = []
+    failing: list[str] = []
 
 
 class Version(BaseModel):
@@ -102,7 +103,7 @@ def routes(frontend: Frontend, scrape: Scrape) -> APIRouter:
         state: Literal["present", "absent", "none"] = (
             "none" if draft is None else "absent" if draft.info is None else "present"
         )
-        return Ready(draft=state, hosted=list(target.drafters))
+        return Ready(draft=state, hosted=list(target.drafters), failing=list(frontend.backend.upkeep.failing))
 
     @router.get("/version", responses=documented(403))
     async def show_version() -> Version:

@@ -24,13 +24,13 @@ from typing import Any
 
 import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2
 
 from gateway.sessions.stream import Frame, LinkStream
 from outrider.errors import OutriderError, PeerLost
 from outrider.parameters import Rule
 from outrider.process import telemetry
 from outrider.process.metrics import Tally
+from outrider.process.upkeep import Upkeep
 from outrider.rpc.channels import PROTOCOL_VERSION, open_link_channel
 from outrider.rpc.errors import error_from
 from outrider.rpc.messages import rules_from
@@ -61,7 +61,6 @@ BREAKERS = {"draft": (2, (0.5, 10.0)), "target": (1, (0.0, 0.0))}
 TRIAL_COST = 0.05  # share of the time that trials may cost; pauses grow beyond the longest where they are dear
 # Links and breakers change with time and in several places, so who waits for them looks now and then.
 LOOK_S = 0.02
-READINESS_LOOK_S = 0.25
 
 log = structlog.get_logger()
 
@@ -121,6 +120,7 @@ class ServiceLink:
         check: Callable[[ModelInfo], None],
         channel: grpc.aio.Channel | None = None,
         tls: TlsFiles | None = None,
+        upkeep: Upkeep | None = None,
     ) -> None:
         """Takes "draft" or "target", and a check that raises an OutriderError when the service does not fit.
 
@@ -146,7 +146,8 @@ class ServiceLink:
         self._probe: asyncio.Task[float | None] | None = None
         self._lost = asyncio.Event()
         self._settled = asyncio.Event()
-        self._monitor = asyncio.create_task(self._watch(), name=f"{role} link")
+        watching = (upkeep or Upkeep()).keep(f"{role} link {address}", self._watch)
+        self._monitor = asyncio.create_task(watching, name=f"{role} link")
 
     def __str__(self) -> str:
         return f"The {self.role} service at {self.address}"
@@ -441,20 +442,6 @@ class Replicas:
         if not self._meeting(need):
             return PeerLost(f"{self}: none has room for the {need.max_len} tokens of the request", max_len=need.max_len)
         return PeerLost(f"{self} does not answer requests", address=self.links[0].address)
-
-
-async def report_readiness(target: Replicas, servicer: health.aio.HealthServicer, names: tuple[str, ...]) -> None:
-    """Keeps the health of the named services at SERVING while a target is there, until it is cancelled."""
-    was_ready = True
-    while True:
-        is_ready = target.info is not None
-        if is_ready != was_ready:
-            log.warning("readiness changed", ready=is_ready)
-            statuses = health_pb2.HealthCheckResponse
-            for name in names:
-                await servicer.set(name, statuses.SERVING if is_ready else statuses.NOT_SERVING)
-        was_ready = is_ready
-        await asyncio.sleep(READINESS_LOOK_S)
 
 
 class CircuitBreaker:

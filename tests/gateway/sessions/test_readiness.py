@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.basics import eventually
+from support.basics import PATIENCE_S, eventually
 from support.services.markov import MarkovModel
 from support.services.markov_services import TargetServicer, serving
 
 from gateway.server import start
+from gateway.sessions.link import ModelInfo, ServiceLink
 from gateway.settings import GatewaySettings
 from outrider.errors import InvalidRequest
+from outrider.process.upkeep import Upkeep
 from outrider.rpc.channels import open_channel
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.vocabulary import Vocabulary
@@ -45,6 +47,34 @@ async def test_health_follows_the_target(name: str) -> None:
         finally:
             await channel.close()
             await gateway.stop(0)
+
+
+async def test_a_watch_outlives_whatever_comes_in_between() -> None:
+    """A fault in the middle of it is counted, and the service is found all the same, then and when it comes back."""
+    target, upkeep = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel()), Upkeep()
+    faults = [OSError(28, "No space left on device"), RuntimeError("a bug")]
+
+    def check(_info: ModelInfo) -> None:
+        if faults:
+            raise faults.pop()
+
+    async with AsyncExitStack() as life:
+        address = await life.enter_async_context(serving(target))
+        link = ServiceLink("target", address, check, upkeep=upkeep)
+        try:
+            assert await link.settled(PATIENCE_S)
+            assert link.info is not None
+            assert upkeep.failing == (f"target link {address}",)
+            await eventually(lambda: not upkeep.failing)
+            await life.aclose()
+            await eventually(lambda: link.info is None)
+            faults.append(RuntimeError("another one"))
+            await life.enter_async_context(serving(target, address))
+            await eventually(lambda: link.info is not None)
+        finally:
+            await link.close()
+    [family] = upkeep.collect()
+    assert [sample.value for sample in family.samples] == [3]
 
 
 def test_every_address_of_a_list_is_checked() -> None:

@@ -123,8 +123,7 @@ async def test_what_was_lost_is_said_when_there_is_room_again(tmp_path: Path) ->
         process.stdin.write("1\n")
         process.communicate(timeout=PATIENCE_S)
     *before, torn, told, last = log.read_text().splitlines()
-    with pytest.raises(ValueError, match="."):
-        json.loads(torn)
+    assert not torn.endswith("}")
     assert [json.loads(line)["number"] for line in before] == [*range(len(before))]
     assert json.loads(told)["lines"] == 30 - len(before) == process.returncode
     assert json.loads(told)["reason"] == "File too large"
