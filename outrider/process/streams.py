@@ -18,8 +18,8 @@ from typing import Any
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-# Some thousands of lines, for readers that come back in a moment.
-MAX_WAITING_BYTES = 1 << 20
+# A thousand lines or so, for readers that come back in a moment.
+MAX_WAITING_BYTES = 1 << 18
 # How often it is looked whether what was lost can be said.
 RETRY_S = 1.0
 # What the end of a process may wait for its last lines.
