@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
-from typing import Annotated, Any, ClassVar, NoReturn, Protocol, get_args, get_type_hints, runtime_checkable
+from typing import Annotated, Any, ClassVar, NoReturn, Protocol, Self, get_args, get_type_hints, runtime_checkable
 
 import typer
 
@@ -36,8 +36,27 @@ PARSER_EXIT_CODE = 2
 NO_OUTPUT = "There is no standard output to write to; leave it open, or redirect it to a file or to /dev/null."
 FULL_OUTPUT = "The output cannot be written: the disk or the quota is full."
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+# What the system says of a file or a folder that is none, not ours, or on what cannot be written.
+UNUSABLE = FULL | {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 # What values are checked with begins so, which says nothing to whoever typed the value.
 CHECKER_WORDS = {": Value error, ": ": ", ": Input should be ": ": it must be "}
+
+
+class FileUnusable(OutriderError):
+    """The operator must name another file or folder, or make room; the sentence names it, or the variable."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "FILE_UNUSABLE"
+    exit_code = IO_EXIT_CODE
+
+    @classmethod
+    def of(cls, error: OSError) -> Self | None:
+        """What a system says of a file or folder, as a sentence; None where it says nothing of any."""
+        if error.filename is None or error.errno not in UNUSABLE:
+            return None
+        name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(error.filename)
+        return cls(f"{name} cannot be used: {error.strerror}.", file=name)
+
 
 Command = Callable[..., None]
 Number = int | float | None
@@ -333,6 +352,8 @@ def _outcome(app: Callable[[], object]) -> tuple[str, int]:
     except Exception as error:
         if isinstance(error, ParserError):
             return parser_sentence(error), USAGE_EXIT_CODE
+        if unusable := FileUnusable.of(error) if isinstance(error, OSError) else None:
+            return unusable.message, unusable.exit_code
         if _is_lost_output(error):
             raise
         _say(traceback.format_exc())

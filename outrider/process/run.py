@@ -22,7 +22,7 @@ import structlog
 
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.process import telemetry
-from outrider.process.options import Setting, check_settings, within
+from outrider.process.options import FileUnusable, Setting, check_settings, within
 from outrider.process.streams import finish_streams, unfailing
 from outrider.rpc.channels import DRAIN_S
 from outrider.rpc.tls import TlsFiles, files_of
@@ -117,6 +117,9 @@ def run_service(
             sys.stderr.write(f"{error.message}\n")
             sys.exit(error.exit_code)
         except Exception as error:
+            if unusable := FileUnusable.of(error) if isinstance(error, OSError) else None:
+                sys.stderr.write(f"{unusable.message}\n")
+                sys.exit(unusable.exit_code)
             log.exception("service failed", service=name)
             sys.stderr.write(f"The {name} service failed: {type(error).__name__}.\n")
             sys.exit(OutriderError.exit_code)
