@@ -30,7 +30,7 @@ from gateway.rest.app import build_app
 from gateway.rest.middleware import RestSettings
 from gateway.rest.server import RunningRest, serve_rest
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.sessions.link import ModelInfo, Replicas, ServiceLink
+from gateway.sessions.link import ModelInfo, Replicas, ServiceLink, Targets
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.settings import IGNORE, GatewaySettings
 from gateway.text.chat_template import ChatTemplate
@@ -172,6 +172,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     working: dict[str, Callable[[], Awaitable[None]]] = {
         "readiness": partial(server.follow, lambda: backend.target.info is not None),
         "audit": partial(backend.audit.run, lambda request, target: decode(request, backend, target)),
+        "weights": backend.target.tell_left_out,
         "memory": give_back_memory,
     }
     tasks = tuple(asyncio.create_task(upkeep.keep(name, work), name=name) for name, work in working.items())
@@ -186,7 +187,7 @@ def _backend(settings: GatewaySettings, tokenizer: Tokenizer, registry: Collecto
         # Each looks for itself whether files have been replaced.
         return ServiceLink(role, address, fits, tls=settings.service_tls(), upkeep=upkeep)
 
-    target = Replicas([link("target", address) for address in listed(settings.target)])
+    target = Targets([link("target", address) for address in listed(settings.target)])
     drafts = {
         name: Replicas([link("draft", address) for address in each])
         for name, each in named_addresses(settings.draft).items()

@@ -9,7 +9,7 @@ from gateway.lookup.guesses import LookupGuesses, LookupSources
 from gateway.rounds.planner import Drafting
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import LOOKUP
-from gateway.sessions.link import ModelInfo, Replicas
+from gateway.sessions.link import ModelInfo, Replicas, Targets
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.text.tokenizer import Tokenizer
 from outrider.parameters import Rule
@@ -25,7 +25,7 @@ class Backend:
     """
 
     tokenizer: Tokenizer
-    target: Replicas
+    target: Targets
     drafts: Mapping[str, Replicas]
     policy: SpeculationPolicy
     draft_deadline: DraftDeadline
