@@ -271,11 +271,10 @@ class Watched:
         rolled_back = CounterMetricFamily(PREFIX + "rolled_back_tokens", meaning, labels=["side"])
         meaning = "Calls of Rollback, from the gateway's side."
         rollback_times = HistogramMetricFamily(PREFIX + "rollback_rpc_seconds", meaning, labels=["peer"])
-        drafts = [link for replicas in backend.drafts.values() for link in replicas.links]
-        for service, links in (("target", backend.target.links), ("draft", drafts)):
+        for service, all_replicas in (("target", [backend.target]), ("draft", [*backend.drafts.values()])):
             num_tokens, seconds = self._rejected_tokens(), Tally(ROLLBACK_S)
-            for link in links:
-                up.add_metric([service, link.address], link.info is not None)
+            for of, link in ((each, link) for each in all_replicas for link in each.links):
+                up.add_metric([service, link.address], of.fits(link))
                 num_tokens += link.rolled_back_tokens
                 seconds.add_tally(link.rollback_seconds)
             rolled_back.add_metric([service], num_tokens)

@@ -7,7 +7,7 @@ import asyncio
 import ctypes
 import http.client
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from gateway.rest.app import build_app
 from gateway.rest.middleware import RestSettings
 from gateway.rest.server import RunningRest, serve_rest
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.sessions.link import ModelInfo, Replicas, ServiceLink, report_readiness
+from gateway.sessions.link import ModelInfo, Replicas, ServiceLink, Targets
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.settings import IGNORE, GatewaySettings
 from gateway.text.chat_template import ChatTemplate
@@ -38,6 +38,7 @@ from gateway.text.tokenizer import Tokenizer
 from gateway.text.turn_end import TurnEnd, turn_end
 from outrider.datastore.reader import Datastore
 from outrider.errors import NotReady, VocabularyMismatch
+from outrider.generation_defaults import OperatorDefaults
 from outrider.process.metrics import (
     SCRAPE_S,
     LoopTasks,
@@ -49,6 +50,8 @@ from outrider.process.metrics import (
     serve_metrics,
 )
 from outrider.process.options import listed, named_addresses
+from outrider.process.streams import LostLines
+from outrider.process.upkeep import Upkeep
 from outrider.rpc import channels
 from outrider.vocabulary import Vocabulary
 
@@ -124,18 +127,18 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     door = Door(settings.api_keys, usage=usage) if settings.api_keys else None
     tokenizer = await asyncio.to_thread(Tokenizer, settings.tokenizer)
     template = await asyncio.to_thread(ChatTemplate.read, settings.tokenizer, settings.tool_format)
-    registry = new_registry()
-    registry.register(ProcessTime())
-    registry.register(LoopTasks())
+    registry, upkeep = new_registry(), Upkeep()
+    for collector in (ProcessTime(), LoopTasks(), LostLines(), upkeep):
+        registry.register(collector)
     async with AsyncExitStack() as undo:
         exposition = None
         if settings.metrics_listen:
-            exposition = serve_metrics(settings.metrics_listen, registry)
+            exposition = serve_metrics(settings.metrics_listen, registry, upkeep)
             undo.push_async_callback(exposition.stop)
             # With port 0 nothing else tells where.
             log.info("serving metrics", address=exposition.address)
         closing = turn_end(template, tokenizer)
-        backend = _backend(settings, tokenizer, closing, registry)
+        backend = _backend(settings, tokenizer, closing, registry, upkeep)
         undo.push_async_callback(_close, backend)
         await _await_target(backend.target, settings.target_wait_seconds)
         await asyncio.gather(*(_await_draft(each, settings.draft_wait_seconds) for each in backend.drafts.values()))
@@ -168,12 +171,16 @@ async def start(settings: GatewaySettings) -> RunningGateway:
                 grpc_port=int(server.address.rpartition(":")[2]),
             )
             app = build_app(frontend, rest_settings, registry, partial(_scrape, registry, settings.figures_of_all))
-            rest = await serve_rest(settings.rest_listen, app, shares_port=shares_port, tls=settings.tls())
+            tls = settings.tls()
+            rest = await serve_rest(settings.rest_listen, app, shares_port=shares_port, tls=tls, upkeep=upkeep)
         undo.pop_all()
-    reporting = report_readiness(backend.target, server.health, ("", *service))
-    auditing = backend.audit.run(lambda request, target: decode(request, backend, target))
-    working = {"readiness": reporting, "audit": auditing, "memory": give_back_memory()}
-    tasks = tuple(asyncio.create_task(work, name=name) for name, work in working.items())
+    working: dict[str, Callable[[], Awaitable[None]]] = {
+        "readiness": partial(server.follow, lambda: backend.target.info is not None),
+        "audit": partial(backend.audit.run, lambda request, target: decode(request, backend, target)),
+        "weights": backend.target.tell_left_out,
+        "memory": give_back_memory,
+    }
+    tasks = tuple(asyncio.create_task(upkeep.keep(name, work), name=name) for name, work in working.items())
     lame_duck_s = settings.lame_duck_seconds
     return RunningGateway(server.address, backend, frontend, door, server, tasks, exposition, rest, lame_duck_s)
 
@@ -195,17 +202,18 @@ def _tell_ends(backend: Backend, closing: TurnEnd) -> None:
         log.warning("the end of a turn is not known", reason=closing.fault, advice=NAME_AN_END)
 
 
-def _backend(settings: GatewaySettings, tokenizer: Tokenizer, closing: TurnEnd, registry: CollectorRegistry) -> Backend:
+def _backend(
+    settings: GatewaySettings, tokenizer: Tokenizer, closing: TurnEnd, registry: CollectorRegistry, upkeep: Upkeep
+) -> Backend:
     fits = partial(_check_vocabulary, tokenizer, settings.tokenizer)
-    # Each looks for itself whether files have been replaced.
-    target = Replicas(
-        [
-            ServiceLink("target", address, fits, tls=settings.service_tls(), defaults=settings.defaults)
-            for address in listed(settings.target)
-        ]
-    )
+
+    def link(role: str, address: str, defaults: OperatorDefaults | None = None) -> ServiceLink:
+        # Each looks for itself whether files have been replaced.
+        return ServiceLink(role, address, fits, tls=settings.service_tls(), defaults=defaults, upkeep=upkeep)
+
+    target = Targets([link("target", address, settings.defaults) for address in listed(settings.target)])
     drafts = {
-        name: Replicas([ServiceLink("draft", address, fits, tls=settings.service_tls()) for address in each])
+        name: Replicas([link("draft", address) for address in each])
         for name, each in named_addresses(settings.draft).items()
     }
     return Backend(
@@ -220,6 +228,7 @@ def _backend(settings: GatewaySettings, tokenizer: Tokenizer, closing: TurnEnd, 
         audit=ShadowAudit(settings.audit_fraction, registry),
         lookup=_lookup(settings, tokenizer) if settings.lookup else None,
         turn_ends=frozenset() if closing.token_id is None else frozenset({closing.token_id}),
+        upkeep=upkeep,
     )
 
 
@@ -236,9 +245,10 @@ async def give_back_memory() -> None:
     By itself glibc keeps what lies in pieces between those in use: hundreds of MB once a few large requests were here.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    while trim is not None:
+    while True:
         await asyncio.sleep(GIVE_BACK_S)
-        await asyncio.to_thread(trim, 0)
+        if trim is not None:
+            await asyncio.to_thread(trim, 0)
 
 
 async def _scrape(registry: CollectorRegistry, figures_of_all: str, names: Sequence[str]) -> tuple[bytes, str]:

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Self
@@ -35,7 +35,7 @@ from outrider.process.children import (
     Supervisor,
 )
 from outrider.process.metrics import new_registry, scraped, serve_metrics
-from outrider.process.options import words_of
+from outrider.process.options import FileUnusable, words_of
 from outrider.rpc.channels import hold
 
 # Beside waiting for its services: imports, the tokenizer, the servers.
@@ -165,14 +165,20 @@ class Workers:
 
 @contextmanager
 def _folder() -> Iterator[str]:
-    """A folder for as long as it is open, under a lock that keeps it from who tidies up temporary files."""
-    with TemporaryDirectory(prefix="outrider-") as folder:
-        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    """A folder for as long as it is open, under a lock that keeps it from who tidies up temporary files.
+
+    Raises FileUnusable.
+    """
+    with ExitStack() as life:
         try:
+            folder = life.enter_context(TemporaryDirectory(prefix="outrider-", ignore_cleanup_errors=True))
+            opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            life.callback(os.close, opened)
             fcntl.flock(opened, fcntl.LOCK_SH)
-            yield folder
-        finally:
-            os.close(opened)
+        except OSError as error:
+            message = f"Workers count together what keys have used, in a folder for temporary files: {error.strerror}"
+            raise FileUnusable(f"{message}. Set TMPDIR to a folder that can be written.") from None
+        yield folder
 
 
 def _report(sentence: str) -> None:

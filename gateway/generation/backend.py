@@ -1,7 +1,7 @@
 """What stands behind the gateway: the services, the lookup, and who of them guesses for a request."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway.generation.audit import ShadowAudit
 from gateway.generation.request import CheckedRequest, Offers
@@ -10,10 +10,11 @@ from gateway.rounds.planner import Drafting
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import LOOKUP
 from gateway.sessions.draft import DrafterSeat
-from gateway.sessions.link import ModelInfo, Replicas
+from gateway.sessions.link import ModelInfo, Replicas, Targets
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.text.tokenizer import Tokenizer
 from outrider.parameters import Rule
+from outrider.process.upkeep import Upkeep
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Backend:
     """
 
     tokenizer: Tokenizer
-    target: Replicas
+    target: Targets
     drafts: Mapping[str, Replicas]
     policy: SpeculationPolicy
     draft_deadline: DraftDeadline
@@ -35,6 +36,8 @@ class Backend:
     """What is looked up beside a request's own text; None where nothing is looked up."""
     turn_ends: frozenset[int] = frozenset()
     """Tokens with which the chat template closes an assistant's turn; they end answers as those of the target do."""
+    upkeep: Upkeep = field(default_factory=Upkeep)
+    """The work in the background of all of it."""
 
     @property
     def draft(self) -> Replicas | None:

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gateway.rest.errors import HeadersTooLarge, InvalidHttp, error_json, status_of
+from outrider.process.upkeep import Upkeep
 from outrider.rpc.channels import AddressTaken, check_address
 from outrider.rpc.tls import TlsFiles
 
@@ -136,7 +137,12 @@ class RunningRest:
 
 
 async def serve_rest(
-    listen: str, app: ASGIApp, *, shares_port: bool = False, tls: TlsFiles | None = None
+    listen: str,
+    app: ASGIApp,
+    *,
+    shares_port: bool = False,
+    tls: TlsFiles | None = None,
+    upkeep: Upkeep | None = None,
 ) -> RunningRest:
     """Serves an application on HOST:PORT, where port 0 takes a free one, alone or beside servers that share it.
 
@@ -174,7 +180,7 @@ async def serve_rest(
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     await server.startup(sockets=[listener])
-    ticking = asyncio.create_task(server.main_loop(), name="rest server")
+    ticking = asyncio.create_task((upkeep or Upkeep()).keep("rest server", server.main_loop), name="rest server")
     return RunningRest(f"{host}:{listener.getsockname()[1]}", server, ticking)
 
 

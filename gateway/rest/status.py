@@ -47,13 +47,16 @@ class Alive(BaseModel):
 class Ready(BaseModel):
     """The target is there. The draft need not be: without it answers are the same, later.
 
-    `hosted` are the drafters in the target's own process.
+    `hosted` are the drafters in the target's own process, `failing` is work in the background that is to start again,
+    `left_out` says which targets are there and get no requests.
     """
 
     status: Literal["ready"] = "ready"
     target: Literal["present"] = "present"
     draft: Literal["present", "absent", "none"]
     hosted: list[str] = []
+    failing: list[str] = []
+    left_out: list[str] = []
 
 
 class Version(BaseModel):
@@ -110,7 +113,8 @@ def routes(frontend: Frontend, scrape: Scrape) -> APIRouter:
         state: Literal["present", "absent", "none"] = (
             "none" if draft is None else "absent" if draft.info is None else "present"
         )
-        return Ready(draft=state, hosted=list(target.drafters))
+        failing, left_out = list(frontend.backend.upkeep.failing), frontend.backend.target.left_out
+        return Ready(draft=state, hosted=list(target.drafters), failing=failing, left_out=left_out)
 
     @router.get("/version", responses=documented(403))
     async def show_version() -> Version:

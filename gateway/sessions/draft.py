@@ -273,6 +273,11 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         except OutriderError as error:
             self._drop(error)
             return
+        except Exception:
+            # Nobody waits for this task; what the draft has now, nobody knows.
+            log.exception("rollback failed", service=str(link))
+            self._forget()
+            return
         if self._opening is not None:
             self._opening.stream.suspect(asked_s)
             # Length 0 says that the draft does not know the session: the next request opens it with all tokens.

@@ -24,7 +24,6 @@ from typing import Any
 
 import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2
 
 from gateway.sessions.stream import Frame, LinkStream
 from outrider.errors import OutriderError, PeerLost
@@ -32,7 +31,8 @@ from outrider.generation_defaults import OperatorDefaults
 from outrider.parameters import GenerationDefaults, Rule
 from outrider.process import telemetry
 from outrider.process.metrics import Tally
-from outrider.rpc.channels import PROTOCOL_VERSION, open_link_channel
+from outrider.process.upkeep import Upkeep
+from outrider.rpc.channels import HEALTH_LOOK_S, PROTOCOL_VERSION, open_link_channel
 from outrider.rpc.errors import error_from
 from outrider.rpc.messages import defaults_from, rules_from
 from outrider.rpc.tls import ClientRefused, TlsFailed, TlsFiles, refusal
@@ -62,7 +62,6 @@ BREAKERS = {"draft": (2, (0.5, 10.0)), "target": (1, (0.0, 0.0))}
 TRIAL_COST = 0.05  # share of the time that trials may cost; pauses grow beyond the longest where they are dear
 # Links and breakers change with time and in several places, so who waits for them looks now and then.
 LOOK_S = 0.02
-READINESS_LOOK_S = 0.25
 
 log = structlog.get_logger()
 
@@ -124,6 +123,7 @@ class ServiceLink:
         channel: grpc.aio.Channel | None = None,
         tls: TlsFiles | None = None,
         defaults: OperatorDefaults | None = None,
+        upkeep: Upkeep | None = None,
     ) -> None:
         """Takes "draft" or "target", and a check that raises an OutriderError when the service does not fit. `defaults`
         count over those of its model.
@@ -139,6 +139,8 @@ class ServiceLink:
         self.breaker = CircuitBreaker(*BREAKERS[role])
         self.rollback_seconds = Tally(ROLLBACK_S)
         self.rolled_back_tokens = 0  # that the service's cache lost by Rollback
+        self.model_hash = ""
+        """Of the service when it was there last and did fit; empty before."""
         self._info: ModelInfo | None = None
         self._instance_id = 0
         self._stream: LinkStream | None = None
@@ -151,7 +153,8 @@ class ServiceLink:
         self._probe: asyncio.Task[float | None] | None = None
         self._lost = asyncio.Event()
         self._settled = asyncio.Event()
-        self._monitor = asyncio.create_task(self._watch(), name=f"{role} link")
+        watching = (upkeep or Upkeep()).keep(f"{role} link {address}", self._watch)
+        self._monitor = asyncio.create_task(watching, name=f"{role} link")
 
     def __str__(self) -> str:
         return f"The {self.role} service at {self.address}"
@@ -294,7 +297,10 @@ class ServiceLink:
             self._instance_id = info.instance_id
             self.breaker.renew()
         await self._connect(info)
-        self._info = info
+        if self.model_hash not in {"", info.model_hash}:
+            hashes = {"before": self.model_hash, "now": info.model_hash}
+            log.warning("service has other weights", service=self.role, address=self.address, **hashes)
+        self._info, self.model_hash = info, info.model_hash
         self.mismatch = self.refusal = None
         log.info("service present", service=self.role, address=self.address, model=info.model_name)
         return True
@@ -371,8 +377,17 @@ class Replicas:
 
     @property
     def info(self) -> ModelInfo | None:
-        """Who the first present service is; None while all are away."""
-        return next((link.info for link in self.links if link.info is not None), None)
+        """Who the first present service is that takes new requests; None while all are away."""
+        return next((link.info for link in self.links if self.fits(link)), None)
+
+    def fits(self, link: ServiceLink) -> bool:
+        """Whether new requests may go there."""
+        return link.info is not None
+
+    @property
+    def left_out(self) -> list[str]:
+        """About those that are there and get no new requests, a sentence each."""
+        return []
 
     @property
     def mismatch(self) -> OutriderError | None:
@@ -442,7 +457,7 @@ class Replicas:
 
     def _reason(self, need: Need) -> PeerLost:
         """Why there is none: all are away, none has the same weights, or room, or those that have hang."""
-        if self.info is None:
+        if not any(link.info for link in self.links):
             return self.lost()
         if not any(link.info and link.info.model_hash == need.model_hash for link in self.links):
             return PeerLost(f"{self}: none has the model with which the request began", model_hash=need.model_hash)
@@ -451,18 +466,49 @@ class Replicas:
         return PeerLost(f"{self} does not answer requests", address=self.links[0].address)
 
 
-async def report_readiness(target: Replicas, servicer: health.aio.HealthServicer, names: tuple[str, ...]) -> None:
-    """Keeps the health of the named services at SERVING while a target is there, until it is cancelled."""
-    was_ready = True
-    while True:
-        is_ready = target.info is not None
-        if is_ready != was_ready:
-            log.warning("readiness changed", ready=is_ready)
-            statuses = health_pb2.HealthCheckResponse
-            for name in names:
-                await servicer.set(name, statuses.SERVING if is_ready else statuses.NOT_SERVING)
-        was_ready = is_ready
-        await asyncio.sleep(READINESS_LOOK_S)
+class Targets(Replicas):
+    """Replicas of one model, that of the first in the list which has been there, as it was then.
+
+    So what a seed says does not change when that one is gone. When it comes back with other weights, these count: it
+    was replaced by who names it first. Requests that run go on wherever their own weights are.
+    """
+
+    @property
+    def mismatch(self) -> OutriderError | None:
+        """As of any replicas, and that those which are there have other weights."""
+        strangers = self.left_out
+        if strangers and self.info is None:
+            return PeerLost(f"{self._first} cannot be reached, and {'; '.join(strangers)}", address=self._first.address)
+        return super().mismatch
+
+    @property
+    def left_out(self) -> list[str]:
+        """Those with other weights."""
+        wanted = self._first.model_hash
+        return [
+            f"{link} has other weights, with which no request begins (model hash {link.info.model_hash}, not {wanted})"
+            for link in self.links
+            if link.info is not None and not self.fits(link)
+        ]
+
+    def fits(self, link: ServiceLink) -> bool:
+        """Whether it has the weights of the first one."""
+        return link.info is not None and link.info.model_hash == self._first.model_hash
+
+    async def tell_left_out(self) -> None:
+        """Logs which of them are left out, when that changes; for ever."""
+        told: list[str] = []
+        while True:
+            found = self.left_out
+            for sentence in found:
+                if sentence not in told:
+                    log.warning("target left out", reason=sentence)
+            told = found
+            await asyncio.sleep(HEALTH_LOOK_S)
+
+    @property
+    def _first(self) -> ServiceLink:
+        return next((link for link in self.links if link.model_hash), self.links[0])
 
 
 class CircuitBreaker:

@@ -9,8 +9,8 @@ whoever leaves only takes its mailbox away.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -111,7 +111,7 @@ class LinkStream:
 
     async def _write(self) -> None:
         # Whatever ends the call here is what the reader raises.
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        with suppress(grpc.aio.AioRpcError), self._own_fault(), suppress(asyncio.InvalidStateError):
             # A link that says nothing at first is not kept, and requests may come late.
             await self._call.write(self._frame_type())
             while True:
@@ -150,23 +150,24 @@ class LinkStream:
     async def _read(self) -> None:
         """Gives answers to their sessions until the call ends."""
         try:
-            while True:
-                frame: Any = await self._call.read()
-                if frame is grpc.aio.EOF:
-                    raise PeerLost(f"{self._peer} ended the link")
-                if frame is None:
-                    # This is how grpc.aio says that a message could not be parsed.
-                    raise PeerLost(f"{self._peer} sent a message that is not valid")
-                if frame.instance_id != self.instance_id:
-                    raise PeerLost(f"{self._peer} is another one than the handshake was made with")
-                await self._hand_out(frame)
+            with self._own_fault():
+                while True:
+                    frame: Any = await self._call.read()
+                    if frame is grpc.aio.EOF:
+                        raise PeerLost(f"{self._peer} ended the link")
+                    if frame is None:
+                        # This is how grpc.aio says that a message could not be parsed.
+                        raise PeerLost(f"{self._peer} sent a message that is not valid")
+                    if frame.instance_id != self.instance_id:
+                        raise PeerLost(f"{self._peer} is another one than the handshake was made with")
+                    await self._hand_out(frame)
         except PeerLost as error:
             self.end = error
             self._call.cancel()
         except grpc.aio.AioRpcError as error:
             self.end = self._failure(error)
         except asyncio.CancelledError:
-            self.end = PeerLost(f"the link with {self._peer} was cancelled on this side")
+            self.end = self.end or PeerLost(f"the link with {self._peer} was cancelled on this side")
             if not self._call.cancelled():
                 raise
         finally:
@@ -175,6 +176,18 @@ class LinkStream:
             self._writing.cancel()
             for mailbox in self._mailboxes.values():
                 mailbox.wake()
+
+    @contextmanager
+    def _own_fault(self) -> Iterator[None]:
+        """Ends the link with a fault of this side, so that another is begun; sessions are opened there again."""
+        try:
+            yield
+        except (PeerLost, grpc.aio.AioRpcError):
+            raise
+        except Exception as error:
+            log.exception("link failed", service=self._peer)
+            self.end = PeerLost(f"the link with {self._peer} failed on this side: {type(error).__name__}")
+            self._call.cancel()
 
     async def _hand_out(self, frame: Any) -> None:  # noqa: ANN401 - of either service
         self.heard_s = asyncio.get_running_loop().time()

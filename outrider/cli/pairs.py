@@ -80,8 +80,13 @@ def _assistant(*, fetches: bool) -> PairModels:
 
 
 def _cache_folder() -> Path:
-    """Where what was fetched is kept, by the rule of the XDG base directories."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """Where what was fetched is kept, by the rule of the XDG base directories; raises ModelRefused without any."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        # Of a user without an entry in the system's list, as containers have them.
+        sentence = "this user has no home to keep the assistant in: set XDG_CACHE_HOME or HOME to a folder"
+        raise ModelRefused(sentence) from None
     return Path(base) / "outrider"
 
 

@@ -224,9 +224,7 @@ class JsonDisplay(Display):
         self._write({"event": "serving", "page": page_of(addresses.rest), **places, **by_service})
 
     def _write(self, event: Mapping[str, Any]) -> None:
-        """With its time in the form of the services' logs."""
-        timestamp = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        write(self._output, json.dumps({**event, "timestamp": timestamp}) + "\n")
+        write(self._output, json.dumps({**event, "timestamp": timestamp()}) + "\n")
 
 
 class TableDisplay(Display):
@@ -340,6 +338,31 @@ def outlasting(policy: RestartPolicy, stack: Stack) -> Stack:
     return stack if BUDGET_VARIABLE in os.environ else replace(stack, rebuild_budget_s=policy.replaced_s + LOAD_S)
 
 
+async def kept_up(display: Display) -> None:
+    """Runs a display for ever: a stack does not end because its state cannot be shown."""
+    while True:
+        try:
+            await display.run()
+        except Exception as error:  # noqa: BLE001 - whatever a terminal or a figure was that nobody has thought of
+            display.report(f"The state cannot be shown ({error!r}); it is tried again.")
+            await asyncio.sleep(REFRESH_S)
+
+
+def lost_as_sentence(lost: int, reason: str) -> str:
+    """Tells people that lines could not be written here."""
+    return f"{lost} lines of `outrider up` were lost: {reason}."
+
+
+def lost_as_event(lost: int, reason: str) -> str:
+    """The same as one of the events of --json."""
+    return json.dumps({"event": "lines lost", "lines": lost, "reason": reason, "timestamp": timestamp()})
+
+
+def timestamp() -> str:
+    """The time in the form of the services' logs."""
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
 def serving(stack: Stack, display: Display, question: RaceQuestion | None) -> Work:
     """The work of the command: starts the stack, runs a race if there is a question, and shows it until it ends.
 
@@ -361,7 +384,7 @@ def serving(stack: Stack, display: Display, question: RaceQuestion | None) -> Wo
                 try:
                     if question is not None:
                         await race(addresses.gateway, question)
-                    running.add(asyncio.create_task(display.run()))
+                    running.add(asyncio.create_task(kept_up(display)))
                     ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                     # Neither ends by itself but with an error.
                     await ended.pop()

@@ -71,7 +71,10 @@ def build_command(
         raise InvalidRequest("--out", str(out), "a file that is not there yet; --force replaces it")
     encoder = load_tokenizer(tokenizer)
     documents = encode(encoder, (piece for text in texts for piece in read_pieces(text, field)))
-    head = build(documents, _vocabulary(encoder), out, lambda words: typer.echo(words, err=True))
+    try:
+        head = build(documents, _vocabulary(encoder), out, lambda words: typer.echo(words, err=True))
+    except OSError as error:
+        raise InvalidRequest("--out", str(out), f"a file that can be written: {error.strerror}") from None
     _tell(out, facts(out, head), as_json=as_json)
 
 

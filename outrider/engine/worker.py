@@ -22,6 +22,8 @@ log = structlog.get_logger()
 NO_WAIT_S = 0.0
 # What tasks wait for is another session's next message, which is a job, or its end, which may come without one.
 SHORT_WAIT_S = 0.001
+# Longer than any limit.
+DEAD_US = 1 << 50
 
 T = TypeVar("T")
 
@@ -86,8 +88,8 @@ class DeviceWorker(Generic[TaskT]):
         self._unfinished_since_ns: int | None = None
         self._active: list[TaskT] = []
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, args=(setup,), name=name, daemon=True)
+        self._closed = self._has_died = False
+        self._thread = threading.Thread(target=self._live, args=(setup,), name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -97,7 +99,12 @@ class DeviceWorker(Generic[TaskT]):
 
     @property
     def stalled_us(self) -> int:
-        """Microseconds for which there has been work and no piece of it, a job or a step, was finished; 0 when idle."""
+        """Microseconds for which there has been work and no piece of it, a job or a step, was finished; 0 when idle.
+
+        DEAD_US of a thread that has died.
+        """
+        if self._has_died:
+            return DEAD_US
         since_ns = self._unfinished_since_ns
         return 0 if since_ns is None else max(0, self._clock_ns() - since_ns) // 1000
 
@@ -146,6 +153,14 @@ class DeviceWorker(Generic[TaskT]):
             self._closed = True
             self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
+
+    def _live(self, setup: Callable[[], None] | None) -> None:
+        try:
+            self._run(setup)
+        except BaseException:
+            # Also what would end a thread without a word. Nothing runs any more, which the service's watchdog notices.
+            self._has_died = True
+            log.exception("the device thread has died")
 
     def _run(self, setup: Callable[[], None] | None) -> None:
         if setup is not None:

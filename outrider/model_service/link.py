@@ -37,6 +37,7 @@ from outrider.model_service.session_store import (
     SessionStore,
 )
 from outrider.parameters import MAX_SALT_BYTES
+from outrider.process.upkeep import Upkeep
 from outrider.rpc import channels
 from outrider.rpc.channels import FRAME_BYTES, MAX_OF_SESSION
 from outrider.rpc.errors import session_error
@@ -65,6 +66,7 @@ FIRST_FRAME_S = 10.0
 MAX_UNFINISHED_FRAMES = 16
 # Tokens of opens that are on their way in parts, of one link.
 MAX_PART_TOKENS = 4 << 20
+SWEEP = "sweep of leases"
 
 log = structlog.get_logger()
 
@@ -166,7 +168,11 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         outboxes: Outboxes,
         observe: Callable[[ComputeTimes], None] = lambda times: None,
     ) -> None:
-        """`outboxes` are flushed where the device rests; `observe` is told what each answer cost, when it is sent."""
+        """`outboxes` are flushed where the device rests; `observe` is told what each answer cost, when it is sent.
+
+        `upkeep` is of the service's work in the background.
+        """
+        self.upkeep = Upkeep()
         self._facts = facts
         self._sessions = sessions
         self._device = device
@@ -332,6 +338,10 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
             job = self._job(message, link)
         except OutriderError as error:
             return [self._refusal(message, error, link)]
+        except Exception:
+            # What a bug says is for the log, and other sessions are on this link.
+            log.exception("a message could not be read")
+            return [self._refusal(message, OutriderError("the message could not be taken"), link)]
         return [] if job is None else [(message.fence, job)]
 
     def _job(self, message: Arrived[RequestT], link: Incoming[RequestT]) -> Job | None:
@@ -455,7 +465,14 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
             self._device.call(self._sessions.table.sweep).add_done_callback(self._swept)
 
     def _swept(self, sweeping: asyncio.Future[float | None]) -> None:
-        due_s = None if sweeping.cancelled() else sweeping.result()
+        if sweeping.cancelled():
+            due_s = None
+        elif error := sweeping.exception():
+            self.upkeep.failed(SWEEP, error)
+            due_s = self._sessions.table.lease_s
+        else:
+            self.upkeep.works(SWEEP)
+            due_s = sweeping.result()
         if due_s is not None or self._links:
             self._sweep_after(IDLE_S if due_s is None else due_s)
 

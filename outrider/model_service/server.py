@@ -5,9 +5,10 @@ Loading happens off the loop; from then on only the device thread touches the mo
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import structlog
@@ -28,6 +29,7 @@ from outrider.model_service.settings import ModelServiceSettings
 from outrider.model_service.watchdog import watch
 from outrider.process.metrics import LoopTasks, RunningMetrics, serve_metrics
 from outrider.process.run import exit_now
+from outrider.process.streams import LostLines
 from outrider.rpc import channels
 from outrider.rpc.fencing import ComputeTimes
 from outrider.vocabulary import Vocabulary, tokenizer_doubt, tokenizer_in
@@ -67,7 +69,7 @@ class RunningModelService:
     runner: ModelRunner
     facts: ServiceFacts
     servicer: LinkServicer[Any, Any]
-    watching: asyncio.Task[None]
+    tasks: tuple[asyncio.Task[None], ...]
     metrics: RunningMetrics | None = None
 
     @property
@@ -90,7 +92,8 @@ class RunningModelService:
             raise OutriderError(f"the device has not answered for {DEVICE_PATIENCE_S} s after the grace") from None
         finally:
             # Whoever stops a service is told how that went, and must not be ended by it later.
-            self.watching.cancel()
+            for task in self.tasks:
+                task.cancel()
             if self.metrics is not None:
                 await self.metrics.stop()
 
@@ -193,22 +196,26 @@ async def serve_model(
     `serving` makes the service beside ModelService, given what takes note of the cost of answers.
     """
     metrics = ServiceMetrics(facts, sessions.counts, model.runner.forward_counts, worker)
-    metrics.registry.register(LoopTasks())
     servicer = serving(metrics.observe)
+    upkeep = servicer.upkeep
+    for collector in (LoopTasks(), LostLines(), upkeep):
+        metrics.registry.register(collector)
     services = {**servicer.services, **model_service(facts, sessions, worker, metrics.observe_rollback)}
     async with AsyncExitStack() as undo:
         undo.push_async_callback(worker.close)
         exporting = None
         if settings.metrics_listen:
-            exporting = serve_metrics(settings.metrics_listen, metrics.registry)
+            exporting = serve_metrics(settings.metrics_listen, metrics.registry, upkeep)
             undo.push_async_callback(exporting.stop)
             # With port 0 nothing else tells where.
             log.info("serving metrics", address=exporting.address)
         server = await channels.serve(settings.listen, services, tls=settings.tls(), clients=settings.clients)
         undo.pop_all()
-    watching = asyncio.create_task(
-        watch(lambda: worker.stalled_us, settings.stall_seconds, server.say_not_serving, exit_now)
-    )
+    working: dict[str, Callable[[], Awaitable[None]]] = {
+        "watchdog": partial(watch, lambda: worker.stalled_us, settings.stall_seconds, server.say_not_serving, exit_now),
+        "health": partial(server.follow, lambda: not upkeep.failing),
+    }
+    tasks = tuple(asyncio.create_task(upkeep.keep(name, work), name=name) for name, work in working.items())
     return RunningModelService(
-        server.address, server, worker, sessions.table, model.runner, facts, servicer, watching, exporting
+        server.address, server, worker, sessions.table, model.runner, facts, servicer, tasks, exporting
     )

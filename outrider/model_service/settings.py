@@ -116,7 +116,8 @@ class ModelServiceSettings(ProcessSettings):
         ),
     ] = ""
     tls_clients: Annotated[
-        str, Setting("Names of the clients that --tls-client-ca lets in, with commas: the first one in a certificate.")
+        str,
+        Setting("Names of the clients that --tls-client-ca lets in, with commas: the first DNS name in a certificate."),
     ] = "gateway"
 
     def __post_init__(self) -> None:

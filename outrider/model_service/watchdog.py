@@ -15,6 +15,7 @@ log = structlog.get_logger()
 
 # Time for the health service to tell those who watch it.
 LAST_WORDS_S = 1.0
+LOOK_S = 1.0
 
 
 async def watch(
@@ -26,12 +27,15 @@ async def watch(
 ) -> None:
     """Gives a device up that has finished nothing for limit_s: turns health red by `say_unwell`, then calls `end`.
 
-    Looks no more often than it has to: a device that is well now cannot be stalled before the limit has passed. `end`
-    gets the exit code, and does not return in a real process.
+    One whose thread has died is noticed within LOOK_S. `end` gets the exit code, and does not return in a real process.
     """
     while (time_left_s := limit_s - stalled_us() / 1e6) > 0:
-        await sleep(time_left_s)
+        await sleep(min(time_left_s, LOOK_S))
     log.error("the device has stalled", stalled_s=stalled_us() / 1e6, limit_s=limit_s)
-    await say_unwell()
+    try:
+        await say_unwell()
+    except Exception:
+        # It ends all the same.
+        log.exception("health was not told")
     await sleep(LAST_WORDS_S)
     end(OutriderError.exit_code)

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -209,15 +210,20 @@ class ServiceProcess:
                 break
             line = data.decode(errors="replace").rstrip("\r\n")
             if self._serves:
-                self._log(line)
+                self._pass_on(line)
             elif line.strip():
                 self._release_held_line()
                 self._held_line = line.strip()
 
     def _release_held_line(self) -> None:
         if self._held_line:
-            self._log(self._held_line)
+            self._pass_on(self._held_line)
             self._held_line = ""
+
+    def _pass_on(self, line: str) -> None:
+        # Where it goes may be full or gone. Were it not read any more, the child would wait, and its end be missed.
+        with suppress(OSError):
+            self._log(line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +346,7 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as group:
                 for name in self._processes:
-                    group.create_task(self._keep_alive(name))
+                    group.create_task(self._keep_watched(name))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
@@ -377,6 +383,18 @@ class Supervisor:
         self._observe(Change(launch.name, State.SERVING, process.pid, process.launch.addresses))
         return process
 
+    async def _keep_watched(self, name: str) -> None:
+        """As `_keep_alive`, whatever comes in between: as long as nobody watches a service, it stays dead."""
+        while True:
+            try:
+                await self._keep_alive(name)
+            except ServiceFailed:
+                raise
+            except Exception as error:  # noqa: BLE001 - as when there is no memory for a thread or a process
+                pause_s = self._policy.longest_s
+                self._report(f"Watching the {name} service failed ({error!r}); it begins again in {pause_s:g} s.")
+                await asyncio.sleep(pause_s)
+
     async def _keep_alive(self, name: str) -> None:
         loop = asyncio.get_running_loop()
         delay_s: float | None = None
@@ -396,9 +414,12 @@ class Supervisor:
                 except ServiceFailed as error:
                     if error.code in self._policy.hopeless:
                         raise
-                    ending = _ending(error.code)
-                    delay_s = self._policy.delay_s(delay_s, 0.0)
-                    sentence = f"{error.message} The next attempt is in {delay_s:g} s."
+                    ending, sentence = _ending(error.code), error.message
+                except OSError as error:
+                    # A program that is being replaced, or no room for another process.
+                    ending, sentence = "was not started", f"The {name} service was not started: {error.strerror}."
+                delay_s = self._policy.delay_s(delay_s, 0.0)
+                sentence += f" The next attempt is in {delay_s:g} s."
             self._report(f"The {name} service is back on {process.address}.")
 
     async def _ended(self, process: ServiceProcess) -> str:

@@ -24,6 +24,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from outrider.process.upkeep import Upkeep
 from outrider.rpc.channels import AddressTaken
 
 # A process that answers at all does so in milliseconds.
@@ -32,6 +33,9 @@ SCRAPE_S = 2.0
 MAX_CONNECTIONS = 16
 # How often the server looks whether it has to stop.
 STOP_LOOK_S = 0.05
+METRICS = "metrics"
+# Before the server is started again, should it fail as a whole.
+RESTART_S = 1.0
 
 log = structlog.get_logger()
 
@@ -125,14 +129,27 @@ class RunningMetrics:
         await asyncio.to_thread(self.thread.join)
 
 
-def serve_metrics(listen: str, registry: CollectorRegistry) -> RunningMetrics:
+def _keep_serving(server: MetricsServer, upkeep: Upkeep) -> None:
+    """Serves until the server is shut down, whatever happens to it."""
+    while True:
+        try:
+            server.serve_forever(STOP_LOOK_S)
+        except Exception as error:  # noqa: BLE001 - whatever it is, scrapers come again
+            upkeep.failed(METRICS, error)
+            time.sleep(RESTART_S)
+            upkeep.works(METRICS)
+        else:
+            return
+
+
+def serve_metrics(listen: str, registry: CollectorRegistry, upkeep: Upkeep | None = None) -> RunningMetrics:
     """Serves on HOST:PORT, where port 0 takes a free one. Raises AddressTaken."""
     host, _, port = listen.rpartition(":")
     try:
         server = MetricsServer(host.strip("[]"), int(port), registry)
     except OSError:
         raise AddressTaken(f"Cannot listen on {listen}: it is taken, or not an address of this machine.") from None
-    thread = threading.Thread(target=server.serve_forever, args=(STOP_LOOK_S,), name="metrics", daemon=True)
+    thread = threading.Thread(target=_keep_serving, args=(server, upkeep or Upkeep()), name="metrics", daemon=True)
     thread.start()
     return RunningMetrics(f"{host}:{server.server_port}", server, thread)
 

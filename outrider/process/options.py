@@ -19,11 +19,12 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
-from typing import Annotated, Any, ClassVar, NoReturn, Protocol, get_args, get_type_hints, runtime_checkable
+from typing import Annotated, Any, ClassVar, NoReturn, Protocol, Self, get_args, get_type_hints, runtime_checkable
 
 import typer
 
 from outrider.errors import InvalidRequest, OutriderError
+from outrider.process.streams import ERRORS, hold_descriptors
 from outrider.rpc.channels import check_address
 
 USAGE_EXIT_CODE = 64
@@ -35,8 +36,27 @@ PARSER_EXIT_CODE = 2
 NO_OUTPUT = "There is no standard output to write to; leave it open, or redirect it to a file or to /dev/null."
 FULL_OUTPUT = "The output cannot be written: the disk or the quota is full."
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+# What the system says of a file or a folder that is none, not ours, or on what cannot be written.
+UNUSABLE = FULL | {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 # What values are checked with begins so, which says nothing to whoever typed the value.
 CHECKER_WORDS = {": Value error, ": ": ", ": Input should be ": ": it must be "}
+
+
+class FileUnusable(OutriderError):
+    """The operator must name another file or folder, or make room; the sentence names it, or the variable."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "FILE_UNUSABLE"
+    exit_code = IO_EXIT_CODE
+
+    @classmethod
+    def of(cls, error: OSError) -> Self | None:
+        """What a system says of a file or folder, as a sentence; None where it says nothing of any."""
+        if error.filename is None or error.errno not in UNUSABLE:
+            return None
+        name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(error.filename)
+        return cls(f"{name} cannot be used: {error.strerror}.", file=name)
+
 
 Command = Callable[..., None]
 Number = int | float | None
@@ -282,6 +302,7 @@ def run_app(app: Callable[[], object], prefix: str = "") -> NoReturn:
     Without a standard output nothing starts; one that is full or has lost its reader ends the command.
     """
     sentence = ""
+    hold_descriptors()
     if sys.stdout is None:
         sentence, code = NO_OUTPUT, IO_EXIT_CODE
     else:
@@ -301,8 +322,20 @@ def run_app(app: Callable[[], object], prefix: str = "") -> NoReturn:
             is_unread = isinstance(lost, BrokenPipeError)
             sentence, code = ("", BROKEN_PIPE_EXIT_CODE) if is_unread else (FULL_OUTPUT, IO_EXIT_CODE)
     if sentence:
-        sys.stderr.write(f"{prefix}{sentence}\n")
+        _say(f"{prefix}{sentence}\n")
     sys.exit(code)
+
+
+def _say(text: str) -> None:
+    """Writes to standard error; that nobody can read it changes no exit code."""
+    if sys.stderr is None:
+        return
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:
+        # Keeps the interpreter from trying once more, and from ending with a code of its own then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), ERRORS)
 
 
 def _outcome(app: Callable[[], object]) -> tuple[str, int]:
@@ -319,9 +352,11 @@ def _outcome(app: Callable[[], object]) -> tuple[str, int]:
     except Exception as error:
         if isinstance(error, ParserError):
             return parser_sentence(error), USAGE_EXIT_CODE
+        if unusable := FileUnusable.of(error) if isinstance(error, OSError) else None:
+            return unusable.message, unusable.exit_code
         if _is_lost_output(error):
             raise
-        traceback.print_exc()
+        _say(traceback.format_exc())
         return "An internal fault; report it with the lines above.", OutriderError.exit_code
     # An exit that a command requested comes back as its code.
     return "", ended if isinstance(ended, int) else 0

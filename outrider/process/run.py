@@ -9,11 +9,11 @@ import asyncio
 import gc
 import json
 import os
-import select
 import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, NoReturn, Protocol, TypeVar
@@ -22,7 +22,8 @@ import structlog
 
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.process import telemetry
-from outrider.process.options import Setting, check_settings, within
+from outrider.process.options import FileUnusable, Setting, check_settings, within
+from outrider.process.streams import finish_streams, unfailing
 from outrider.rpc.channels import DRAIN_S
 from outrider.rpc.tls import TlsFiles, files_of
 
@@ -30,6 +31,7 @@ log = structlog.get_logger()
 
 MAX_DRAIN_S = 86_400.0
 LISTENING = "listening"
+STDIN = 0
 
 
 class LogLevel(StrEnum):
@@ -102,29 +104,33 @@ def run_service(
     An OutriderError that keeps it from starting is the last line on stderr, one sentence for the operator, and names
     the exit code. The number of a worker is on every line of its log. `urgent` runs when a second signal came.
     """
-    telemetry.configure_logs(settings.log_level, worker)
-    try:
-        finish_tracing = telemetry.configure_tracing(name)
+    with unfailing(telemetry.loss_line):
+        telemetry.configure_logs(settings.log_level, worker)
         try:
-            asyncio.run(_run(name, start, settings, urgent))
-        finally:
-            # Before the sentence below, which has to be the last line.
-            finish_tracing()
-    except OutriderError as error:
-        sys.stderr.write(f"{error.message}\n")
-        sys.exit(error.exit_code)
-    except Exception as error:
-        log.exception("service failed", service=name)
-        sys.stderr.write(f"The {name} service failed: {type(error).__name__}.\n")
-        sys.exit(OutriderError.exit_code)
-    # Everything has been stopped. To take the interpreter apart, torch above all, is half a second that somebody waits.
-    exit_now(0)
+            finish_tracing = telemetry.configure_tracing(name)
+            try:
+                asyncio.run(_run(name, start, settings, urgent))
+            finally:
+                # Before the sentence below, which has to be the last line.
+                finish_tracing()
+        except OutriderError as error:
+            sys.stderr.write(f"{error.message}\n")
+            sys.exit(error.exit_code)
+        except Exception as error:
+            if unusable := FileUnusable.of(error) if isinstance(error, OSError) else None:
+                sys.stderr.write(f"{unusable.message}\n")
+                sys.exit(unusable.exit_code)
+            log.exception("service failed", service=name)
+            sys.stderr.write(f"The {name} service failed: {type(error).__name__}.\n")
+            sys.exit(OutriderError.exit_code)
+        # Everything has been stopped. To take the interpreter apart, torch above all, is half a second that somebody
+        # waits.
+        exit_now(0)
 
 
 def exit_now(code: int) -> NoReturn:
     """Ends the process without waiting for its threads."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    finish_streams()
     os._exit(code)
 
 
@@ -146,13 +152,10 @@ async def _run(
         stop(number.name)
 
     def await_stdin_end() -> None:
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
-        errors = select.poll()
-        errors.register(sys.stderr.fileno(), 0)
-        if errors.poll(0):
-            # The parent is gone and read the log: writing to it would end the drain.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        # What cannot be read, as a terminal that is gone, has ended.
+        with suppress(OSError):
+            while os.read(STDIN, 4096):
+                pass
         loop.call_soon_threadsafe(stop, "end of stdin")
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -172,7 +175,6 @@ async def _run(
     gc.freeze()
     addresses = {"address": service.address, **service.further_addresses}
     sys.stdout.write(json.dumps({"event": LISTENING, "service": name, **addresses, "pid": os.getpid()}) + "\n")
-    sys.stdout.flush()
     log.info(LISTENING, service=name, **addresses)
     reason = await stopping
     log.info("draining", service=name, reason=reason)

@@ -15,8 +15,9 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, TextIO
 
 import structlog
 from opentelemetry import context as contexts
@@ -26,9 +27,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 from structlog.contextvars import bind_contextvars, get_contextvars, unbind_contextvars
 from structlog.tracebacks import ExceptionDictTransformer
-from structlog.typing import Processor
+from structlog.typing import EventDict, Processor
 
 from outrider.errors import OutriderError
+
+log = structlog.get_logger()
 
 SHOWN_ID_LEN = 4
 
@@ -36,7 +39,8 @@ SHOWN_ID_LEN = 4
 def configure_logs(level: str, worker: int | None = None) -> None:
     """Sets up structlog and the standard library's logging, which grpc uses; `level` as in LogLevel.
 
-    The number of a worker is on every line.
+    The number of a worker is on every line. No line raises, whatever is in it, where sys.stderr is of
+    `outrider.process.streams`.
     """
     number = getattr(logging, level.upper())
     gathering: list[Processor] = [
@@ -52,21 +56,66 @@ def configure_logs(level: str, worker: int | None = None) -> None:
     if sys.stderr.isatty():
         # The default formatter is rich's, which prints local variables.
         rendering = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
-    foreign = logging.StreamHandler(sys.stderr)
+    foreign = LibraryLines(sys.stderr)
     # Lines of libraries look like ours, and their tracebacks have no more in them.
     foreign.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*gathering, structlog.stdlib.add_logger_name],
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, shown(rendering)],
         )
     )
     logging.basicConfig(level=max(number, logging.WARNING), handlers=[foreign])
     structlog.configure(
-        processors=[*gathering, *rendering],
+        processors=[*gathering, shown(rendering)],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+
+
+class LibraryLines(logging.StreamHandler[TextIO]):
+    """Lines of the standard library's loggers; of one that cannot be made only this is said, and not what is in it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is the library's
+        """Comes in the place of the line."""
+        log.warning("a line of a library cannot be shown", logger=record.name, reason=type(sys.exception()).__name__)
+
+
+def shown(rendering: Sequence[Processor]) -> Processor:
+    """Makes a line of values, whatever they are: where one cannot be shown, that is said in its place."""
+
+    def rendered(values: EventDict) -> str:
+        line: Any = values
+        for each in rendering:
+            line = each(None, "", line)
+        return str(line)
+
+    def show(_logger: object, _method: str, values: EventDict) -> str:
+        try:
+            # A copy, because it is the first that takes an exception out.
+            return rendered(dict(values))
+        except Exception:  # noqa: BLE001 - raised by what is logged, which may be anything
+            return rendered({str(name): _plain(value) for name, value in values.items() if name != "exc_info"})
+
+    return show
+
+
+def _plain(value: object) -> object:
+    """What a line can have, whatever its repr does."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    try:
+        return repr(value)
+    except Exception as error:  # noqa: BLE001 - as above
+        return f"a {type(value).__name__} that cannot be shown: {type(error).__name__}"
+
+
+def loss_line(lost: int, reason: str) -> str:
+    """The line of the log about lines that were lost, once logs are configured; for `streams.unfailing`."""
+    line: Any = {"event": "log lines lost", "lines": lost, "reason": reason}
+    for each in structlog.get_config()["processors"]:
+        line = each(None, "warning", line)
+    return str(line)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ A peer that is frozen or cut off is noticed by transport pings within seconds; h
 caller to say, because a process that hangs still answers pings.
 """
 
+import asyncio
 import ipaddress
 import re
 import socket
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import structlog
 from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -35,6 +37,9 @@ PROTOCOL_VERSION = 3
 # Under 20 % packet loss a ping timeout of 2 s cuts healthy connections; 5 s does not.
 PING_TIMEOUT_MS = 5_000
 DRAIN_S = 30.0
+HEALTH_LOOK_S = 0.25
+
+log = structlog.get_logger()
 
 Options = Sequence[tuple[str, int]]
 Services = Mapping[str, Callable[[grpc.aio.Server], None]]
@@ -158,13 +163,13 @@ class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()
-        self._names = names
+        self.names = names
 
     async def List(  # noqa: N802 - the name is the protocol's
         self, request: health_pb2.HealthListRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> health_pb2.HealthListResponse:
         """The status of every service by its name; under the empty one that of the server."""
-        asked = {name: health_pb2.HealthCheckRequest(service=name) for name in self._names}
+        asked = {name: health_pb2.HealthCheckRequest(service=name) for name in self.names}
         return health_pb2.HealthListResponse(
             statuses={name: await self.Check(each, context) for name, each in asked.items()}
         )
@@ -181,6 +186,18 @@ class RunningServer:
     async def say_not_serving(self) -> None:
         """Health says NOT_SERVING under every name, from now on; calls are taken as before."""
         await self.health.enter_graceful_shutdown()
+
+    async def follow(self, is_well: Callable[[], bool]) -> None:
+        """Keeps health at SERVING while the process is well, and logs changes; for ever."""
+        was_well, statuses = None, health_pb2.HealthCheckResponse
+        while True:
+            if (now_well := is_well()) != was_well:
+                if was_well is not None or not now_well:
+                    log.warning("readiness changed", ready=now_well)
+                for name in self.health.names:
+                    await self.health.set(name, statuses.SERVING if now_well else statuses.NOT_SERVING)
+            was_well = now_well
+            await asyncio.sleep(HEALTH_LOOK_S)
 
     async def stop(self, grace_s: float = DRAIN_S) -> None:
         """Says NOT_SERVING, takes no new calls, and cancels those that are not done after `grace_s`."""

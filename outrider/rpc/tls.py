@@ -1,16 +1,17 @@
 """Transport security: the files of a certificate, taken up again when they are replaced, and why a peer was refused.
 
-A name of a client is the first of the subject alternative names in its certificate. Who has no certificate of the
-authority that a server asks for is turned away within the handshake, where gRPC tells nobody in Python; its own line
-on stderr ("Handshake failed with error ...") is the server's word about it. The client is told nothing but the end of
-the connection, so it finds the reason with a handshake of its own (`why_refused`).
+A client's name is the first DNS name among the subject alternative names of its certificate. It is read from the
+certificate itself: what gRPC hands over mixes it with addresses and URIs, and ends at a zero. Who has no
+certificate of the authority that a server asks for is turned away within the handshake, where gRPC tells nobody in
+Python; its own line on stderr ("Handshake failed with error ...") is the server's word about it. The client is told
+nothing but the end of the connection, so it finds the reason with a handshake of its own (`why_refused`).
 """
 
 import asyncio
 import os
 import socket
 import ssl
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -40,6 +41,8 @@ ALERT = "_ALERT_"
 CERTIFICATE_ALERTS = ("certificate", "unknown ca", "access denied")
 # Of a connection that began without a handshake of its own, which gRPC allows.
 RESUMED, CERTIFICATE = "ssl_session_reused", "x509_pem_cert"
+# What is raised about a certificate in which no names can be found, beside ValueError.
+NAMELESS = (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType, x509.InvalidVersion)
 CURVES = frozenset({"secp256r1", "secp384r1"})
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -144,7 +147,7 @@ class TlsFiles:
             return False
         try:
             contents = self._load()
-        except (OutriderError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever a library says of files that are none
             log.warning("certificate not taken up", cert=self.tls.cert, reason=str(error))
             self._marks = marks
             return False
@@ -286,9 +289,28 @@ def _is_about_certificate(alert: str) -> bool:
 
 
 def client_name(context: Context) -> str:
-    """The name in the certificate with which a call came; empty where clients show none."""
-    names = context.auth_context().get("x509_subject_alternative_name", ())
-    return next((name.decode(errors="replace") for name in names), "")
+    """The name in the certificate with which a call came; empty where clients show none.
+
+    Without a DNS name it is another one with its kind, which is let in by no list.
+    """
+    names = _alternative_names(context)
+    other = f"{type(names[0]).__name__}:{names[0].value}" if names else ""
+    return _dns_name(names) or other
+
+
+def _dns_name(names: Sequence[x509.GeneralName]) -> str:
+    return next((name.value for name in names if isinstance(name, x509.DNSName)), "")
+
+
+def _alternative_names(context: Context) -> Sequence[x509.GeneralName]:
+    pem = next(iter(context.auth_context().get(CERTIFICATE, ())), None)
+    if pem is None:
+        return ()
+    try:
+        extensions = x509.load_pem_x509_certificate(pem).extensions
+        return tuple(extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+    except (ValueError, *NAMELESS):
+        return ()
 
 
 def check_client(context: Context, allowed: Collection[str]) -> None:
@@ -301,7 +323,8 @@ def check_client(context: Context, allowed: Collection[str]) -> None:
     if not allowed and not is_resumed:
         return
     name = client_name(context)
-    reason = "is not one of those that are let in" if allowed and name not in allowed else ""
+    is_unknown = bool(allowed) and _dns_name(_alternative_names(context)) not in allowed
+    reason = "is not one of those that are let in" if is_unknown else ""
     for pem in auth.get(CERTIFICATE, ()) if is_resumed else ():
         end = x509.load_pem_x509_certificate(pem).not_valid_after_utc
         reason = f"has a certificate that was valid until {end}" if end < datetime.now(UTC) else reason

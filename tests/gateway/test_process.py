@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.basics import eventually
+from support.keys import write_keys
 from support.services.markov import MarkovModel
 from support.services.markov_services import TargetServicer, serving
 
@@ -89,3 +90,20 @@ async def test_memory_that_large_requests_took_goes_back_to_the_system(monkeypat
     await eventually(lambda: (memory_bytes(os.getpid()) or 0) < full - 200_000_000)
     giving.cancel()
     assert len(kept) == 40
+
+
+async def test_workers_without_a_folder_for_their_counts_say_which_variable_helps(tmp_path: Path) -> None:
+    """Where no temporary folder can be written, a sentence and 74 is all."""
+    keys = write_keys(tmp_path / "keys.toml", alice={})
+    words = ("--target", "127.0.0.1:1", "--tokenizer", TOKENIZER, "--listen", "127.0.0.1:0", "--rest-listen", "")
+    process = await asyncio.create_subprocess_exec(
+        *("bash", "-c", 'ulimit -f 0; exec "$@"', "bash", sys.executable, "-m", "gateway", *words),
+        *("--workers", "2", "--api-keys", keys),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, errors = await asyncio.wait_for(process.communicate(), 120)
+    [sentence] = errors.decode().splitlines()
+    assert process.returncode == 74
+    assert "No usable temporary directory found" in sentence
+    assert sentence.endswith("Set TMPDIR to a folder that can be written.")

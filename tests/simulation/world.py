@@ -32,7 +32,7 @@ from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
 from gateway.rounds.drafter_estimates import SessionEstimates
 from gateway.rounds.policy import Choice, SpeculationPolicy
-from gateway.sessions.link import BREAKERS, CircuitBreaker, Replicas, ServiceLink
+from gateway.sessions.link import BREAKERS, CircuitBreaker, Replicas, ServiceLink, Targets
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.text.chat_template import ChatTemplate
 from outrider.model_service.session_store import IDLE_S
@@ -178,7 +178,7 @@ class World:
             made.breaker = CircuitBreaker(*BREAKERS[role], clock_s=self._loop.time)
             return made
 
-        target, drafts = Replicas([link("target", each) for each in TARGETS]), {"": Replicas([link("draft", DRAFT)])}
+        target, drafts = Targets([link("target", each) for each in TARGETS]), {"": Replicas([link("draft", DRAFT)])}
         timeouts = TargetTimeouts(rebuild_budget_s=BUDGET_S)
         audit = ShadowAudit(0.0, CollectorRegistry())
         backend = Backend(models().tokenizer, target, drafts, self._policy, DraftDeadline(), timeouts, audit)

@@ -11,7 +11,8 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+from cryptography.x509.oid import NameOID
 
 from outrider.process.certs import CA, CERT, KEY, LOCAL_HOSTS, write_certificates
 from outrider.rpc.tls import Tls
@@ -43,6 +44,26 @@ def self_signed(folder: Path, kind: str) -> Tls:
     (folder / CERT).write_bytes(pem)
     (folder / KEY).write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     return Tls(cert=str(folder / CERT), key=str(folder / KEY))
+
+
+def signed(folder: Path, name: str, *names: x509.GeneralName) -> Tls:
+    """The files of a certificate of a folder's authority with these names and no others, but for its subject's."""
+    authority = folder / "authority"
+    issuer = x509.load_pem_x509_certificate((authority / CERT).read_bytes())
+    signer = load_pem_private_key((authority / KEY).read_bytes(), None)
+    assert isinstance(signer, ec.EllipticCurvePrivateKey)
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "gateway")])
+    number = x509.random_serial_number()
+    builder = x509.CertificateBuilder(issuer.subject, subject, key.public_key(), number, now - DAY, now + DAY)
+    if names:
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    place = folder / name
+    place.mkdir()
+    (place / CERT).write_bytes(builder.sign(signer, hashes.SHA256()).public_bytes(Encoding.PEM))
+    (place / KEY).write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    shutil.copyfile(authority / CERT, place / CA)
+    return shown_by(folder, name)
 
 
 def shown_by(folder: Path, name: str) -> Tls:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -95,7 +96,10 @@ def convert_head(folder: Path, out: Path, theta: float | None = None) -> Convert
     out.mkdir(parents=True, exist_ok=True)
     # Copies, because tensors that share their memory cannot be written.
     held = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-    save_file(held, out / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(held, out / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise InvalidRequest("OUT", str(out), f"a folder that can be written: {error}") from None
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     size = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
     return Converted(layout, len(held), size, written)

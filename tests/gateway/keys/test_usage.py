@@ -1,11 +1,14 @@
 """What the workers of a gateway count together, in files that real processes read and write at once."""
 
 import json
+import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 from support.basics import eventually
 
 from gateway.keys.usage import SharedUsage
@@ -147,3 +150,61 @@ async def test_a_process_that_is_killed_leaves_its_account_whole(tmp_path: Path)
         with usage.account("alice") as account:
             assert account.requests.used > before + 50
             assert account.other_samples > 0
+
+
+# Takes a sample and a request for each line, and says what it has, and what it has of others.
+TAKES_EACH = """
+import sys
+from gateway.keys.usage import SharedUsage
+
+usage = SharedUsage(sys.argv[1], 1)
+for _ in sys.stdin:
+    with usage.account("alice") as account:
+        account.samples += 1
+        account.requests.take(1)
+        print("has", account.samples, int(account.requests.used), flush=True)
+"""
+
+
+def test_a_full_disk_lets_each_count_for_itself(tmp_path: Path) -> None:
+    """Nothing fails, nothing is forgotten, and the others hear of it when there is room again."""
+    line = ("bash", "-c", 'ulimit -S -f 0; exec "$@"', "bash", sys.executable, "-c", TAKES_EACH, str(tmp_path))
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as taker:
+        assert taker.stdin is not None
+        assert taker.stdout is not None
+
+        def take() -> str:
+            assert taker.stdin is not None
+            assert taker.stdout is not None
+            taker.stdin.write("\n")
+            taker.stdin.flush()
+            # Between them are lines of the log.
+            return next(line for line in taker.stdout if line.startswith("has"))
+
+        assert [take(), take()] == ["has 1 1\n", "has 2 2\n"]
+        assert (tmp_path / "alice").read_bytes() == b""
+        resource.prlimit(taker.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert take() == "has 3 3\n"
+        with SharedUsage(str(tmp_path), 0).account("alice") as account:
+            assert (account.other_samples, account.requests.used) == (3, 3)
+
+
+def test_a_folder_that_is_gone_ends_no_request(tmp_path: Path) -> None:
+    """A worker counts on for itself, and says so once; half a record counts as none."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    usage = SharedUsage(str(folder), 0)
+    with usage.account("alice") as account:
+        account.samples += 1
+    (folder / "alice").write_bytes(b'{"requests": [1')
+    with usage.account("alice") as account:
+        assert account.samples == 1
+    shutil.rmtree(folder)
+    with capture_logs() as logs:
+        for _ in range(2):
+            with usage.account("alice") as account:
+                account.samples += 1
+        with usage.account("alice") as account:
+            assert account.samples == 3
+    assert [line["event"] for line in logs] == ["limits of keys are counted by each worker alone"]

@@ -35,6 +35,8 @@ async def test_probes_answer(http: httpx.AsyncClient, markov: MarkovStack, monke
             "target": "present",
             "draft": "present",
             "hosted": [],
+            "failing": [],
+            "left_out": [],
         }
         assert (await http.head(path)).status_code == 200
     link = markov.gateway.backend.target.links[0]

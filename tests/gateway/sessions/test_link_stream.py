@@ -9,6 +9,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from support.basics import eventually
 from support.services.markov import EOS, NUM_TOKENS, MarkovModel, plain_decoding
 from support.services.markov_services import Mischief, TargetServicer, linked
@@ -360,3 +361,33 @@ async def test_a_gateway_that_closes_says_its_last_words() -> None:
         service.reading.set()
         await closing
         assert (service.closed, service.sessions) == (64, 0)
+
+
+class Broken:
+    """Stands where a mailbox stands, and takes nothing."""
+
+    def put(self, _message: object) -> None:
+        raise RuntimeError("a bug")
+
+    def wake(self) -> None:
+        """There is nobody."""
+
+
+@pytest.mark.parametrize("side", ["reader", "writer"])
+async def test_a_fault_of_this_side_ends_the_link_and_no_request(side: str) -> None:
+    """The link is begun again, and the sessions on it are opened there; the log says that it was our fault."""
+    async with AsyncExitStack() as life:
+        link = await life.enter_async_context(linked(target()))
+        request = await life.enter_async_context(Request(link, 1))
+        with capture_logs() as logs:
+            await request.round()
+            before = link.stream()
+            if side == "writer":
+                before._outgoing.append((object(), 0))  # type: ignore[arg-type]
+            else:
+                other = await life.enter_async_context(Request(link, 2))
+                before._mailboxes = {name: Broken() for name in (request.session_id, other.session_id)}  # type: ignore[misc]
+            await request.run()
+        assert request.reopens == 1
+        assert link.stream() is not before
+        assert "link failed" in [line["event"] for line in logs]

@@ -41,6 +41,18 @@ def test_a_head_is_converted(tmp_path: Path) -> None:
     assert "rope_theta: 500000" in read_head(tmp_path / "other", tiny_target()).notes
 
 
+@pytest.mark.parametrize(("place", "code"), [("/dev/null/out", 74), ("", 64)])
+def test_a_place_that_cannot_be_written_is_named(place: str, code: int, tmp_path: Path) -> None:
+    """A folder that cannot be made, and one in which there is no room."""
+    folder, out = eagle3(tmp_path / "head"), Path(place or tmp_path / "out")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    line = ("bash", "-c", 'ulimit -f 0; exec "$@"', "bash", *COMMAND, str(folder), str(out))
+    ended = subprocess.run(line, capture_output=True, check=False, timeout=120, text=True)
+    [sentence] = ended.stderr.splitlines()
+    assert ended.returncode == code
+    assert str(out) in sentence
+
+
 @pytest.mark.slow
 def test_what_is_wrong_is_one_sentence(tmp_path: Path) -> None:
     """With the codes of wrong usage and of a wrong model."""

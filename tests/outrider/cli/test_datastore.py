@@ -148,3 +148,16 @@ def test_damage_is_told(texts: Path, run: Run) -> None:
     out.write_bytes(data)
     words = f"outrider: {out} is damaged: what it holds is not what it was written with\n"
     assert run("inspect", out) == (78, "", words)
+
+
+def test_a_place_that_cannot_be_written_is_named(texts: Path) -> None:
+    """One sentence, and nothing of the file is left."""
+    out = texts / "store"
+    words = ("build", "--tokenizer", MODEL, "--out", str(out), str(texts / "one.txt"))
+    line = ("bash", "-c", 'ulimit -f 0; exec "$@"', "bash", *COMMAND, *words)
+    ended = subprocess.run(line, capture_output=True, check=False, text=True)
+    assert ended.returncode == 64
+    assert ended.stderr.splitlines()[-1] == (
+        f"outrider: --out is {str(out)!r}, but must be a file that can be written: File too large"
+    )
+    assert sorted(each.name for each in texts.iterdir()) == ["one.txt", "two.jsonl"]

@@ -106,3 +106,18 @@ def test_the_variable_chooses(drafts: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(InvalidRequest, match="OUTRIDER_PAIR") as refusal:
         choose_pair(None, fetches=True)
     assert "smollm2, tales" in str(refusal.value)
+
+
+def test_a_user_without_a_home_is_served_the_tales(drafts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users of containers have none: the reason says which variable helps."""
+
+    def nobody(_uid: int) -> object:
+        raise KeyError("no such user")
+
+    require(drafts, "0" * 64)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    pair = choose_pair(None, fetches=False)
+    assert pair.target == "target"
+    assert "set XDG_CACHE_HOME or HOME to a folder" in pair.reason

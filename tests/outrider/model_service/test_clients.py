@@ -9,14 +9,16 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import grpc
 import pytest
+from cryptography import x509
 from structlog.testing import capture_logs
 from support.basics import check_empty, spec_of
-from support.certificates import issue, shown_by
+from support.certificates import issue, shown_by, signed
 from support.models.tiny_models import SETTINGS
 from support.services.session_clients import DraftClient, TargetClient
 
@@ -218,3 +220,45 @@ async def test_a_session_is_taken_up_with_a_renewed_certificate(either: Either, 
         await open_at(again, 3)
         assert (await again.read()).fence.epoch == 3
         await again.close(3, len(PROMPT))
+
+
+DNS, URI, MAIL, IP = x509.DNSName, x509.UniformResourceIdentifier, x509.RFC822Name, x509.IPAddress
+PERSON = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "gateway")])
+# The names of a certificate, and how it is called where it is refused; None where it is let in.
+NAMES: dict[str, tuple[list[x509.GeneralName], str | None]] = {
+    "DNS": ([DNS("gateway")], None),
+    "DNS before others": ([DNS("gateway"), DNS("other"), IP(ip_address("10.0.0.7"))], None),
+    "DNS behind other kinds": ([URI("spiffe://a/b"), IP(ip_address("10.0.0.7")), DNS("gateway")], None),
+    "none": ([], ""),
+    "URI": ([URI("gateway")], "UniformResourceIdentifier:gateway"),
+    "URI before another DNS": ([URI("gateway"), DNS("other")], "other"),
+    "e-mail": ([MAIL("gateway")], "RFC822Name:gateway"),
+    "person": ([x509.DirectoryName(PERSON)], "DirectoryName:<Name(CN=gateway)>"),
+    "address": ([IP(ip_address("10.0.0.7"))], "IPAddress:10.0.0.7"),
+    "second DNS": ([DNS("other"), DNS("gateway")], "other"),
+    "zero": ([DNS("gateway\0.other")], "gateway\0.other"),
+    "wildcard": ([DNS("*")], "*"),
+    "capitals": ([DNS("Gateway")], "Gateway"),
+    "dot": ([DNS("gateway.")], "gateway."),
+    "space": ([DNS(" gateway")], " gateway"),
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+async def test_a_name_is_the_first_dns_name(
+    kind: str, served: Served[TargetClient], folder: Path, tmp_path: Path
+) -> None:
+    """Nothing else that says the same lets anybody in: no URI, no e-mail, no subject, no text that ends at a zero."""
+    names, refused_as = NAMES[kind]
+    shutil.copytree(folder / "authority", tmp_path / "authority")
+    files = TlsFiles(signed(tmp_path, "shown", *names))
+    async with open_channel(served.service.address, files) as channel:
+        asking = ModelServiceStub(channel).GetModelInfo(pb.GetModelInfoRequest())
+        if refused_as is None:
+            assert (await asking).role == pb.SERVICE_ROLE_TARGET
+            return
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asking
+    raised = error_from(caught.value)
+    assert isinstance(raised, ClientRefused)
+    assert raised.message == f"The client {refused_as!r} is not one of those that are let in"

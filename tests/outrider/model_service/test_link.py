@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from llguidance import LLMatcher
 from structlog.testing import capture_logs
 from support.basics import PATIENCE_S, check_empty, eventually, held, spec_of
@@ -472,3 +473,33 @@ async def test_a_link_that_ends_while_a_grammar_is_compiled_leaves_nothing(
     grammars.may_compile.set()
     await other.send(other.opening(SPECS[1]))
     assert (await other.link.frame()).session_count == 1
+
+
+async def test_a_sweep_that_fails_is_made_again(
+    client: TargetClient, service: RunningModelService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a link leaves is freed in the end, health is red until then, and the fault is counted."""
+    sweep, faults = service.table.sweep, iter([RuntimeError("a bug")] * 3)
+
+    def failing() -> float | None:
+        if fault := next(faults, None):
+            raise fault
+        return sweep()
+
+    monkeypatch.setattr(service.table, "lease_s", 0.3)
+    monkeypatch.setattr(service.table, "sweep", failing)
+    await client.open(SPECS[0])
+    await client.verdict()
+    client.call.cancel()
+    async with channel_to(service.address) as channel:
+        health, asked = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
+        status = health_pb2.HealthCheckResponse
+
+        async def is_(wanted: int) -> bool:
+            return bool((await health.Check(asked)).status == wanted)
+
+        await eventually(lambda: is_(status.NOT_SERVING))
+        await eventually(lambda: len(service.table) == 0)
+        await eventually(lambda: is_(status.SERVING))
+    [family] = service.servicer.upkeep.collect()
+    assert [(sample.labels["work"], sample.value) for sample in family.samples] == [("sweep of leases", 3)]

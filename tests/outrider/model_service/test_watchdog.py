@@ -101,5 +101,39 @@ async def test_a_stuck_device_ends_its_process() -> None:
             await process.wait()
 
 
+DEAD = STUCK.replace(
+    "Verifier.advance = lambda self, tasks: threading.Event().wait()",
+    "from outrider.model_service.session_store import Outboxes\nOutboxes.flush = lambda self: sys.exit()",
+).replace("stall_seconds=0.3", "stall_seconds=1000")
+
+
+async def test_a_dead_device_thread_ends_its_process() -> None:
+    """Nothing would be answered any more; the log says why, and the exit code is 70, long before a stall's limit."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", DEAD, str(ROOT / "models" / "target"), stdout=pipe, stderr=pipe, cwd=ROOT
+    )
+    assert process.stdout is not None
+    address = json.loads(await asyncio.wait_for(process.stdout.readline(), PATIENCE_S))["address"]
+    async with channel_to(address) as channel:
+        await TargetClient(channel).open(spec_of((5, 6, 7)))
+        _, errors = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    assert process.returncode == 70
+    assert [json.loads(line)["event"] for line in errors.decode().splitlines()] == [
+        "the device thread has died",
+        "the device has stalled",
+    ]
+
+
+async def test_a_device_is_given_up_though_nobody_can_be_told() -> None:
+    """Whatever keeps health from turning red."""
+
+    class Mute(Life):
+        async def say_unwell(self) -> None:
+            raise RuntimeError("a bug")
+
+    assert await Mute(lambda now_s: now_s).watch(10.0) == [(10.0 + LAST_WORDS_S, 70)]
+
+
 def _watch(channel: grpc.aio.Channel, name: str) -> "grpc.aio.UnaryStreamCall":
     return health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name))

@@ -1,6 +1,7 @@
 """The supervisor against real child processes: small scripts that serve or do not."""
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -12,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from outrider.process.children import (
+    Change,
     Launch,
     RestartPolicy,
     ServiceFailed,
     ServiceProcess,
+    State,
     Supervisor,
     free_port,
     misses,
@@ -322,3 +325,50 @@ async def test_a_restart_keeps_all_ports(supervisor: Supervisor, record: Record)
     assert before["metrics"] != before["address"]
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_a_child_that_cannot_be_started_is_tried_again(
+    supervisor: Supervisor, record: Record, tmp_path: Path
+) -> None:
+    """A program that is away for a moment, as while it is replaced, is no end of the watch."""
+    program, away = tmp_path / "python", tmp_path / "away"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    program.chmod(0o755)
+    await supervisor.start(Launch("child", (str(program), "-c", SERVES), ready_timeout_s=30.0))
+    watching = asyncio.create_task(supervisor.watch())
+    program.rename(away)
+    os.kill(supervisor.pid("child"), signal.SIGKILL)
+    await record.until("was not started: No such file or directory. The next attempt is in")
+    away.rename(program)
+    await record.until("is back on")
+    watching.cancel()
+    await asyncio.wait({watching})
+
+
+async def test_a_watch_that_fails_begins_again(record: Record) -> None:
+    """Whatever it is: a service that nobody watches would stay dead."""
+    faults = iter([RuntimeError("cannot start a thread")])
+
+    def observe(change: Change) -> None:
+        if change.state is State.DIED and (fault := next(faults, None)):
+            raise fault
+
+    async with Supervisor(record.report, lambda _name, _line: None, QUICK, observe) as running:
+        await running.start(launch(SERVES))
+        watching = asyncio.create_task(running.watch())
+        os.kill(running.pid("child"), signal.SIGKILL)
+        await record.until("Watching the child service failed (RuntimeError('cannot start a thread')); it begins again")
+        await record.until("is back on")
+        watching.cancel()
+        await asyncio.wait({watching})
+
+
+async def test_a_log_that_cannot_be_passed_on_holds_up_no_child() -> None:
+    """It is read all the same, so that the child can write and its end is seen."""
+
+    def full(_line: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    chatty = SERVES.replace("sys.stdin.read()", "sys.stdin.read(); print('x' * 99 + '\\n' * 9_999, file=sys.stderr)")
+    process = await ServiceProcess.start(launch(chatty), full)
+    assert await process.stop() == 0

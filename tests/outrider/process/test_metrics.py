@@ -15,12 +15,14 @@ from outrider.process.metrics import (
     MAX_CONNECTIONS,
     LoopTasks,
     MetricsConnection,
+    MetricsServer,
     RunningMetrics,
     Tally,
     new_registry,
     serve_metrics,
     tally_of,
 )
+from outrider.process.upkeep import Upkeep
 from outrider.rpc.channels import AddressTaken
 
 OPEN_METRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3"
@@ -60,6 +62,26 @@ async def test_some_series_can_be_asked_for_by_name() -> None:
     async with served() as running:
         assert lines(running, "?name[]=waiting") == ["waiting 3.0"]
         assert lines(running, "?name[]=nothing") == []
+
+
+async def test_a_server_that_fails_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scrapers that come later are answered; it is counted, in what they read."""
+    faults = iter([RuntimeError("no thread")])
+
+    def fail_once(self: MetricsServer) -> None:
+        if fault := next(faults, None):
+            raise fault
+
+    monkeypatch.setattr(MetricsServer, "service_actions", fail_once)
+    registry, upkeep = new_registry(), Upkeep()
+    registry.register(upkeep)
+    running = serve_metrics("127.0.0.1:0", registry, upkeep)
+    try:
+        await eventually(lambda: upkeep.failing == ("metrics",))
+        await eventually(lambda: upkeep.failing == ())
+        assert await asyncio.to_thread(lines, running) == ['outrider_work_failures_total{work="metrics"} 1.0']
+    finally:
+        await running.stop()
 
 
 async def test_connections_that_ask_nothing_lock_nobody_out() -> None:
