@@ -40,15 +40,20 @@ class Alive(BaseModel):
     status: Literal["alive"] = "alive"
 
 
-class Ready(BaseModel):
-    """The target is there. The draft need not be: without it answers are the same, later.
+DraftState = Literal["present", "absent", "misfit", "none"]
 
-    `hosted` are the drafters in the target's own process.
+
+class Ready(BaseModel):
+    """The target is there. The draft need not be: without it answers are the same, later. One that is a misfit answers,
+    but is not used, and the gateway's log says why.
+
+    `hosted` are the drafters in the target's own process, and `further_drafts` the drafts beside the first by name.
     """
 
     status: Literal["ready"] = "ready"
     target: Literal["present"] = "present"
-    draft: Literal["present", "absent", "none"]
+    draft: DraftState
+    further_drafts: dict[str, DraftState] = {}
     hosted: list[str] = []
 
 
@@ -98,11 +103,9 @@ def routes(frontend: Frontend, scrape: Scrape) -> APIRouter:
         except OutriderError as error:
             # What answers and does not fit is no target either, and another may come.
             raise error if isinstance(error, PeerLost) else NotReady(error.message) from None
-        draft = frontend.backend.draft
-        state: Literal["present", "absent", "none"] = (
-            "none" if draft is None else "absent" if draft.info is None else "present"
-        )
-        return Ready(draft=state, hosted=list(target.drafters))
+        states: dict[str, DraftState] = {name: draft.state for name, draft in frontend.backend.drafts.items()}
+        first = states.pop(next(iter(states), ""), "none")
+        return Ready(draft=first, further_drafts=states, hosted=list(target.drafters))
 
     @router.get("/version", responses=documented(403))
     async def show_version() -> Version:
