@@ -290,7 +290,7 @@ def rest_finding(address: str, status: Mapping[str, Any] | None, own_version: st
     version = status["gateway"].get("version")
     sentence = f"Version {version} answers on {address}, with {' and '.join(services)}."
     if draft.get("state") == "misfit":
-        fix = "Start a draft with the target's tokenizer there: without one decoding is plain. The gateway's log says more."
+        fix = "Start a draft with the target's tokenizer there; the gateway's log says what is wrong with this one."
         return warning(REST, sentence, fix)
     if version == own_version:
         return ok(REST, sentence)
