@@ -12,20 +12,21 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.descriptor import Descriptor
-from support.basics import eventually
+from support.basics import eventually, slow
 from support.models.tiny_models import TARGET, TRAINED
-from support.services.lying_draft import ANSWERS, Lie, LyingDraft, lies, lying_draft
+from support.services.lying_draft import ANSWERS, Lie, LyingDraft, Manner, lies, lying_draft
 from support.stack import RunningStack, request_of, running_stack
 
 from gateway.server import RunningGateway, start
 from gateway.sessions.link import ServiceLink
 from gateway.settings import GatewaySettings
 from outrider.rpc.channels import open_channel
+from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-NUM_TOKENS = 14
+NUM_TOKENS = 8
 COMMON: dict[str, Any] = {"text": "Once", "seed": 5, "max_tokens": NUM_TOKENS, "temperature": 1.0, "ignore_eos": True}
 ASKED: dict[str, dict[str, Any]] = {
     "tree": {"draft_count": 6, "shape": types_pb2.TreeShape(max_depth=4), "return_rounds": True},
@@ -60,9 +61,8 @@ class Lied:
         return tuple([token.token_id async for response in call for token in response.round.tokens])
 
     async def forgiven(self) -> None:
-        """Waits until the gateway has its link again, with all that it held against the draft forgotten."""
+        """Waits until the gateway has its link, with all that it held against the draft forgotten."""
         self.draft.lie = self.draft.manner = None
-        self.link.report_lost(self.link._stream)  # type: ignore[arg-type]
         await eventually(lambda: self.link.info is not None)
         self.link.breaker.renew()
 
@@ -88,31 +88,36 @@ async def silent(_frame: object, _context: object) -> AsyncIterator[bytes]:
     yield b""
 
 
-async def told(here: Lied, lie: Lie) -> tuple[str, ...]:
-    """Puts a lie into the draft's mouth; returns the requests that will hear it."""
-    await here.forgiven()
+async def told(here: Lied, lie: Lie, asked: tuple[str, ...]) -> tuple[str, ...]:
+    """Puts a lie into the draft's mouth; returns those of the requests that will hear it, or what stands for them."""
     here.draft.lie, here.draft.told = lie, 0
     if lie.path[0].containing_type is model_pb.GetModelInfoResponse.DESCRIPTOR:
         # A handshake hears it.
         here.link.report_lost(here.link.stream())
         await eventually(lambda: here.draft.told > 0)
-        await asyncio.wait({asyncio.ensure_future(here.link.settled(1.0))})
+        await here.link.settled(1.0)
         return ("auto",)
     if lie.path[0].containing_type is model_pb.RollbackResponse.DESCRIPTOR:
         # Whoever is late is taken back.
         here.draft.manner = silent
         return ("named",)
-    return tuple(ASKED)
+    return tuple(asked)
 
 
+@pytest.mark.parametrize("asked", [("tree", "ratio"), *slow(("named", "auto"))], ids="-".join)
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.name)
-async def test_no_lie_about_any_field_costs_a_token_or_an_error(answer: Descriptor) -> None:
+async def test_no_lie_about_any_field_costs_a_token_or_an_error(
+    answer: Descriptor, asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each field of each message, those of later versions too, with values of all kinds that its type can have."""
+    monkeypatch.setattr("gateway.sessions.link.BACKOFF_S", (0.01, 0.02))
+    monkeypatch.setattr("gateway.sessions.link.MISFIT_LOOK_S", 0.01)
     async with lied() as here:
         plain = (await here.said("tree"))["tree"]
         assert len(plain) == NUM_TOKENS
         for lie in lies(answer):
-            names = await told(here, lie)
+            await here.forgiven()
+            names = await told(here, lie, asked)
             try:
                 said = await here.said(*names)
             except grpc.aio.AioRpcError as error:
@@ -120,4 +125,67 @@ async def test_no_lie_about_any_field_costs_a_token_or_an_error(answer: Descript
             for name, token_ids in said.items():
                 assert len(token_ids) == NUM_TOKENS, f"{lie}, {name}"
                 assert name == "ratio" or token_ids == plain, f"{lie}, {name}"
+
+
+Frame = draft_pb.DraftServiceLinkResponse
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+async def garbage(_frame: Frame, _context: Context) -> AsyncIterator[bytes]:
+    """No message at all."""
+    yield b"\xff" * 10
+
+
+async def large(frame: Frame, _context: Context) -> AsyncIterator[Frame]:
+    """More than any draft has to say, though a channel would carry it."""
+    frame.numerics_id = "x" * (3 << 20)
+    yield frame
+
+
+async def flood(frame: Frame, _context: Context) -> AsyncIterator[Frame]:
+    """The same again and again."""
+    while True:
+        yield frame
+
+
+async def to_others(frame: Frame, _context: Context) -> AsyncIterator[Frame]:
+    """Answers for sessions that nobody has, without end."""
+    while True:
+        for response in frame.responses:
+            response.fence.session_id = bytes(16)
+        yield frame
+
+
+async def twice(frame: Frame, _context: Context) -> AsyncIterator[Frame]:
+    """Every answer comes again."""
+    yield frame
+    yield frame
+
+
+async def ended(_frame: Frame, context: Context) -> AsyncIterator[Frame]:
+    """The call ends with details that are none."""
+    context.set_trailing_metadata((("grpc-status-details-bin", b"\xff" * 10),))
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "max_tokens is 1")
+    yield Frame()
+
+
+@pytest.mark.parametrize(
+    ("manner", "is_fault"),
+    [(garbage, True), (large, True), (flood, True), (to_others, True), (twice, False), (ended, False), (silent, False)],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+async def test_whatever_messages_come_tokens_stay(manner: Manner, is_fault: bool) -> None:
+    """None, too many, too large, other ones, or an end: where no draft may send them they count as its fault."""
+    async with lied() as here:
+        plain = (await here.said("tree"))["tree"]
+        here.draft.manner = manner
+        for _ in range(2):
+            said = await here.said(*ASKED)
+            assert [said[name] for name in ("tree", "named", "auto")] == [plain] * 3
+            assert len(said["ratio"]) == NUM_TOKENS
+        assert here.draft.told > 0
+        if is_fault:
+            await eventually(lambda: here.link.faults > 0)
         await here.forgiven()
+        await eventually(lambda: here.link.info is not None)
+        assert (await here.said("tree"))["tree"] == plain
