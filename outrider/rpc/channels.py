@@ -135,7 +135,8 @@ def server_options(*, shares_port: bool = False) -> Options:
 
 def open_channel(address: str, tls: TlsFiles | None = None, further: Options = ()) -> grpc.aio.Channel:
     """A channel to a service; the connection is made by the first call."""
-    options = (*channel_options(), *further)
+    # Of two options of one name gRPC takes the first.
+    options = (*further, *channel_options())
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
@@ -155,7 +156,6 @@ def open_link_channel(
 
     A message of more than max_bytes ends its call.
     """
-    # Of two options of one name gRPC takes the later.
     return open_channel(address, tls, (*UNREAD_OPTIONS, ("grpc.max_receive_message_length", max_bytes)))
 
 

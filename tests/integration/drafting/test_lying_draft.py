@@ -70,7 +70,11 @@ class Lied:
 @asynccontextmanager
 async def lied() -> AsyncIterator[Lied]:
     """Everything of it, on free ports."""
-    async with running_stack(str(TARGET), str(TRAINED)) as stack, lying_draft(stack.draft.address) as (draft, address):
+    leases = {"lease_seconds": 1.0}
+    async with (
+        running_stack(str(TARGET), str(TRAINED), draft_options=leases) as stack,
+        lying_draft(stack.draft.address) as (draft, address),
+    ):
         settings = GatewaySettings(
             stack.target.address, str(TARGET), address, listen="127.0.0.1:0", rest_listen="", **HASTY
         )
