@@ -32,6 +32,7 @@ BARE_STATUSES: dict[grpc.StatusCode, type[OutriderError]] = {
     grpc.StatusCode.UNIMPLEMENTED: ProtocolViolation,
 }
 # gRPC's own text for a message over the limit, on either side; no other field of its status tells this.
+TOO_LARGE_ANSWER = "CLIENT: Received message larger than max"
 TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\.? (\d+)\)")
 
 
@@ -60,8 +61,8 @@ def error_from(error: grpc.RpcError) -> OutriderError:
 
 
 def is_too_large(error: grpc.RpcError) -> bool:
-    """Whether a call ended because the other side sent a message over this side's limit."""
-    return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and TOO_LARGE.search(error.details() or "") is not None
+    """Whether a call ended because a server sent a message over this client's limit."""
+    return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and TOO_LARGE_ANSWER in (error.details() or "")
 
 
 def session_error(error: OutriderError) -> types_pb2.SessionError:
