@@ -114,7 +114,7 @@ test-fencing: $(SETUP) ## gateway and services in 20,000 worlds where messages a
 	OUTRIDER_FENCING_EXAMPLES=20000 $(BIN)/python -m pytest tests/gateway/sessions/test_fencing_model.py -k weather --timeout=7200
 
 test-fuzz: $(SETUP) ## 100,000 hostile messages to each method, bodies and connections, beside 16 streams; prints figures
-	OUTRIDER_FUZZ_MESSAGES=100000 $(BIN)/python -m pytest -s tests/attack/test_attack.py --timeout=14400
+	OUTRIDER_FUZZ_MESSAGES=100000 $(BIN)/python -m pytest -s tests/attack --timeout=14400
 
 test-soak: $(SETUP) ## two gateways under 16 streams for 20 minutes, while target and draft are killed by turns every 20 s
 	OUTRIDER_SOAK_MINUTES=20 $(BIN)/python -m pytest tests/faults/test_soak.py -m slow -s

@@ -78,7 +78,7 @@ def draft_of(tokenizer: str) -> DraftServicer:
 async def test_a_misfit_draft_is_no_reason_not_to_serve(
     misfit: str, life: AsyncExitStack, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever names its drafter or K has plain decoding; one warning says what is wrong, until a fitting one is there."""
+    """Whoever names its drafter or K has plain decoding; one warning says why, until a fitting one is there."""
     monkeypatch.setattr("gateway.sessions.link.MISFIT_LOOK_S", 0.01)
     draft = draft_of(tokenizer)
     (name, wrong), right = MISFITS[misfit], getattr(draft, MISFITS[misfit][0])

@@ -14,14 +14,13 @@ import pytest
 from google.protobuf.descriptor import Descriptor
 from support.basics import eventually, slow
 from support.models.tiny_models import TARGET, TRAINED
-from support.services.lying_draft import ANSWERS, Lie, LyingDraft, Manner, lies, lying_draft
+from support.services.lying_draft import ANSWERS, FAULTY, MANNERS, Lie, LyingDraft, Manner, lies, lying_draft, silent
 from support.stack import RunningStack, request_of, running_stack
 
 from gateway.server import RunningGateway, start
 from gateway.sessions.link import ServiceLink
 from gateway.settings import GatewaySettings
 from outrider.rpc.channels import open_channel
-from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -86,12 +85,6 @@ async def lied() -> AsyncIterator[Lied]:
             await gateway.stop(0)
 
 
-async def silent(_frame: object, _context: object) -> AsyncIterator[bytes]:
-    """No answer."""
-    return
-    yield b""
-
-
 async def told(here: Lied, lie: Lie, asked: tuple[str, ...]) -> tuple[str, ...]:
     """Puts a lie into the draft's mouth; returns those of the requests that will hear it, or what stands for them."""
     here.draft.lie, here.draft.told = lie, 0
@@ -131,54 +124,8 @@ async def test_no_lie_about_any_field_costs_a_token_or_an_error(
                 assert name == "ratio" or token_ids == plain, f"{lie}, {name}"
 
 
-Frame = draft_pb.DraftServiceLinkResponse
-Context = grpc.aio.ServicerContext[Any, Any]
-
-
-async def garbage(_frame: Frame, _context: Context) -> AsyncIterator[bytes]:
-    """No message at all."""
-    yield b"\xff" * 10
-
-
-async def large(frame: Frame, _context: Context) -> AsyncIterator[Frame]:
-    """More than any draft has to say, though a channel would carry it."""
-    frame.numerics_id = "x" * (3 << 20)
-    yield frame
-
-
-async def flood(frame: Frame, _context: Context) -> AsyncIterator[Frame]:
-    """The same again and again."""
-    while True:
-        yield frame
-
-
-async def to_others(frame: Frame, _context: Context) -> AsyncIterator[Frame]:
-    """Answers for sessions that nobody has, without end."""
-    while True:
-        for response in frame.responses:
-            response.fence.session_id = bytes(16)
-        yield frame
-
-
-async def twice(frame: Frame, _context: Context) -> AsyncIterator[Frame]:
-    """Every answer comes again."""
-    yield frame
-    yield frame
-
-
-async def ended(_frame: Frame, context: Context) -> AsyncIterator[Frame]:
-    """The call ends with details that are none."""
-    context.set_trailing_metadata((("grpc-status-details-bin", b"\xff" * 10),))
-    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "max_tokens is 1")
-    yield Frame()
-
-
-@pytest.mark.parametrize(
-    ("manner", "is_fault"),
-    [(garbage, True), (large, True), (flood, True), (to_others, True), (twice, False), (ended, False), (silent, False)],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-async def test_whatever_messages_come_tokens_stay(manner: Manner, is_fault: bool) -> None:
+@pytest.mark.parametrize("manner", MANNERS, ids=lambda manner: manner.__name__)
+async def test_whatever_messages_come_tokens_stay(manner: Manner) -> None:
     """None, too many, too large, other ones, or an end: where no draft may send them they count as its fault."""
     async with lied() as here:
         plain = (await here.said("tree"))["tree"]
@@ -188,7 +135,7 @@ async def test_whatever_messages_come_tokens_stay(manner: Manner, is_fault: bool
             assert [said[name] for name in ("tree", "named", "auto")] == [plain] * 3
             assert len(said["ratio"]) == NUM_TOKENS
         assert here.draft.told > 0
-        if is_fault:
+        if manner in FAULTY:
             await eventually(lambda: here.link.faults > 0)
         await here.forgiven()
         await eventually(lambda: here.link.info is not None)

@@ -1,6 +1,5 @@
 """A real draft behind a server that changes what it says: any field of any message, and what messages come at all."""
 
-import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -123,9 +122,59 @@ def _changes(of: FieldDescriptor) -> Iterator[tuple[str, Callable[[Any, str], No
             yield "one less", lambda holder, name: setattr(holder, name, getattr(holder, name) - 1)
 
 
-Frames = AsyncIterator[draft_pb.DraftServiceLinkResponse]
-Manner = Callable[[draft_pb.DraftServiceLinkResponse, "grpc.aio.ServicerContext[Any, Any]"], Any]
+Frame = draft_pb.DraftServiceLinkResponse
+Context = grpc.aio.ServicerContext[Any, Any]
+Manner = Callable[[Frame, Context], AsyncIterator[Frame | bytes]]
 """What comes in the place of a right frame: an asynchronous generator of messages, or of bytes that are none."""
+
+
+async def silent(_frame: Frame, _context: Context) -> AsyncIterator[bytes]:
+    """No answer."""
+    return
+    yield b""
+
+
+async def garbage(_frame: Frame, _context: Context) -> AsyncIterator[bytes]:
+    """No message at all."""
+    yield b"\xff" * 10
+
+
+async def large(frame: Frame, _context: Context) -> AsyncIterator[Frame]:
+    """More than any draft has to say, though a channel would carry it."""
+    frame.numerics_id = "x" * (3 << 20)
+    yield frame
+
+
+async def flood(frame: Frame, _context: Context) -> AsyncIterator[Frame]:
+    """The same again and again."""
+    while True:
+        yield frame
+
+
+async def to_others(frame: Frame, _context: Context) -> AsyncIterator[Frame]:
+    """Answers for sessions that nobody has, without end."""
+    while True:
+        for response in frame.responses:
+            response.fence.session_id = bytes(16)
+        yield frame
+
+
+async def twice(frame: Frame, _context: Context) -> AsyncIterator[Frame]:
+    """Every answer comes again."""
+    yield frame
+    yield frame
+
+
+async def ended(_frame: Frame, context: Context) -> AsyncIterator[Frame]:
+    """The call ends with details that are none."""
+    context.set_trailing_metadata((("grpc-status-details-bin", b"\xff" * 10),))
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "max_tokens is 1")
+    yield Frame()
+
+
+FAULTY: Sequence[Manner] = (garbage, large, flood, to_others)
+"""Those in which no draft may answer."""
+MANNERS: Sequence[Manner] = (*FAULTY, twice, ended, silent)
 
 
 @dataclass
@@ -136,13 +185,20 @@ class LyingDraft:
     lie: Lie | None = None
     manner: Manner | None = None
     told: int = 0
-    _links: set["asyncio.Task[None]"] = field(default_factory=set)
+    _life: int = 0
+    _calls: set[Any] = field(default_factory=set)
 
-    async def link(
-        self, requests: AsyncIterator[Any], context: "grpc.aio.ServicerContext[Any, Any]"
-    ) -> AsyncIterator[Any]:
+    def become(self, lie: Lie | None, manner: Manner | None) -> None:
+        """Begins anew, as another incarnation against which nobody holds anything."""
+        self.lie, self.manner, self.told = lie, manner, 0
+        self._life += 1
+        for call in self._calls:
+            call.cancel()
+
+    async def link(self, requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Frame | bytes]:
         """DraftService's."""
         call = DraftServiceStub(self.behind).Link(requests)
+        self._calls.add(call)
         try:
             async for frame in call:
                 self.changed(frame)
@@ -153,6 +209,7 @@ class LyingDraft:
                 async for each in self.manner(frame, context):
                     yield each
         finally:
+            self._calls.discard(call)
             call.cancel()
 
     async def info(self, request: model_pb.GetModelInfoRequest, _context: object) -> model_pb.GetModelInfoResponse:
@@ -165,6 +222,8 @@ class LyingDraft:
 
     def changed(self, answer: Any) -> Any:
         """The answer, with the lie where it is about such a message."""
+        if not isinstance(answer, model_pb.RollbackResponse):
+            answer.instance_id = (answer.instance_id + self._life) % 2**64
         if self.lie is not None and self.lie.path[0].containing_type is answer.DESCRIPTOR:
             self.lie.tell(answer)
             self.told += 1
