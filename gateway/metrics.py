@@ -267,6 +267,8 @@ class Watched:
         yield GaugeMetricFamily(PREFIX + "lookup_memory_salts", meaning, len(memories) if memories else 0)
         meaning = "Whether a service is there and fits."
         up = GaugeMetricFamily(PREFIX + "service_up", meaning, labels=["service", "address"])
+        meaning = "What a service sent that no service may send."
+        faults = CounterMetricFamily(PREFIX + "service_faults", meaning, labels=["service", "address"])
         meaning = "Tokens that a cache had to forget, guesses for the most part."
         rolled_back = CounterMetricFamily(PREFIX + "rolled_back_tokens", meaning, labels=["side"])
         meaning = "Calls of Rollback, from the gateway's side."
@@ -275,8 +277,9 @@ class Watched:
             num_tokens, seconds = self._rejected_tokens(), Tally(ROLLBACK_S)
             for of, link in ((each, link) for each in all_replicas for link in each.links):
                 up.add_metric([service, link.address], of.fits(link))
+                faults.add_metric([service, link.address], link.faults)
                 num_tokens += link.rolled_back_tokens
                 seconds.add_tally(link.rollback_seconds)
             rolled_back.add_metric([service], num_tokens)
             rollback_times.add_metric([service], seconds.buckets, seconds.total)
-        yield from (up, rolled_back, rollback_times)
+        yield from (up, faults, rolled_back, rollback_times)

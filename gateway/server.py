@@ -118,9 +118,9 @@ class RunningGateway:
 async def start(settings: GatewaySettings) -> RunningGateway:
     """Starts a gateway and returns when it serves.
 
-    Raises NotReady when the target does not answer in time, VocabularyMismatch when tokenizer, target and draft do not
-    fit, ModelRefused for a tokenizer or chat template that cannot be read, KeysRefused for a file of keys that is none,
-    AddressTaken.
+    Raises NotReady when the target does not answer in time, VocabularyMismatch when tokenizer and target do not fit,
+    WrongService when another service answers in its place, ModelRefused for a tokenizer or chat template that cannot be
+    read, KeysRefused for a file of keys that is none, AddressTaken.
     """
     # First, because it takes no time, and nothing else does any good when it fails.
     usage = SharedUsage(settings.usage_of_all, settings.worker) if settings.usage_of_all else None
@@ -286,11 +286,11 @@ async def _await_target(target: Replicas, timeout_s: float) -> None:
 
 
 async def _await_draft(draft: Replicas, timeout_s: float) -> None:
-    """Gives the draft a moment; raises only what its answer says about it, because later nobody would read it."""
+    """Gives the draft a moment; without one that answers and fits, answers are the same, later."""
     if not await draft.settled(timeout_s):
         log.warning("serving without the draft until it answers", service=str(draft))
     elif draft.info is None and draft.mismatch is not None:
-        raise draft.mismatch
+        log.warning("serving without the draft until one that fits is there", service=str(draft))
 
 
 async def _close(backend: Backend) -> None:

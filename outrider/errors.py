@@ -33,8 +33,10 @@ class OutriderError(Exception):
 
     @classmethod
     def received(cls, parts: Sequence[str], metadata: Mapping[str, str]) -> Self:
-        """The error that another process raised, from what it sent."""
-        error = cls(parts)
+        """The error that another process raised, from what it sent, which may be anything."""
+        error = cls.__new__(cls)
+        # Not the class's own, which may want more than a sentence.
+        OutriderError.__init__(error, parts)
         error.metadata = dict(metadata)
         return error
 

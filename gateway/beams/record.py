@@ -78,6 +78,7 @@ class BeamRecord(TokenLog):
 
         Raises ProtocolViolation as `take`, and about a verdict that is not about this length and proposal.
         """
+        proposal = verdict.about(proposal)
         num_beams, tree, rows = len(self.live), proposal.tree, verdict.accepted_rows
         last_row = rows[-1] if rows else 0
         # A path begins with the beam's own row, which nobody guessed.

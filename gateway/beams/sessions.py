@@ -9,10 +9,10 @@ from gateway.sessions.link import ServiceLink
 from gateway.sessions.stream import opening_of
 from gateway.sessions.target import RemoteTargetSession, TargetOpening
 from outrider.beams import BeamStep, LiveBeam, split
-from outrider.errors import InvalidRequest, ProtocolViolation
+from outrider.errors import InvalidRequest
 from outrider.parameters import SessionSpec
 from outrider.rpc.messages import live_beams_message, steps_from, write_tree
-from outrider.token_tree import TreeShape
+from outrider.token_tree import TokenTree, TreeShape
 from outrider.v1 import draft_service_pb2, target_service_pb2, types_pb2
 
 
@@ -64,6 +64,7 @@ class BeamDraftOpening(DraftOpening):
         self._record = record
 
     def ask(self, fence: types_pb2.Fence, draft_count: int, _shape: TreeShape | None = None) -> None:
+        self._asked = fence.epoch, fence.base_len
         is_open, self.known_len = self.known_len > 0, len(self._record)
         beams = live_beams_message(self._record.search.width, self._record.live)
         if is_open:
@@ -80,18 +81,23 @@ class BeamDraftOpening(DraftOpening):
         self.send(*messages, draft_service_pb2.ProposeRequest(fence=fence, open=opening))
 
     def proposal(
-        self, response: draft_service_pb2.ProposeResponse, draft_count: int, caught_up_count: int, wait_us: int
+        self,
+        response: draft_service_pb2.ProposeResponse,
+        draft_count: int,
+        caught_up_count: int,
+        wait_us: int,
+        shape: TreeShape | None = None,
     ) -> Proposal:
-        live = self._record.live
-        found = super().proposal(response, len(live) + draft_count, caught_up_count, wait_us)
-        # What the target would refuse, and so end a request that is not at fault.
+        num_rows = len(self._record.live) + draft_count
+        return super().proposal(response, num_rows, caught_up_count, wait_us, shape)
+
+    def _fault_of(self, tree: TokenTree, _shape: TreeShape) -> str:
         try:
-            trees = split(found.tree, last_tokens(live))
+            trees = split(tree, last_tokens(self._record.live))
         except InvalidRequest as error:
-            raise ProtocolViolation(f"{self.link} sent a malformed proposal: {error.message}") from None
-        if max(max(each.tree.depths) for each in trees) > self._spec.max_len - len(self._record):
-            raise ProtocolViolation(f"{self.link} sent a proposal past the request's end")
-        return found
+            return f"that is malformed: {error.message}"
+        depth, room = max(max(each.tree.depths) for each in trees), self._record.room
+        return f"{depth} tokens deep where at most {room} fit" if depth > room else ""
 
 
 class BeamDraftSession(RemoteDraftSession):

@@ -141,7 +141,8 @@ class Offers:
     @property
     def names(self) -> dict[str, frozenset[Rule]]:
         lookup = {LOOKUP: frozenset(Rule)} if self.looks else {}
-        return {**lookup, **(self.remote or {}), **self.own}
+        # Once more behind the remote ones, which a draft may call as it likes.
+        return {**lookup, **(self.remote or {}), **lookup, **self.own}
 
 
 async def check_request(

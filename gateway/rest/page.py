@@ -299,10 +299,11 @@ def _service_view(replicas: Replicas | None) -> dict[str, Any]:
     if replicas is None:
         reason = "not configured"
     elif info is None:
-        reason = "does not answer" if replicas.mismatch is None else "answers, but does not fit"
+        reason = "answers, but does not fit" if replicas.state == "misfit" else "does not answer"
     return {
         "configured": replicas is not None,
         "up": info is not None,
+        "state": "none" if replicas is None else replicas.state,
         "model": info.model_name if info else "",
         "model_hash": info.model_hash if info else "",
         "numerics_id": info.numerics_id if info else "",

@@ -44,16 +44,22 @@ class Alive(BaseModel):
     status: Literal["alive"] = "alive"
 
 
-class Ready(BaseModel):
-    """The target is there. The draft need not be: without it answers are the same, later.
+DraftState = Literal["present", "absent", "misfit", "none"]
 
-    `hosted` are the drafters in the target's own process, `failing` is work in the background that is to start again,
-    `left_out` says which targets are there and get no requests.
+
+class Ready(BaseModel):
+    """The target is there. The draft need not be: without it answers are the same, later. One that is a misfit answers,
+    but is not used, and the gateway's log says why.
+
+    `hosted` are the drafters in the target's own process, and `further_drafts` the drafts beside the first by name.
+    `failing` is work in the background that is to start again, `left_out` says which targets are there and get no
+    requests.
     """
 
     status: Literal["ready"] = "ready"
     target: Literal["present"] = "present"
-    draft: Literal["present", "absent", "none"]
+    draft: DraftState
+    further_drafts: dict[str, DraftState] = {}
     hosted: list[str] = []
     failing: list[str] = []
     left_out: list[str] = []
@@ -109,12 +115,11 @@ def routes(frontend: Frontend, scrape: Scrape) -> APIRouter:
         except OutriderError as error:
             # What answers and does not fit is no target either, and another may come.
             raise error if isinstance(error, PeerLost) else NotReady(error.message) from None
-        draft = frontend.backend.draft
-        state: Literal["present", "absent", "none"] = (
-            "none" if draft is None else "absent" if draft.info is None else "present"
-        )
+        states: dict[str, DraftState] = {name: draft.state for name, draft in frontend.backend.drafts.items()}
+        first = states.pop(next(iter(states), ""), "none")
         failing, left_out = list(frontend.backend.upkeep.failing), frontend.backend.target.left_out
-        return Ready(draft=state, hosted=list(target.drafters), failing=failing, left_out=left_out)
+        hosted = list(target.drafters)
+        return Ready(draft=first, further_drafts=states, hosted=hosted, failing=failing, left_out=left_out)
 
     @router.get("/version", responses=documented(403))
     async def show_version() -> Version:

@@ -208,7 +208,8 @@ class SpeculationPolicy:
             own_rows = self._num_drafting * draft_count + num_sessions
             share = rows * num_sessions / (own_rows * self._load)
             count = min(draft_count, estimates.counts[-1])
-            levels = 0 if estimates.gains is None else proposal.forward_count
+            # Deeper ones are never looked at, and a draft may count as it likes.
+            levels = 0 if estimates.gains is None else min(proposal.forward_count, MAX_DRAFT_COUNT + 1)
             estimates.round_us[count, levels].add(self._load, max(committed.round_us, 1), self._num_rounds)
             estimates.share.add(self._load, min(max(share, LEAST_SHARE), 1.0))
 

@@ -101,6 +101,13 @@ class Verdict:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of all tokens of the prompt but the first
     prefix_len: int = 0  # tokens that the target found in its prefix cache when it opened the session
     own: Proposal | None = None  # what the target had proposed to itself, which accepted_rows is about then
+    refused_guesses: bool = False  # the target would not take what was guessed, and decided without it
+
+    def about(self, proposal: Proposal) -> Proposal:
+        """What it is about: the proposal that was sent, unless the target had its own or would not take it."""
+        if self.own is not None:
+            return self.own
+        return Proposal(fallback_reason=FallbackReason.DRAFT_REFUSED) if self.refused_guesses else proposal
 
 
 @dataclass(slots=True)
@@ -161,7 +168,7 @@ class TokenLog:
         One that came too late counts as none. Raises ProtocolViolation for a verdict that cannot be about it, or behind
         which the request cannot go on.
         """
-        proposal = verdict.own or proposal
+        proposal = verdict.about(proposal)
         if proposal.tree and not verdict.evaluated_count:
             # The target had gone on unasked, and gave this verdict before it knew of any guess.
             proposal = NOTHING

@@ -3,12 +3,17 @@
 A fault of the draft makes an empty proposal that says why, and never an error. Whatever goes wrong, the session starts
 over with all tokens and a new epoch, later for every fault in a row. Answers are matched by (epoch, base_len), never by
 order.
+
+What a draft sends is believed in nothing. An answer is checked whole, and one that no draft may give is dropped whole
+and counts against the service. Nothing is dropped for a token that a right draft could have guessed: that would bias
+the rules that test with uniforms.
 """
 
 import asyncio
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import structlog
 
@@ -17,17 +22,31 @@ from gateway.rounds.round import NOTHING, FallbackReason, HopCost, Proposal, Tok
 from gateway.sessions.link import Replicas, ServiceLink
 from gateway.sessions.session import MAX_DRIFT_REPAIRS, DraftDeadline, RemoteSession
 from gateway.sessions.stream import Mailbox, opening_of
-from outrider.errors import InvalidRequest, NotReady, OutriderError, PeerLost, ProtocolViolation
+from outrider.errors import (
+    CacheFull,
+    InvalidRequest,
+    NoTokenLeft,
+    NotReady,
+    OutriderError,
+    Overloaded,
+    PeerLost,
+    ProtocolViolation,
+)
 from outrider.parameters import SessionSpec
 from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
 from outrider.rpc.errors import session_error_from
 from outrider.rpc.messages import shape_message, tree_from
-from outrider.token_tree import TreeShape
+from outrider.token_tree import TokenTree, TreeShape
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import types_pb2
 
 PAUSE_TOKENS = (8, 256)  # plain tokens after the second fault in a row, and the maximum after many
+# What a draft that works may say about a session; everything else that it refuses it should have taken.
+HONEST_REFUSALS = (CacheFull, Overloaded, NoTokenLeft)
+LOST = (PeerLost, NotReady)
+CLOCK_SLACK_US = 1_000_000  # by which the clocks of draft and gateway may differ while an answer is waited for
+MAX_REASON_LEN = 400  # of a draft's own words in the log
 
 log = structlog.get_logger()
 
@@ -50,6 +69,9 @@ ALONE = DrafterSeat()
 class DraftOpening(Mailbox[pb.ProposeResponse]):
     """One opening of a session on one incarnation of a draft. `fence` on each call names the session and its epoch."""
 
+    # Each request has one answer, and two may cross each other.
+    max_unread: ClassVar[int] = 4
+
     def __init__(
         self, link: ServiceLink, spec: SessionSpec, token_log: TokenLog, session_id: bytes, seat: DrafterSeat
     ) -> None:
@@ -64,9 +86,11 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         self._log = token_log
         self._seat = seat
         self._vocabulary_size = info.vocabulary_size
+        self._asked = (0, 0)  # epoch and length of the last request
 
     def ask(self, fence: types_pb2.Fence, draft_count: int, shape: TreeShape | None = None) -> None:
         """Opens the session, or tells the tokens that the draft does not know."""
+        self._asked = fence.epoch, fence.base_len
         if self.known_len == 0:
             session, parts = opening_of(self._spec, self._log)
             seat = self._seat
@@ -84,6 +108,12 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
             self.send(message)
         self.known_len = len(self._log)
 
+    def put(self, message: pb.ProposeResponse) -> None:
+        """Takes an answer in; what comes too late for whoever reads is dropped at once."""
+        epoch = message.fence.epoch
+        if (epoch, message.fence.base_len) >= self._asked or (message.HasField("error") and epoch == self._asked[0]):
+            super().put(message)
+
     async def answer(self, fence: types_pb2.Fence, until_s: float) -> pb.ProposeResponse:
         """The answer to the last request, by the loop's clock; answers to earlier ones are dropped.
 
@@ -96,13 +126,23 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
             if response.HasField("error") and fence.epoch == response.fence.epoch:
                 raise session_error_from(response.error)
             if answered == asked:
+                if not 0 <= response.cached_len <= fence.base_len:
+                    count = f"{response.cached_len} of {fence.base_len} tokens"
+                    raise ProtocolViolation(f"{self.link} says that it has cached {count}")
                 self.cached_len = response.cached_len
                 return response
             if answered > asked:
                 raise ProtocolViolation(f"{self.link} answered a message that was never sent")
 
-    def proposal(self, response: pb.ProposeResponse, draft_count: int, caught_up_count: int, wait_us: int) -> Proposal:
-        """The guesses of an answer; raises ProtocolViolation about what no draft may say."""
+    def proposal(
+        self,
+        response: pb.ProposeResponse,
+        draft_count: int,
+        caught_up_count: int,
+        wait_us: int,
+        shape: TreeShape | None = None,
+    ) -> Proposal:
+        """The guesses of an answer that took wait_us; raises ProtocolViolation about what no draft may say."""
         rule = self._spec.acceptance.rule
         try:
             # Nobody reads log-probabilities that nobody asked for.
@@ -115,7 +155,16 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         if tree and bool(tree.distributions) != rule.needs_distributions:
             fault = "with distributions" if tree.distributions else "without distributions"
             raise ProtocolViolation(f"{self.link} sent a proposal {fault}, which does not fit the rule {rule}")
+        fault = self._fault_of(tree, shape or TreeShape())
+        if fault:
+            raise ProtocolViolation(f"{self.link} sent a proposal {fault}")
         times = response.times
+        most_us = wait_us + CLOCK_SLACK_US
+        if not (0 <= times.queue_us <= most_us and 0 <= times.compute_us <= most_us):
+            spent = f"{times.queue_us} and {times.compute_us} us in an answer that took {wait_us} us"
+            raise ProtocolViolation(f"{self.link} says that it has waited and computed for {spent}")
+        if times.forward_count < 0 or times.row_count < 0:
+            raise ProtocolViolation(f"{self.link} counts {times.forward_count} forwards of {times.row_count} rows")
         return Proposal(
             tree,
             compute_us=times.compute_us,
@@ -124,6 +173,22 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
             caught_up_count=caught_up_count,
             hop=HopCost(times.queue_us, wait_us, self.take_bytes()),
         )
+
+    def _fault_of(self, tree: TokenTree, shape: TreeShape) -> str:
+        """What of a tree's form was not asked for or does not fit the request; empty where all does."""
+        # The last token of a request is the target's alone.
+        room, depth = max(self._spec.max_len - len(self._log) - 1, 0), max(tree.depths)
+        most = min(room, shape.max_depth or room, len(shape.expansions) or room)
+        if depth > most:
+            return f"{depth} tokens deep where at most {most} fit"
+        max_children = max(shape.expansions, default=shape.max_children)
+        num_children = max(Counter(tree.parents).values(), default=0) if max_children else 0
+        if num_children > max_children:
+            return f"with {num_children} children of a row where at most {max_children} were asked for"
+        values = (1.0, *tree.values)
+        if tree.values and any(value > values[parent] for value, parent in zip(tree.values, tree.parents, strict=True)):
+            return "with a row of more value than its parent"
+        return ""
 
     def end(self, fence: types_pb2.Fence) -> None:
         # The log may have grown past the draft's context, where it takes no messages.
@@ -162,8 +227,11 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
             return DraftOutlook(FallbackReason.DRAFT_ABSENT)
         obstacle = None
         if self._candidate() is None:
-            is_late = self._last.breaker.cause is TimeoutError
-            obstacle = FallbackReason.DRAFT_LATE if is_late else FallbackReason.DRAFT_LOST
+            cause = self._last.breaker.cause or PeerLost
+            is_lost = issubclass(cause, LOST)
+            obstacle = FallbackReason.DRAFT_LOST if is_lost else FallbackReason.DRAFT_REFUSED
+            if cause is TimeoutError:
+                obstacle = FallbackReason.DRAFT_LATE
         elif self._rollback is not None and not self._rollback.done():
             obstacle = FallbackReason.DRAFT_LATE
         elif len(self._log) < self._resume_len:
@@ -204,9 +272,8 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         try:
             opening, response = await self._exchange(draft_count, shape, started_s + timeout_s)
             wait_us = int(1e6 * (clock_s() - started_s))
-            proposal = replace(
-                opening.proposal(response, draft_count, catch_up_count, wait_us), drafter=self._seat.name
-            )
+            proposal = opening.proposal(response, draft_count, catch_up_count, wait_us, shape)
+            proposal = replace(proposal, drafter=self._seat.name)
         except asyncio.CancelledError:
             self._fault(FallbackReason.DRAFT_LATE)
             raise
@@ -288,13 +355,16 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
 
     def _drop(self, error: OutriderError) -> Proposal:
         """Gives the session up after a fault; returns the empty proposal that says why."""
-        self._log_event("draft session lost", reason=str(error))
+        self._log_event("draft session lost", reason=str(error)[:MAX_REASON_LEN])
         stream = self._opening.stream if self._opening is not None else None
         self._forget()
-        if not isinstance(error, PeerLost | NotReady):
+        if isinstance(error, HONEST_REFUSALS):
             self._last.breaker.left(self._session_id)
             return self._fault(FallbackReason.DRAFT_REFUSED)
         self._last.breaker.failed(self._session_id, error)
+        if not isinstance(error, LOST):
+            self._last.faults += 1
+            return self._fault(FallbackReason.DRAFT_REFUSED)
         if stream is not None:
             self._last.report_lost(stream)
         return self._fault(FallbackReason.DRAFT_LOST)

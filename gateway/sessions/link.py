@@ -2,9 +2,9 @@
 
 A link makes a handshake with its service until it answers, opens the stream that carries all sessions, watches it, and
 begins again when it was away, because the next incarnation may be another model. A service that answers but does not
-fit is treated as absent, and says why once in the log. A handshake cannot tell whether a service works, because a
-process whose device hangs still says who it is. Only real work proves it well again, so a circuit breaker that all
-requests share tries work, by one session at a time and ever more seldom.
+fit is treated as absent, says why once in the log, and is looked at again now and then. A handshake cannot tell whether
+a service works, because a process whose device hangs still says who it is. Only real work proves it well again, so a
+circuit breaker that all requests share tries work, by one session at a time and ever more seldom.
 
 Of several replicas the first that can be used is taken: this is failover, not balancing, so that the caches of a
 service stay warm and the figures that the policy learns are those of one machine. A gateway without any target takes no
@@ -15,24 +15,31 @@ slower.
 import asyncio
 import math
 import random
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import structlog
 
 from gateway.sessions.stream import Frame, LinkStream
-from outrider.errors import OutriderError, PeerLost
+from outrider.errors import OutriderError, PeerLost, ProtocolViolation, shown
 from outrider.generation_defaults import OperatorDefaults
 from outrider.parameters import GenerationDefaults, Rule
 from outrider.process import telemetry
 from outrider.process.metrics import Tally
 from outrider.process.upkeep import Upkeep
-from outrider.rpc.channels import HEALTH_LOOK_S, PROTOCOL_VERSION, open_link_channel
+from outrider.rpc.channels import (
+    FRAME_BYTES,
+    HEALTH_LOOK_S,
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    open_link_channel,
+)
 from outrider.rpc.errors import error_from
 from outrider.rpc.messages import defaults_from, rules_from
 from outrider.rpc.tls import ClientRefused, TlsFailed, TlsFiles, refusal
@@ -59,6 +66,13 @@ BACKOFF_S = (0.1, 2.0)
 # Failures in a row that open the breaker, and pauses between trials. A draft may be late now and then, and requests do
 # without it; a target is late only when it hangs, and then there is nothing else that a request could do.
 BREAKERS = {"draft": (2, (0.5, 10.0)), "target": (1, (0.0, 0.0))}
+# Most bytes of a message. A draft's answer has up to 32 rows, each with a distribution of 256 entries: 70 KB.
+MAX_BYTES = {"draft": 2 * FRAME_BYTES, "target": MAX_MESSAGE_BYTES}
+# A draft answers what it is asked. How far a target may go on unasked, its sessions know.
+MAX_UNASKED = {"draft": 64.0, "target": math.inf}
+MISFIT_LOOK_S = 5.0  # between two looks at a service that does not fit: behind one address another may come
+MAX_NAME_LEN, MAX_OFFERS = 1024, 64  # of a model, and drafters
+DRAFTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 TRIAL_COST = 0.05  # share of the time that trials may cost; pauses grow beyond the longest where they are dear
 # Links and breakers change with time and in several places, so who waits for them looks now and then.
 LOOK_S = 0.02
@@ -141,6 +155,7 @@ class ServiceLink:
         self.rolled_back_tokens = 0  # that the service's cache lost by Rollback
         self.model_hash = ""
         """Of the service when it was there last and did fit; empty before."""
+        self.faults = 0  # of what it sent, that no service may send
         self._info: ModelInfo | None = None
         self._instance_id = 0
         self._stream: LinkStream | None = None
@@ -149,7 +164,7 @@ class ServiceLink:
         self._tls = tls
         # A channel that was given need not lead to the address, so nobody tries a handshake there.
         self._has_address = channel is None
-        self._use(channel or open_link_channel(address, tls))
+        self._use(channel or open_link_channel(address, tls, MAX_BYTES[role]))
         self._probe: asyncio.Task[float | None] | None = None
         self._lost = asyncio.Event()
         self._settled = asyncio.Event()
@@ -196,7 +211,9 @@ class ServiceLink:
         return self._settled.is_set()
 
     async def rollback(self, fence: types_pb2.Fence, cached_len: int) -> pb.RollbackResponse:
-        """Takes a session back to the fence's length, where so much was cached; raises what the service answered."""
+        """Takes a session back to the fence's length, where so much was cached; raises what the service answered, and
+        ProtocolViolation about what cannot be an answer.
+        """
         clock_s = asyncio.get_running_loop().time
         started_s = clock_s()
         try:
@@ -207,6 +224,9 @@ class ServiceLink:
             raise error_from(error) from error
         finally:
             self.rollback_seconds.add(clock_s() - started_s)
+        # None is how grpc.aio says that a message could not be parsed.
+        if response is None or not 0 <= response.cached_len <= response.fence.base_len <= fence.base_len:
+            raise ProtocolViolation(f"{self} says after a Rollback to {fence.base_len} tokens what cannot be left")
         self.rolled_back_tokens += max(0, cached_len - response.cached_len)
         return response
 
@@ -257,7 +277,9 @@ class ServiceLink:
             self._lost.clear()
             self._settled.set()
             ends = [self._lost.wait(), self.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)]
-            if self._stream is not None and self._info is not None:
+            if self._info is None:
+                ends.append(asyncio.sleep(MISFIT_LOOK_S))
+            elif self._stream is not None:
                 ends.append(self._stream.ended.wait())
             tasks = {asyncio.ensure_future(end) for end in ends}
             try:
@@ -265,10 +287,12 @@ class ServiceLink:
             finally:
                 for task in tasks:
                     task.cancel()
-            self._info = self.mismatch = None
+            misfit, self._info = self.mismatch, None
             await self._renew()
             self._settled.clear()
-            log.warning("service lost", service=self.role, address=self.address)
+            if misfit is None:
+                log.warning("service lost", service=self.role, address=self.address)
+                self.faults += self._stream is not None and self._stream.is_at_fault
             if loop.time() - began_s > longest_s:
                 stream_delay_s = 0.0
             elif self._stream is not None and self._stream.end is not None:
@@ -287,11 +311,12 @@ class ServiceLink:
             refused = await refusal(error, self.address, tls) if self._has_address else None
             if refused is not None and str(refused) != str(self.refusal):
                 log.warning("service refused", service=self.role, address=self.address, reason=refused.message)
-            self.refusal = refused
+            self.refusal, self.mismatch = refused, None
             return False
         except OutriderError as error:
+            if self.mismatch is None or self.mismatch.message != error.message:
+                log.warning("service does not fit", service=self.role, address=self.address, reason=error.message)
             self.mismatch = error
-            log.error("service does not fit", service=self.role, address=self.address, reason=error.message)
             return True
         if info.instance_id != self._instance_id:
             self._instance_id = info.instance_id
@@ -317,7 +342,7 @@ class ServiceLink:
         if self._tls is None or is_carrying or not self._tls.renew():
             return
         before = self.channel
-        self._use(open_link_channel(self.address, self._tls))
+        self._use(open_link_channel(self.address, self._tls, MAX_BYTES[self.role]))
         # Calls that have begun there end within their own time.
         await before.close(ROLLBACK_TIMEOUT_S)
 
@@ -328,7 +353,8 @@ class ServiceLink:
             return
         if stream is not None:
             await stream.close()
-        self._stream = LinkStream(self._begin(), self._frame_type, str(self), info.instance_id)
+        max_unasked = MAX_UNASKED[self.role]
+        self._stream = LinkStream(self._begin(), self._frame_type, str(self), info.instance_id, max_unasked)
 
     def _read(self, answer: pb.GetModelInfoResponse | None) -> ModelInfo:
         if answer is None:
@@ -344,6 +370,9 @@ class ServiceLink:
             raise WrongService(message, address=self.address, role=role)
         # What a draft recommends is for nobody.
         own = GenerationDefaults() if role == "draft" else defaults_from(answer.generation_defaults)
+        fault = _fault_of(answer)
+        if fault:
+            raise WrongService(f"{self} says of itself what cannot be: {fault}", address=self.address)
         return ModelInfo(
             role=role,
             instance_id=answer.instance_id,
@@ -362,6 +391,20 @@ class ServiceLink:
             grammar_engine=answer.grammar_engine,
             defaults=self._defaults.over(own),
         )
+
+
+def _fault_of(answer: pb.GetModelInfoResponse) -> str:
+    """What a service says of itself that none can say, or that would fill logs and metrics; empty where all is well."""
+    for each, value in answer.ListFields():
+        if isinstance(value, str) and len(value) > MAX_NAME_LEN:
+            return f"its {each.name} has {len(value)} characters"
+    for name in ("context_len", "max_draft_count"):
+        if getattr(answer, name) < 1:
+            return f"its {name} is {getattr(answer, name)}"
+    if len(answer.drafter_offers) > MAX_OFFERS:
+        return f"it offers {len(answer.drafter_offers)} drafters"
+    odd = next((offer.name for offer in answer.drafter_offers if not DRAFTER_NAME.fullmatch(offer.name)), None)
+    return "" if odd is None else f"it offers a drafter {shown(odd)}"
 
 
 class Replicas:
@@ -393,6 +436,13 @@ class Replicas:
     def mismatch(self) -> OutriderError | None:
         """Why the first service that answered but does not fit is not used."""
         return next((link.mismatch for link in self.links if link.mismatch is not None), None)
+
+    @property
+    def state(self) -> Literal["present", "absent", "misfit"]:
+        """Whether one is there that fits, none, or none that fits."""
+        if self.info is not None:
+            return "present"
+        return "absent" if self.mismatch is None else "misfit"
 
     @property
     def refusal(self) -> OutriderError | None:

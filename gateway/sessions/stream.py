@@ -8,10 +8,11 @@ whoever leaves only takes its mailbox away.
 """
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import grpc
 import structlog
@@ -20,7 +21,7 @@ from gateway.rounds.round import TokenLog
 from outrider.errors import PeerLost, ProtocolViolation
 from outrider.parameters import SessionSpec
 from outrider.rpc.channels import FRAME_BYTES, MAX_OF_SESSION
-from outrider.rpc.errors import error_from, said_by_peer
+from outrider.rpc.errors import error_from, is_too_large, said_by_peer
 from outrider.rpc.messages import open_message
 from outrider.v1 import draft_service_pb2, target_service_pb2, types_pb2
 
@@ -43,16 +44,27 @@ class LinkStream:
     """One call to one incarnation of a service. `end` says why nothing comes any more, None while it works."""
 
     def __init__(
-        self, call: "grpc.aio.StreamStreamCall[Any, Any]", frame_type: Frame, peer: str, instance_id: int
+        self,
+        call: "grpc.aio.StreamStreamCall[Any, Any]",
+        frame_type: Frame,
+        peer: str,
+        instance_id: int,
+        max_unasked: float = math.inf,
     ) -> None:
-        """Takes a call that has just begun, and how the service is called in errors."""
+        """Takes a call that has just begun, and how the service is called in errors.
+
+        max_unasked is how many frames and answers may come beyond two for each message that was sent: its answer, and
+        what ends its session later.
+        """
         self.instance_id = instance_id
+        self.is_at_fault = False  # the service ended the stream by what none may say
         self.numerics_id = ""
         self.session_count = 0  # on the service, as it said last
         self.end: PeerLost | None = None
         self.heard_s = asyncio.get_running_loop().time()  # when a frame came last
         self.ended = asyncio.Event()
         self._call = call
+        self._answers_due = max_unasked
         self._frame_type = frame_type
         self._peer = peer
         self._mailboxes: dict[bytes, Mailbox[Any]] = {}
@@ -71,6 +83,7 @@ class LinkStream:
 
     def send(self, session_id: bytes, messages: Sequence[Request]) -> int:
         """Puts messages of a session on their way, in order; more than one for a long open. Returns their bytes."""
+        self._answers_due += 2 * len(messages)
         sized = [(message, message.ByteSize()) for message in messages]
         if session_id in self._long or len(sized) > 1:
             self._long.setdefault(session_id, deque()).extend(sized)
@@ -157,9 +170,14 @@ class LinkStream:
                         raise PeerLost(f"{self._peer} ended the link")
                     if frame is None:
                         # This is how grpc.aio says that a message could not be parsed.
+                        self.is_at_fault = True
                         raise PeerLost(f"{self._peer} sent a message that is not valid")
                     if frame.instance_id != self.instance_id:
                         raise PeerLost(f"{self._peer} is another one than the handshake was made with")
+                    self._answers_due -= max(1, len(frame.responses))
+                    if self._answers_due < 0:
+                        self.is_at_fault = True
+                        raise PeerLost(f"{self._peer} went on answering without being asked")
                     await self._hand_out(frame)
         except PeerLost as error:
             self.end = error
@@ -206,6 +224,7 @@ class LinkStream:
         """A loss whatever it is, because no session is at fault, in a sentence that names the peer and what it said."""
         status = error.code().name
         log.info("link lost", service=self._peer, status=status, details=error.details())
+        self.is_at_fault = is_too_large(error)
         if said_by_peer(error) or status not in LOST_STATUSES:
             what = f"ended the link: {error_from(error).message}"
         else:
@@ -215,6 +234,8 @@ class LinkStream:
 
 class Mailbox(Generic[Received]):
     """What one session sends and receives on a link, within one opening of it: one epoch and those of Rollbacks."""
+
+    max_unread: ClassVar[int] = MAX_UNREAD
 
     def __init__(self, stream: LinkStream, peer: str, session_id: bytes) -> None:
         self.stream = stream
@@ -242,7 +263,7 @@ class Mailbox(Generic[Received]):
                 self._set_timer()
             await self._changed
         if self._is_flooded:
-            raise ProtocolViolation(f"{self._peer} sent {MAX_UNREAD} answers that nobody has asked for")
+            raise ProtocolViolation(f"{self._peer} sent {self.max_unread} answers that nobody has asked for")
         if not self._unread:
             # All sessions raise the same end; with what it was raised through before it would keep each of them.
             raise self.stream.end.with_traceback(None) if self.stream.end else TimeoutError
@@ -252,7 +273,7 @@ class Mailbox(Generic[Received]):
 
     def put(self, message: Received) -> None:
         """Takes an answer in, for whoever reads."""
-        if len(self._unread) < MAX_UNREAD:
+        if len(self._unread) < self.max_unread:
             self._unread.append(message)
         else:
             self._is_flooded = True

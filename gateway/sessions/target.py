@@ -3,14 +3,15 @@
 The token log can rebuild the session anywhere, so a target that is lost, hangs, forgets or miscounts costs time and no
 token: the session is opened again with all tokens and the next epoch, on whichever replica is there. One opening has
 one epoch. Its answers are matched by (epoch, base_len), never by order: one to a later length that
-overtook is kept, and one that cannot be about anything that was asked does not exist.
+overtook is kept, and one that cannot be about anything that was asked does not exist. Guesses that a target refuses
+end no request: whoever made them, it is decided without them.
 """
 
 import asyncio
 
 import structlog
 
-from gateway.rounds.round import NO_OWN_GUESSES, HopCost, OwnGuesses, Proposal, TokenLog, Verdict
+from gateway.rounds.round import NO_OWN_GUESSES, NOTHING, HopCost, OwnGuesses, Proposal, TokenLog, Verdict
 from gateway.sessions.link import Need, Replicas, ServiceLink
 from gateway.sessions.session import MAX_DRIFT_REPAIRS, RemoteSession, RetryBudget, TargetTimeouts
 from gateway.sessions.stream import Mailbox, opening_of
@@ -30,6 +31,9 @@ MAX_TIMES_AS_LONG = 10  # each request that was left unanswered doubles how long
 MIN_WAIT_S = 0.001
 MAX_BUDGETS = 8  # in a round, one more for each time that a target was found working in between
 MAX_REFUSALS = 3  # times in a round that a target may ask for tokens which it has just been given
+MAX_REFUSED_GUESSES = 3  # of one session, behind which it proposes nothing any more
+# Fields that are about guesses, and about those that the target's own drafter is to make.
+GUESSES, OWN_GUESSES = "proposal", ("step.own_", "acknowledge.own_", "open.drafter")
 MAX_UNANSWERED = 8  # times in a row that a working target may leave a request unanswered; an hour or so
 
 log = structlog.get_logger()
@@ -191,6 +195,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         self._has_drifted = False
         self._has_worked = False  # the target was found working since the session was opened on it
         self._num_unanswered = 0  # in a row
+        self._num_refused = 0  # guesses that a target would not take
         self._num_opens = 0
 
     @property
@@ -209,7 +214,10 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         """
         loop = asyncio.get_running_loop()
         started_s = loop.time()
-        opens, repairs = max(self._num_opens, 1), self._num_repairs
+        opens, repairs, num_refused = max(self._num_opens, 1), self._num_repairs, self._num_refused
+        is_left_out = num_refused >= MAX_REFUSED_GUESSES and bool(proposal.tree)
+        if is_left_out:
+            proposal = NOTHING
         opening, response = await self._exchange(proposal, plain_budget, own)
         wait_us = int(1e6 * (loop.time() - started_s))
         verdict, times = response.verdict, response.times
@@ -242,6 +250,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
             prompt_logprobs=logprobs_from(verdict.prompt_logprobs) if wants_logprobs else (),
             prefix_len=verdict.prefix_len,
             own=opening.own_proposal(response),
+            refused_guesses=is_left_out or self._num_refused > num_refused,
         )
 
     async def _exchange(
@@ -249,13 +258,15 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
     ) -> tuple[TargetOpening, pb.VerifyResponse]:
         """The answer of the first target that gives a verdict, and the opening that it came by.
 
-        An attempt on one opening ends in one of four ways:
+        An attempt on one opening ends in one of five ways:
         1. The target gives a verdict.
         2. The attempt raises Unanswered: the target is there, and the session is better off with a new opening at once.
         3. The target is lost or hangs: another one takes the session over, after a pause and within a retry budget.
            Where the target that is left was found working in between, in 2 as well, the budget begins anew: it is for
            the time without a target.
         4. The target lacks tokens, because it has forgotten the session: it is given all of them again, a few times.
+        5. The target refuses what was guessed, or what its own drafter is to guess, and with it the session, which is
+           opened again without that. Whether it does depends on no token that a right drafter could have guessed.
         """
         loop = asyncio.get_running_loop()
         budget, num_budgets = RetryBudget(self._timeouts.rebuild_budget_s, loop.time()), 1
@@ -279,6 +290,17 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
                     opening.link.breaker.left(self._session_id)
                     opening.link.report_lost(opening.stream)
                     await asyncio.sleep(budget.pause_s(error, loop.time()))
+            except InvalidRequest as error:  # 5
+                field = error.metadata.get("field", "")
+                if field.startswith(OWN_GUESSES) and self._drafter:
+                    self._drafter, own = "", NO_OWN_GUESSES
+                elif field.startswith(GUESSES) and proposal.tree:
+                    proposal = NOTHING
+                else:
+                    raise
+                self._num_refused += 1
+                self._log_event("guesses refused", reason=error.message, log_len=len(self._log))
+                self._forget()
             else:  # 4
                 num_refusals += 1
                 if num_refusals > MAX_REFUSALS:

@@ -6,10 +6,19 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from outrider.errors import InvalidRequest
+import grpc
+
+from outrider.errors import InvalidRequest, VocabularyMismatch
 from outrider.model_names import SIM_DRAFT, embedded_model, parse, parse_simulated
 from outrider.model_service.settings import check_model
-from outrider.process.children import HOST, Launch, Supervisor
+from outrider.process.children import HOST, Launch, ServiceFailed, Supervisor
+from outrider.rpc.channels import open_channel
+from outrider.rpc.errors import error_from
+from outrider.v1.model_service_pb2 import GetModelInfoRequest
+from outrider.v1.model_service_pb2_grpc import ModelServiceStub
+from outrider.vocabulary import Vocabulary
+
+INFO_TIMEOUT_S = 10.0
 
 # Read by the hub's library.
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
@@ -175,7 +184,11 @@ def metrics_address(addresses: Mapping[str, str]) -> str | None:
 
 
 async def start_stack(supervisor: Supervisor, stack: Stack) -> Addresses:
-    """Starts the services side by side, then the gateway. Raises ServiceFailed, and InvalidRequest about variables."""
+    """Starts the services side by side, then the gateway.
+
+    Raises ServiceFailed, also about a pair that does not fit: the gateway would serve it without the draft, which is
+    not what whoever names a pair wants. Raises InvalidRequest about variables.
+    """
     for name in os.environ:
         if name.startswith(TLS_VARIABLES):
             limit = "left out of the environment: the processes of a stack on one machine speak plaintext"
@@ -183,7 +196,23 @@ async def start_stack(supervisor: Supervisor, stack: Stack) -> Addresses:
     roles = ["target", "draft"] if stack.draft else ["target"]
     target, *drafts = await supervisor.start(*(model_launch(role, stack) for role in roles))
     draft = drafts[0] if drafts else None
+    if draft is not None:
+        (_, others), (name, own) = await _vocabulary(target), await _vocabulary(draft)
+        difference = others.difference(own)
+        if difference:
+            sentence = f"The draft model {name} does not fit {stack.target}: {difference[0].lower()}{difference[1:]}"
+            raise ServiceFailed(sentence, VocabularyMismatch.exit_code)
     [gateway] = await supervisor.start(gateway_launch(stack, target, draft))
     places = {role: metrics_address(supervisor.addresses(role)) for role in ("gateway", *roles)}
     metrics = {role: place for role, place in places.items() if place}
     return Addresses(gateway, target, draft, supervisor.addresses("gateway").get("rest"), metrics)
+
+
+async def _vocabulary(address: str) -> tuple[str, Vocabulary]:
+    """The name of a service's model, and its vocabulary; raises PeerLost when it is gone."""
+    async with open_channel(address) as channel:
+        try:
+            info = await ModelServiceStub(channel).GetModelInfo(GetModelInfoRequest(), timeout=INFO_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise error_from(error) from None
+    return info.model_name, Vocabulary(info.vocabulary_size, tuple(info.vocabulary_digests))

@@ -140,7 +140,8 @@ def server_options(*, shares_port: bool = False) -> Options:
 
 def open_channel(address: str, tls: TlsFiles | None = None, further: Options = ()) -> grpc.aio.Channel:
     """A channel to a service; the connection is made by the first call."""
-    options = (*channel_options(), *further)
+    # Of two options of one name gRPC takes the first.
+    options = (*further, *channel_options())
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
@@ -153,9 +154,14 @@ def open_blocking_channel(address: str, tls: TlsFiles | None = None, options: Op
     return grpc.secure_channel(address, tls.channel_credentials(), options=options)
 
 
-def open_link_channel(address: str, tls: TlsFiles | None = None) -> grpc.aio.Channel:
-    """A channel for a link: its service sends little that has not been read, and puts the rest into larger frames."""
-    return open_channel(address, tls, UNREAD_OPTIONS)
+def open_link_channel(
+    address: str, tls: TlsFiles | None = None, max_bytes: int = MAX_MESSAGE_BYTES
+) -> grpc.aio.Channel:
+    """A channel for a link: its service sends little that has not been read, and puts the rest into larger frames.
+
+    A message of more than max_bytes ends its call.
+    """
+    return open_channel(address, tls, (*UNREAD_OPTIONS, ("grpc.max_receive_message_length", max_bytes)))
 
 
 class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -31,6 +32,7 @@ BARE_STATUSES: dict[grpc.StatusCode, type[OutriderError]] = {
     grpc.StatusCode.UNIMPLEMENTED: ProtocolViolation,
 }
 # gRPC's own text for a message over the limit, on either side; no other field of its status tells this.
+TOO_LARGE_ANSWER = "CLIENT: Received message larger than max"
 TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\.? (\d+)\)")
 
 
@@ -58,6 +60,11 @@ def error_from(error: grpc.RpcError) -> OutriderError:
     return _received(info.reason, error.details() or "", info.metadata)
 
 
+def is_too_large(error: grpc.RpcError) -> bool:
+    """Whether a call ended because a server sent a message over this client's limit."""
+    return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and TOO_LARGE_ANSWER in (error.details() or "")
+
+
 def session_error(error: OutriderError) -> types_pb2.SessionError:
     """The message that ends a session of a link with this error."""
     return types_pb2.SessionError(message=error.message, reason=error.reason, metadata=_metadata(error))
@@ -77,8 +84,20 @@ def _metadata(error: OutriderError) -> dict[str, str]:
 
 def _received(reason: str, message: str, sent: Mapping[str, str]) -> OutriderError:
     metadata = dict(sent)
-    parts = [Field(part) if is_field else part for is_field, part in json.loads(metadata.pop(PARTS, "[]"))]
+    parts = _parts(metadata.pop(PARTS, "[]"))
     return _classes().get(reason, OutriderError).received(parts or [message], metadata)
+
+
+def _parts(text: str) -> list[str]:
+    """The parts of a sentence, none where the peer has sent something else: an error must never fail itself."""
+    try:
+        pairs = [(bool(is_field), str(part)) for is_field, part in json.loads(text)]
+        # JSON may have half a character, which nothing can write out.
+        "".join(part for _, part in pairs).encode()
+    # Deep nesting is the last.
+    except (ValueError, TypeError, RecursionError):
+        return []
+    return [Field(part) if is_field else part for is_field, part in pairs]
 
 
 def said_by_peer(error: grpc.RpcError) -> bool:
@@ -87,13 +106,13 @@ def said_by_peer(error: grpc.RpcError) -> bool:
 
 
 def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
+    info = error_details_pb2.ErrorInfo()
     try:
         rich = rpc_status.from_call(error)
-    except ValueError:
-        # Somebody between the processes has changed the status; what it says now is all there is.
+        found = rich is not None and any(detail.Unpack(info) for detail in rich.details)
+    except (ValueError, DecodeError):
+        # Somebody between the processes has changed the status, or it was never one; what gRPC says is all there is.
         return None
-    info = error_details_pb2.ErrorInfo()
-    found = rich is not None and any(detail.Unpack(info) for detail in rich.details)
     return info if found and info.domain == DOMAIN else None
 
 

@@ -313,15 +313,21 @@ def rest_finding(address: str, status: Mapping[str, Any] | None, own_version: st
             "Check the address, which `outrider up` prints as the page's, and --api-key where the gateway asks for one."
         )
         return failed(REST, sentence, fix, UNAVAILABLE)
-    services = []
+    services, draft = [], status.get("draft", {})
     for role in ("target", "draft"):
         service = status.get(role, {})
         if not service.get("configured"):
             services.append(f"no {role}")
+        elif service.get("up"):
+            services.append(f"the {role} {service.get('model')}")
         else:
-            services.append(f"the {role} {service.get('model')}" if service.get("up") else f"a {role} that is away")
+            is_misfit = service.get("state") == "misfit"
+            services.append(f"a {role} that {'answers, but does not fit' if is_misfit else 'is away'}")
     version = status["gateway"].get("version")
     sentence = f"Version {version} answers on {address}, with {' and '.join(services)}."
+    if draft.get("state") == "misfit":
+        fix = "Start a draft with the target's tokenizer there; the gateway's log says what is wrong with this one."
+        return warning(REST, sentence, fix)
     if version == own_version:
         return ok(REST, sentence)
     fix = "Use the same version on both sides where something does not work."

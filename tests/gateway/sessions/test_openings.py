@@ -1,6 +1,7 @@
 """What does not fit a request is stopped at the gateway: in what a draft says, and in what a target is asked."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.services.markov import NUM_TOKENS, MarkovModel
@@ -99,6 +100,64 @@ async def test_malformed_log_probabilities_are_the_draft_s_fault(logprobs: list[
     """Too few, positive, or no number."""
     with pytest.raises(ProtocolViolation, match=r"malformed proposal: proposal\.logprobs"):
         await proposed(Rule.MATCH, draft_logprobs=True, logprobs=logprobs)
+
+
+# Three rows of which each follows the one before, and a tree of two siblings and a child.
+THREE, FORK = {"token_ids": [1, 2, 3]}, {"token_ids": [1, 2, 3], "parents": [0, 0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("max_len", "shape", "proposal", "fault"),
+    [
+        (5, None, THREE, "3 tokens deep where at most 2 fit"),
+        (3, None, {"token_ids": [1]}, "1 tokens deep where at most 0 fit"),
+        (60, TreeShape(max_depth=2), THREE, "3 tokens deep where at most 2 fit"),
+        (60, TreeShape(expansions=(1, 1)), THREE, "3 tokens deep where at most 2 fit"),
+        (60, TreeShape(max_children=1), FORK, "with 2 children of a row where at most 1 were asked for"),
+        (60, TreeShape(expansions=(1, 2)), FORK | {"parents": [0, 0, 0]}, "with 3 children of a row where at most 2"),
+        (60, TreeShape(), FORK | {"values": [0.5, 0.4, 0.6]}, "with a row of more value than its parent"),
+        (60, TreeShape(), FORK | {"values": [float("nan"), 0.4, 0.2]}, "malformed proposal: proposal.values.0"),
+        (60, None, {"token_ids": [1] * 5}, "malformed proposal: proposal.token_ids has 5 rows"),
+        (60, None, {"token_ids": [NUM_TOKENS]}, "malformed proposal: proposal.token_ids.0"),
+        (60, None, FORK | {"parents": [0, 3, 1]}, "malformed proposal: proposal.parents.1"),
+    ],
+)
+async def test_what_was_not_asked_for_or_has_no_room_is_the_draft_s_fault(
+    max_len: int, shape: TreeShape | None, proposal: dict[str, list[Any]], fault: str
+) -> None:
+    """Depth, children and values of a tree; the same fits where there is room for it."""
+    async with linked(DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())) as link:
+        spec = SessionSpec(PROMPT, 2, SamplingParameters(), 9, max_len, frozenset({0}), frozenset())
+        opening = DraftOpening(link, spec, TokenLog(PROMPT), b"0123456789abcdef", "")
+        with pytest.raises(ProtocolViolation, match=fault):
+            opening.proposal(draft_pb.ProposeResponse(proposal=types_pb2.TokenTree(**proposal)), 4, 0, 0, shape)
+        right = types_pb2.TokenTree(token_ids=[1, 2, 3], parents=[0, 1, 2], values=[0.5, 0.5, 0.4])
+        fitting = DraftOpening(link, replace(spec, max_len=6), TokenLog(PROMPT), b"1123456789abcdef", "")
+        found = fitting.proposal(draft_pb.ProposeResponse(proposal=right), 4, 0, 0, TreeShape(3, 1))
+        assert len(found.tree) == 3
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        {"queue_us": -1},
+        {"compute_us": -1},
+        {"compute_us": 2**62},
+        {"queue_us": 1_000_101},
+        {"forward_count": -1},
+        {"row_count": -1},
+    ],
+)
+async def test_times_that_cannot_be_are_the_draft_s_fault(times: dict[str, int]) -> None:
+    """Below nothing, or longer than was waited, but for what clocks differ; they would be learnt from."""
+    async with linked(DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())) as link:
+        spec = SessionSpec(PROMPT, 2, SamplingParameters(), 9, 60, frozenset({0}), frozenset())
+        opening = DraftOpening(link, spec, TokenLog(PROMPT), b"0123456789abcdef", "")
+        answer = draft_pb.ProposeResponse(proposal=types_pb2.TokenTree(token_ids=[1]))
+        assert opening.proposal(answer, 4, 0, 100).tree.token_ids == (1,)
+        answer.times.MergeFrom(types_pb2.ComputeTimes(**times))
+        with pytest.raises(ProtocolViolation):
+            opening.proposal(answer, 4, 0, 100)
 
 
 class WithDrafter(TargetServicer):

@@ -4,11 +4,22 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
+import structlog
 from support.basics import eventually
 from support.services.markov import MarkovModel, plain_decoding
-from support.services.markov_services import GARBAGE, DraftServicer, Mischief, TargetServicer, linked, serving
+from support.services.markov_services import (
+    GARBAGE,
+    DraftServicer,
+    MarkovSession,
+    Mischief,
+    Taking,
+    TargetServicer,
+    linked,
+    serving,
+)
 
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
@@ -18,9 +29,12 @@ from gateway.sessions.link import ModelInfo, Replicas, ServiceLink, WrongService
 from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
-from outrider.errors import PeerLost, VocabularyMismatch
+from outrider.errors import InvalidRequest, PeerLost, VocabularyMismatch
 from outrider.parameters import SamplingParameters, SessionSpec
+from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import model_service_pb2 as model_pb
+from outrider.v1 import target_service_pb2 as target_pb
+from outrider.v1 import types_pb2
 
 PROMPT = (3, 5)
 SEED = 9
@@ -155,6 +169,92 @@ async def test_a_draft_that_always_fails_is_asked_less_and_less() -> None:
         assert len(reasons(rounds)) >= len(rounds) - 2  # the prompt's pass and the last token want no draft
 
 
+@pytest.mark.parametrize("mischief", [*GARBAGE, Mischief.UNWANTED])
+async def test_a_draft_that_always_lies_is_left_alone_by_all(mischief: Mischief) -> None:
+    """Its faults are counted and open the breaker, so that the requests that follow are not told the lie again."""
+    async with pair_of(dict.fromkeys(range(2, 1000), mischief)) as pair:
+        for _ in range(4):
+            rounds = await pair.run()
+        assert set(reasons(rounds)) == {FallbackReason.DRAFT_REFUSED}
+        assert pair.draft_link.breaker.is_open
+        assert 2 <= pair.draft_link.faults == pair.draft.answers - 1 < 8
+
+
+async def test_a_draft_that_is_full_is_no_liar() -> None:
+    """What it may say of a request counts against nobody else's."""
+    async with pair_of(dict.fromkeys(range(2, 1000), Mischief.FULL)) as pair:
+        await pair.run()
+        assert pair.draft_link.faults == 0
+        assert not pair.draft_link.breaker.is_open
+
+
+@pytest.mark.parametrize("cached_len", [-(2**31), -1, 2**31 - 1])
+async def test_a_draft_cannot_stretch_its_own_deadline(cached_len: int) -> None:
+    """What it says it has cached is what its deadline allows for; minus two thousand millions were months."""
+    async with pair_of() as pair:
+        right = pair.draft.right_answer
+
+        def wrong(*asked: Any) -> draft_pb.ProposeResponse:
+            answer = right(*asked)
+            answer.cached_len = cached_len
+            return answer
+
+        pair.draft.right_answer = wrong  # type: ignore[method-assign]
+        pair.draft.mischief = {4: Mischief.LATE}
+        assert set(reasons(await pair.run())) == {FallbackReason.DRAFT_REFUSED}
+        assert pair.draft_link.faults > 0
+
+
+class Refusing(TargetServicer):
+    """Takes no guesses at all, as another version might not take some; says so of a field."""
+
+    field = "proposal"
+    num_refused = 0
+
+    def session(self) -> Taking:
+        return RefusingSession(self)
+
+
+class RefusingSession(MarkovSession):
+    """One of its sessions."""
+
+    async def verdict(
+        self, fence: types_pb2.Fence, proposal: types_pb2.TokenTree
+    ) -> AsyncIterator[target_pb.VerifyResponse]:
+        if proposal.token_ids:
+            assert isinstance(self.service, Refusing)
+            self.service.num_refused += 1
+            raise InvalidRequest(self.service.field, "16 tokens deep", "at most 15 deep here, up to max_len")
+        async for response in super().verdict(fence, proposal):
+            yield response
+
+
+@pytest.mark.parametrize("field", ["proposal", "proposal.token_ids.3", "proposal.distributions"])
+async def test_guesses_that_a_target_refuses_end_no_request(field: str) -> None:
+    """It is decided without them, rounds say so, and after a few no more are sent."""
+    async with pair_of() as pair:
+        target = Refusing(model_pb.SERVICE_ROLE_TARGET, MarkovModel())
+        target.field = field
+        async with linked(target) as link:
+            pair.target, pair.target_link = target, link
+            rounds = await pair.run()
+        assert target.num_refused == 3
+        assert set(reasons(rounds)) == {FallbackReason.DRAFT_REFUSED}
+        assert [committed.verdict.reopens for committed in rounds if committed.verdict.reopens] == [1] * 3
+        assert not any(committed.draft_count for committed in rounds)
+
+
+async def test_what_a_target_refuses_of_a_request_ends_it() -> None:
+    """A field that is not about guesses is the request's."""
+    async with pair_of() as pair:
+        target = Refusing(model_pb.SERVICE_ROLE_TARGET, MarkovModel())
+        target.field = "session.max_len"
+        async with linked(target) as link:
+            pair.target, pair.target_link = target, link
+            with pytest.raises(InvalidRequest, match=r"session\.max_len"):
+                await pair.run()
+
+
 async def test_a_draft_that_is_killed_and_comes_back() -> None:
     """Without the draft rounds are plain; its next incarnation is found and given all tokens."""
     target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel())
@@ -253,6 +353,42 @@ async def test_a_service_of_the_other_kind_does_not_fit() -> None:
         assert str(link.mismatch) == f"A target service answers at {address}, but a draft service is wanted there"
         assert isinstance(link.mismatch, WrongService)
         await link.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "right"),
+    [
+        ("protocol_version", 1, 2),
+        ("role", model_pb.SERVICE_ROLE_TARGET, model_pb.SERVICE_ROLE_DRAFT),
+        ("context_len", 0, 512),
+        ("model_hash", "x" * 5000, "hash"),
+        ("digests", (8,), (7,)),
+    ],
+)
+async def test_a_service_that_fits_later_is_taken_though_the_connection_stays(
+    field: str, wrong: object, right: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind one address another may come; that it does not fit is said once, however often it is looked at."""
+    monkeypatch.setattr("gateway.sessions.link.MISFIT_LOOK_S", 0.01)
+    draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())
+    setattr(draft, field, wrong)
+
+    def check(info: ModelInfo) -> None:
+        if info.vocabulary_digests != (7,):
+            raise VocabularyMismatch("different")
+
+    with structlog.testing.capture_logs() as logged:
+        async with serving(draft) as address:
+            link = ServiceLink("draft", address, check)
+            for _ in range(3):
+                await eventually(link._settled.is_set)
+                await eventually(lambda: not link._settled.is_set())
+            assert Replicas([link]).state == "misfit"
+            setattr(draft, field, right)
+            await eventually(lambda: link.info is not None)
+            assert Replicas([link]).state == "present"
+            await link.close()
+    assert [entry["event"] for entry in logged].count("service does not fit") == 1
 
 
 async def test_a_service_of_another_version_does_not_fit() -> None:

@@ -149,6 +149,15 @@ def test_versions_of_both_sides_are_compared() -> None:
     assert rest_finding("h:1", None, "1").exit_code == 69
 
 
+def test_a_draft_that_does_not_fit_is_a_warning() -> None:
+    """Whoever wonders why nothing is guessed reads it there."""
+    services = {"target": {"configured": True, "up": True, "model": "big"}, "draft": {"configured": True, "up": False}}
+    services["draft"]["state"] = "misfit"
+    found = rest_finding("h:1", {"gateway": {"version": "1"}, **services}, "1")
+    assert found.status is Status.WARNING
+    assert "the target big and a draft that answers, but does not fit" in found.sentence
+
+
 async def test_services_of_ours_are_known_by_their_role() -> None:
     """The draft says that it is one; on its own port that is well, on another's it keeps `up` from starting."""
     async with serving(DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(), (1,))) as address:

@@ -4,6 +4,8 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+from google.protobuf import any_pb2
+from google.rpc import status_pb2
 
 import gateway.__main__ as gateway_main
 import outrider.cli.up as outrider_up
@@ -103,6 +105,37 @@ def test_what_ends_a_session_arrives_as_it_was_raised(error: OutriderError) -> N
     assert type(arrived) is type(error)
     assert (sent.message, sent.reason) == (error.message, error.reason)
     assert (arrived.message, arrived.parts, arrived.metadata) == (error.message, error.parts, error.metadata)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    ["[", "[" * 100_000, "{}", "[1]", "null", "[[1, 2, 3]]", '[[true, "\\ud800"]]', "1" * 5000],
+    ids=lambda parts: parts[:12],
+)
+def test_an_error_that_says_anything_is_an_error_with_its_sentence(parts: str) -> None:
+    """Of every class, whatever its constructor wants; what are no parts of a sentence are none."""
+    for reason in (*errors._classes(), "NEW"):
+        sent = pb_types.SessionError(message="why", reason=reason, metadata={"parts": parts})
+        arrived = errors.session_error_from(sent)
+        assert isinstance(arrived, OutriderError)
+        assert arrived.message == "why"
+
+
+@pytest.mark.parametrize(
+    "details",
+    [
+        b"\xff" * 10,
+        status_pb2.Status(code=3).SerializeToString(),
+        status_pb2.Status(
+            code=13, details=[any_pb2.Any(type_url="type.googleapis.com/google.rpc.ErrorInfo", value=b"\xff" * 5)]
+        ).SerializeToString(),
+    ],
+)
+def test_trailers_that_are_no_status_are_the_loss_of_the_peer(details: bytes) -> None:
+    """Whatever bytes a peer puts there, what gRPC says of the call remains."""
+    trailers = grpc.aio.Metadata(("grpc-status-details-bin", details))
+    error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), trailers, "x")
+    assert isinstance(errors.error_from(error), PeerLost)
 
 
 def test_a_reason_that_is_not_known_is_an_error_all_the_same() -> None:

@@ -1,0 +1,72 @@
+"""A draft that lies about every field of every message, beside streams that harm nobody: a part of `make test-fuzz`."""
+
+import asyncio
+from multiprocessing import get_context
+
+import pytest
+from attack.liar import LIES, lie_for
+from attack.streams import OPENINGS, Streams
+from support.stack import DRAFT, TARGET
+
+from outrider.cli.local_stack import Addresses, Stack, gateway_launch, metrics_address, model_launch
+from outrider.cli.running import note
+from outrider.cli.up import memory_bytes
+from outrider.client import AsyncClient, Speculation
+from outrider.process.children import Supervisor
+from outrider.process.metrics import scraped
+from outrider.token_tree import TreeShape
+
+# Of the gateway, over what it holds when all have spoken once.
+MEMORY_MB = 64
+ASKED = (
+    Speculation(),
+    Speculation(draft_count=4),
+    Speculation(draft_count=6, shape=TreeShape(max_depth=4), return_rounds=True),
+    # Refused where the draft does not offer it, as it says of itself.
+    Speculation(draft_count=4, drafter="model"),
+)
+
+
+@pytest.mark.slow
+async def test_no_lie_of_a_draft_is_felt_by_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams and those who name the liar hear what they hear without it, the gateway's memory stays, faults count."""
+    monkeypatch.setenv("OUTRIDER_LEASE_SECONDS", "1")
+    log: list[str] = []
+    orders, theirs = get_context("spawn").Pipe()
+    async with Supervisor(log.append, lambda name, line: log.append(f"{name}: {line}")) as supervisor:
+        stack = Stack(TARGET, DRAFT, rest_port=0)
+        target, draft = await supervisor.start(*(model_launch(role, stack) for role in ("target", "draft")))
+        liar = get_context("spawn").Process(target=lie_for, args=(draft, theirs), daemon=True)
+        liar.start()
+        [gateway] = await supervisor.start(gateway_launch(stack, target, await asyncio.to_thread(orders.recv)))
+        places = supervisor.addresses("gateway")
+        addresses = Addresses(gateway, target, draft, places["rest"])
+        async with Streams(addresses) as streams, AsyncClient(gateway) as client:
+
+            async def said(speculation: Speculation) -> list[int]:
+                stream = client.generate(
+                    OPENINGS[0], seed=1, max_tokens=16, temperature=0.8, ignore_eos=True, speculation=speculation
+                )
+                return [token.token_id for token in (await stream.result()).samples[0].tokens]
+
+            plain = await said(Speculation(enabled=False))
+            before = memory_bytes(supervisor.pid("gateway")) or 0
+            num_told = 0
+            async with streams.running():
+                for number, (lie, manner) in enumerate(LIES):
+                    orders.send(number)
+                    num_told += await asyncio.to_thread(orders.recv) > 0
+                    is_named = lie is None or lie.path[0].containing_type.name != "GetModelInfoResponse"
+                    for found in await asyncio.gather(*map(said, ASKED if is_named else ASKED[:-1])):
+                        assert found == plain, lie or manner
+            after = memory_bytes(supervisor.pid("gateway")) or 0
+            figures = await asyncio.to_thread(scraped, metrics_address(places), ["outrider_service_faults_total"], 60.0)
+        orders.send(None)
+        await asyncio.to_thread(liar.join)
+    faults = sum(float(line.split()[-1]) for line in figures[0].decode().splitlines() if "draft" in line)
+    note(
+        f"{num_told} of {len(LIES)} lies were heard, {faults:.0f} faults counted; {(after - before) / 1e6:.0f} MB more."
+    )
+    assert faults > 0
+    assert not [line for line in log if '"level": "error"' in line or '"level": "critical"' in line]
+    assert after < before + (MEMORY_MB << 20)
