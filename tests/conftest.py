@@ -1,8 +1,56 @@
-"""What holds for every test."""
+"""What holds for every test: the pair, signals of its children, and how long it may take."""
 
 import os
+import signal
+from types import FrameType
+
+import pytest
 
 from outrider.cli.pairs import PAIR_VARIABLE, Pair
 
 # The embedded pair is quick, has known acceptance, and needs nothing from elsewhere.
 os.environ.setdefault(PAIR_VARIABLE, Pair.TALES)
+
+# A thread of torch that waits for its part sleeps: two workers and their services share the processors.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Signals that the whole run ignores, for its worker processes, which do not inherit that any more.
+IGNORED_VARIABLE = "OUTRIDER_TESTS_IGNORE"
+# Ignored by Python itself, which gives them back to its children.
+PYTHON_IGNORES = {signal.SIGPIPE, signal.SIGXFSZ}
+
+
+def keep_ignoring(_number: int, _frame: FrameType | None) -> None:
+    """Nothing happens."""
+
+
+def ignore_without_children() -> None:
+    """Gives children all signals, whatever this process was started with: nohup, `&` in a script, a supervisor.
+
+    What is ignored or blocked is so for children too, and a test that sends one to a child would wait in vain. What has
+    a handler is not: so what was ignored gets one that does nothing.
+    """
+    signals = {number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN}
+    named = {int(number) for number in os.environ.get(IGNORED_VARIABLE, "").split()}
+    ignored = (signals | named) - PYTHON_IGNORES
+    for number in ignored:
+        signal.signal(number, keep_ignoring)
+    os.environ[IGNORED_VARIABLE] = " ".join(str(int(number)) for number in ignored)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+
+
+ignore_without_children()
+
+# A test that hangs is ended after a minute (pyproject.toml), with the stacks of all threads. Marked ones may take this
+# long, because a single one of them trains a model, runs a benchmark or hundreds of prompts, or drives real clients.
+LONG_S = 900
+LONG = ("slow", "grid", "surface", "harness", "agents", "assistant", "page", "docker")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Gives long tests their bound, unless they or whoever runs them name another."""
+    if config.getoption("timeout") is not None or "PYTEST_TIMEOUT" in os.environ:
+        return
+    for item in items:
+        if item.get_closest_marker("timeout") is None and any(item.get_closest_marker(name) for name in LONG):
+            item.add_marker(pytest.mark.timeout(LONG_S))

@@ -1,7 +1,6 @@
 """Runs a command's coroutine: signals become cancellation, errors one sentence and an exit code."""
 
 import asyncio
-import signal
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -10,13 +9,14 @@ import typer
 from outrider.cli.options import SHARED_OPTIONS, in_options
 from outrider.errors import OutriderError
 from outrider.process.children import ServiceFailed
+from outrider.process.run import stop_signals
 
 # The codes of sysexits.h; a child that ended with any other one had an internal fault.
 SYSEXITS = range(64, 79)
 
 
 class Interrupts:
-    """The first SIGINT or SIGTERM cancels the work, which drains; a further one runs `urgent` as well."""
+    """The first of `stop_signals` cancels the work, which drains; a further one runs `urgent` as well."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
@@ -33,7 +33,7 @@ class Interrupts:
             self.signal_number = number
             task.cancel()
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in stop_signals():
             asyncio.get_running_loop().add_signal_handler(number, handle, number)
         try:
             await task

@@ -2,7 +2,7 @@
 
 Standard output carries one line of JSON, when the service serves; everything else goes to stderr. The first SIGTERM or
 SIGINT, or the end of stdin with --stop-with-stdin, drains and exits 0; a second signal exits at once, and so does a
-service that cannot be drained.
+service that cannot be drained. A SIGINT that was ignored at the start stays so.
 """
 
 import asyncio
@@ -128,6 +128,16 @@ def run_service(
         exit_now(0)
 
 
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Those that stop this process.
+
+    SIGINT is none where whoever started it had it ignored, as shells do for what a script runs with `&`: Ctrl-C is then
+    meant for somebody else.
+    """
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    return (signal.SIGTERM,) if is_ignored else (signal.SIGTERM, signal.SIGINT)
+
+
 def exit_now(code: int) -> NoReturn:
     """Ends the process without waiting for its threads."""
     finish_streams()
@@ -158,7 +168,7 @@ async def _run(
                 pass
         loop.call_soon_threadsafe(stop, "end of stdin")
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         loop.add_signal_handler(number, on_signal, number)
     if settings.stop_with_stdin:
         # A thread, because the loop cannot watch every kind of file that stdin may be.

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.rounding import allowed
 from torch import Tensor, nn
 
 from training.data import IGNORED
@@ -53,7 +54,9 @@ def test_taps_are_what_enters_a_layer_and_what_leaves_the_last_norm() -> None:
         hook.remove()
     assert not torch.equal(seen[0], seen[1])
     assert torch.equal(reading.features, torch.cat([seen[2], seen[0], seen[1]], -1))
-    torch.testing.assert_close(reading.logits, seen[2] @ MODEL.get_output_embeddings().weight.T)
+    expected = seen[2] @ MODEL.get_output_embeddings().weight.T
+    limit = 2 * allowed(expected, seen[2].shape[-1])
+    torch.testing.assert_close(reading.logits, expected, atol=limit, rtol=0)
 
 
 def test_the_loss_is_that_of_the_law_some_tokens_ahead() -> None:

@@ -15,6 +15,8 @@ from outrider.model_service.server import RunningModelService
 from outrider.parameters import SamplingParameters, SessionSpec
 
 PATIENCE_S = 120.0
+# Before a command: whatever starts it ignores Ctrl-C, as shells do for what a script runs with `&`.
+BEHIND_IGNORED_INTERRUPTS = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
 
 
 def slow(*values: object) -> list[Any]:

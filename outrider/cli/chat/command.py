@@ -178,10 +178,10 @@ class Talk:
     @contextmanager
     def _stoppable(self, stream: Stream) -> Iterator[None]:
         """Within it the first Ctrl-C ends the stream in good order; the next one is an interrupt again."""
-        if not self._is_interactive:
+        before = signal.getsignal(signal.SIGINT)
+        if not self._is_interactive or before is signal.SIG_IGN:
             yield
             return
-        before = signal.getsignal(signal.SIGINT)
 
         def stop(_number: int, _frame: FrameType | None) -> None:
             signal.signal(signal.SIGINT, before)

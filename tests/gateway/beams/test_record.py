@@ -1,10 +1,13 @@
 """A search by the pure functions says what transformers' beam search says, in sequences, order and scores."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 import transformers
+from support.rounding import reach
+from torch import Tensor
 
 from gateway.beams.record import BeamRecord
 from outrider.beams import BeamSearch, BeamStep, Candidate, EarlyStopping, LiveBeam
@@ -47,16 +50,21 @@ def spec_of(prompt: Sequence[int], max_tokens: int = MAX_TOKENS) -> SessionSpec:
     )
 
 
-@torch.inference_mode()
+@torch.no_grad()
+def logprobs(model: transformers.PreTrainedModel, sequences: Tensor) -> Tensor:
+    """Log-probabilities [sequences, positions, V]."""
+    return torch.log_softmax(model(sequences).logits, dim=-1)
+
+
 def searched(model: transformers.PreTrainedModel, prompt: Sequence[int], search: BeamSearch) -> BeamRecord:
     """The record of a search that computes every step from whole sequences."""
     record = BeamRecord(spec_of(prompt), search)
     while record.finish_reason is None:
         live = record.live or (LiveBeam((), 0.0),)
         sequences = torch.tensor([[*prompt, *beam.token_ids] for beam in live])
-        logprobs = torch.log_softmax(model(sequences).logits[:, -1], dim=-1)
         is_last = len(record) + 1 == len(prompt) + MAX_TOKENS
-        record.take([select(logprobs, [beam.score for beam in live], search.width, frozenset(ENDS), is_last=is_last)])
+        last = logprobs(model, sequences)[:, -1]
+        record.take([select(last, [beam.score for beam in live], search.width, frozenset(ENDS), is_last=is_last)])
     return record
 
 
@@ -83,13 +91,16 @@ def test_a_search_says_what_transformers_says(
             return_dict_in_generate=True,
             output_scores=True,
         )
+        # A score is a sum of so many log-probabilities.
+        limit = reach(model.parameters(), partial(logprobs, model, output.sequences))
         finished = searched(model, prompt, BeamSearch(width, length_penalty, early_stopping)).finished
         for hypothesis, row, score in zip(finished, output.sequences, output.sequences_scores, strict=True):
             said = row[len(prompt) :].tolist()
             assert list(hypothesis.token_ids) == said[: len(hypothesis.token_ids)]
             assert set(said[len(hypothesis.token_ids) :]) <= {PAD}
-            assert hypothesis.score == pytest.approx(float(score), rel=1e-5)
-            lengths.add(len(hypothesis.token_ids))
+            length = len(hypothesis.token_ids)
+            assert hypothesis.score == pytest.approx(float(score), rel=0, abs=limit * length / length**length_penalty)
+            lengths.add(length)
     assert length_penalty > 0 or len(lengths) > 1
 
 

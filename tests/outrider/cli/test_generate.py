@@ -17,6 +17,7 @@ import pytest
 from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.basics import BEHIND_IGNORED_INTERRUPTS
 from support.command_line import RESULT, ScriptedGateway, scripted_gateway
 
 from outrider.cli.generate import InOrder
@@ -285,6 +286,19 @@ async def test_signal_cancels_the_call(gateway: ScriptedGateway, number: signal.
     output, notes = await asyncio.wait_for(process.communicate(), 120)
     assert (process.returncode, output, notes) == (expected, b"", b"")
     await asyncio.wait_for(gateway.cancelled.wait(), 120)
+
+
+async def test_an_interrupt_that_was_ignored_stays_so(gateway: ScriptedGateway) -> None:
+    """It is meant for somebody else then; SIGTERM behind it is what ends the call."""
+    pipe = asyncio.subprocess.PIPE
+    command = (*BEHIND_IGNORED_INTERRUPTS, *COMMAND, "wait", "--address", gateway.address)
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    assert process.stdout is not None
+    assert await asyncio.wait_for(process.stdout.readexactly(4), 60) == b"Once"
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    await process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM
 
 
 async def test_reader_that_goes_away(gateway: ScriptedGateway) -> None:

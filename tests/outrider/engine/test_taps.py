@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from support.models.engine_cases import TREE, finish, random_ids
-from support.models.model_cases import TOLERANCE, reference
+from support.models.model_cases import reference
 from support.models.tiny_models import FAMILIES, HF_FAMILIES, write_tiny_model
+from support.rounding import reach
 from torch import Tensor
 
 from outrider.engine.batching import Feed
@@ -38,9 +39,14 @@ def test_features_are_the_hidden_states_of_transformers(tmp_path: Path, family: 
     runner, token_ids = load(folder), random_ids(40, vocab_size=300)
     session = runner.open(token_ids, 40)
     finish(runner, Feed(session))
-    states = reference(folder)(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
-    expected = torch.stack([states[boundary][0] for boundary in TAPS], 1)
-    torch.testing.assert_close(features(runner, session), expected, atol=TOLERANCE, rtol=TOLERANCE)
+    model = reference(folder)
+
+    @torch.no_grad()
+    def expected() -> Tensor:
+        states = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+        return torch.stack([states[boundary][0] for boundary in TAPS], 1)
+
+    torch.testing.assert_close(features(runner, session), expected(), atol=reach(model.parameters(), expected), rtol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from support.basics import PATIENCE_S
+from support.basics import BEHIND_IGNORED_INTERRUPTS, PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
 PREAMBLE = """
@@ -39,10 +39,18 @@ async def spawn() -> AsyncIterator[Spawn]:
     """Starts children with the given script between preamble and run; ends what is left of them."""
     children: list[Child] = []
 
-    async def start(script: str = "", *flags: str) -> Child:
+    async def start(script: str = "", *flags: str, command: tuple[str, ...] = ()) -> Child:
         pipe = asyncio.subprocess.PIPE
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", PREAMBLE + script + RUN, *flags, stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT
+            *command,
+            sys.executable,
+            "-c",
+            PREAMBLE + script + RUN,
+            *flags,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            cwd=ROOT,
         )
         children.append(child)
         return child
@@ -99,6 +107,17 @@ async def test_the_first_signal_drains(spawn: Spawn, number: signal.Signals) -> 
     code, _, err = await ended(child)
     assert code == 0
     assert "draining" in err
+
+
+async def test_an_interrupt_that_was_ignored_stays_so(spawn: Spawn) -> None:
+    """As it is where a script starts a service with `&`; SIGTERM is what drains it then."""
+    child = await spawn(command=BEHIND_IGNORED_INTERRUPTS)
+    await until_listening(child)
+    child.send_signal(signal.SIGINT)
+    child.send_signal(signal.SIGTERM)
+    code, _, err = await ended(child)
+    assert code == 0
+    assert '"reason": "SIGTERM"' in err
 
 
 async def test_a_service_that_has_stopped_is_gone(spawn: Spawn) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load_file
 
 Floats = NDArray[np.float64]
 Tensors = dict[str, NDArray[np.float64]]
@@ -17,14 +16,15 @@ Tensors = dict[str, NDArray[np.float64]]
 _erf = np.vectorize(math.erf)
 
 
-def chain_logits(folder: Path, embedding: Floats, output: Floats, features: Floats, own: list[int]) -> Floats:
+def chain_logits(
+    folder: Path, tensors: Tensors, embedding: Floats, output: Floats, features: Floats, own: list[int]
+) -> Floats:
     """Logits [k, V] of the guesses behind own [k]: the last committed token, then guesses.
 
-    features [n - 1, H] are f of the positions before that token; embedding and output are the target's.
+    The tensors are those of the folder's file. features [n - 1, H] are f of the positions before that token; embedding
+    and output are the target's.
     """
     config = json.loads((folder / "config.json").read_text())
-    (file,) = folder.glob("*.safetensors")
-    tensors = {name: tensor.astype(np.float64) for name, tensor in load_file(file).items()}
     if config.get("model_type") == "mlp_speculator":
         return _speculator(config, tensors, features[-1], own)
     if config.get("model_type") == "medusa":

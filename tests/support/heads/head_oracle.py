@@ -16,6 +16,15 @@ from safetensors.numpy import load_file
 Array = NDArray[np.float64]
 
 
+def read_tensors(folder: Path) -> dict[str, Array]:
+    """All tensors of a folder's files in float64, but for those that hold ids."""
+    return {
+        name: tensor if tensor.dtype.kind in "iub" else tensor.astype(np.float64)
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
 @dataclass
 class Target:
     """The target's two matrices, and what it knew at each token: boundaries [N + 1, tokens, H], the last one f."""
@@ -38,20 +47,18 @@ class HeadOracle:
     family: str
     layer: str
     theta: float | None = None
-    keys: list[Array] = field(default_factory=list)
-    values: list[Array] = field(default_factory=list)
+    keys: list[Array] = field(init=False)
+    values: list[Array] = field(init=False)
 
     def __post_init__(self) -> None:
         self.config: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
         self.of_layer: dict[str, Any] = self.config.get("transformer_layer_config", self.config)
-        self.tensors: dict[str, Array] = {}
-        for file in self.folder.glob("*.safetensors"):
-            for name, tensor in load_file(file).items():
-                self.tensors[name.removeprefix("model.")] = tensor.astype(np.float64)
+        self.tensors = {name.removeprefix("model."): tensor for name, tensor in read_tensors(self.folder).items()}
         self.is_whole_model = "layers.1.mlp.up_proj.weight" in self.tensors
 
     def logits(self, token_ids: list[int], drafted: list[int]) -> Array:
         """[tokens - 1 + drafted, V]: of the rows of all tokens but the first, then of the drafted ones."""
+        self.keys, self.values = [], []
         rows, state = [], np.zeros(0)
         for position in range(1, len(token_ids) + len(drafted)):
             is_true = position < len(token_ids)

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file
 from support.heads.head_oracle import Array
 from support.heads.tiny_heads import FLAT, GROUPS, HEAD_DIM, HEADS, HIDDEN, Json, random_tensors, write_head
 
@@ -24,10 +23,9 @@ def write_kangaroo(folder: Path, vocab_size: int, **config: object) -> Path:
     return write_head(folder, keys, random_tensors(shapes, 41))
 
 
-def kangaroo_logits(folder: Path, output: Array, states: Array) -> Array:
-    """Logits [tokens, V] behind all tokens, of which states [tokens, H] enter the exit layer."""
+def kangaroo_logits(folder: Path, tensors: dict[str, Array], output: Array, states: Array) -> Array:
+    """Logits [tokens, V] behind all tokens, of which states [tokens, H] enter the exit layer, by the file's tensors."""
     config = json.loads((folder / "config.json").read_text())
-    tensors = {name: tensor.astype(np.float64) for name, tensor in load_file(folder / "model.safetensors").items()}
 
     def norm(x: Array, name: str) -> Array:
         normed: Array = x / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * tensors[f"{name}.weight"]

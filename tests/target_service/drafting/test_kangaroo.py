@@ -3,15 +3,16 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from support.basics import check_empty, spec_of
+from support.heads.head_oracle import read_tensors
 from support.heads.kangaroo import kangaroo_logits, write_kangaroo
 from support.heads.tiny_heads import change, load_file, tiny_target
 from support.models.engine_cases import every_ops, random_ids
 from support.models.layers import NUM_LAYERS, count_rows, write_layered_model
 from support.models.model_cases import reference
+from support.rounding import reach
 from support.services.stepped_target import (
     PROMPT,
     VOCABULARY_SIZE,
@@ -83,8 +84,12 @@ def test_logits_are_those_of_numpy(tmp_path: Path, ops: Ops, max_rows: int) -> N
         result = runner.forward([Feed(session, wants_prefix=True)])
         logits.append(result.logits)
         done = result.ranges[0] is not None
-    expected = kangaroo_logits(folder, parts.output.double().numpy(), states.double().numpy())
-    assert np.abs(torch.cat(logits).double().numpy() - expected).max() < 1e-5 * np.abs(expected).max()
+    tensors, output = read_tensors(folder), parts.output.double().numpy()
+
+    def expected() -> torch.Tensor:
+        return torch.from_numpy(kangaroo_logits(folder, tensors, output, states.double().numpy()))
+
+    assert (torch.cat(logits) - expected()).abs().max() < reach([*tensors.values(), output], expected)
 
 
 def check_guesses(folder: Path, target: ModelRunner, adapter: Path, prompt_len: int) -> None:
@@ -99,7 +104,7 @@ def check_guesses(folder: Path, target: ModelRunner, adapter: Path, prompt_len: 
         text = [*said[:base_len], *guesses]
         with torch.no_grad():
             states = model(torch.tensor([text]), output_hidden_states=True).hidden_states[2][0]
-        logits = kangaroo_logits(adapter, output, states.double().numpy())
+        logits = kangaroo_logits(adapter, read_tensors(adapter), output, states.double().numpy())
         assert tuple(logits[base_len - 1 : -1].argmax(1).tolist()) == guesses
     assert sum(len(guesses) for _, guesses in drafted) > 40
     assert sum(len(answer.content.accepted_rows) for answer in answers) > 10

@@ -5,13 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from support.basics import Answers, check_empty, spec_of
 from support.drafting.rules import COUNT, Entries, all_entries, asking, of_text, plain_tokens
+from support.models.model_cases import logprobs_and_reach, reference
 from support.models.tiny_models import TARGET
 from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.session_store import SessionAnswer
@@ -42,19 +40,15 @@ def decode(target: Target, spec: SessionSpec, expected: Sequence[int], num_draft
     return answers
 
 
-def reference_rows(folder: Path, token_ids: Sequence[int]) -> Tensor:
-    """What transformers says about each token but the first: log-softmax [N - 1, V]."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.inference_mode():
-        return model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(dim=-1)
-
-
-def check_against(rows: Tensor, token_ids: Sequence[int], entries: Entries) -> None:
-    """Within 1e-4, the alternatives too; those are the most probable ones, in order."""
-    for row, token_id, entry in zip(rows, token_ids[1:], entries, strict=True):
-        assert abs(entry.logprob - float(row[token_id])) < 1e-4
+def check_against(folder: Path, token_ids: Sequence[int], entries: Entries) -> None:
+    """What transformers says about each token but the first, up to float32's rounding, and about the alternatives;
+    those are the most probable ones, in order.
+    """
+    rows, limit = logprobs_and_reach(reference(folder), token_ids)
+    for row, token_id, entry in zip(rows[:-1], token_ids[1:], entries, strict=True):
+        assert abs(entry.logprob - float(row[token_id])) < limit
         for expected in (row[list(entry.top_token_ids)], row.topk(COUNT).values):
-            assert entry.top_logprobs == pytest.approx(expected.tolist(), rel=0, abs=1e-4)
+            assert entry.top_logprobs == pytest.approx(expected.tolist(), rel=0, abs=limit)
 
 
 @pytest.mark.parametrize("num_drafts", [0, 4])
@@ -67,7 +61,7 @@ def test_numbers_are_those_of_transformers(
     expected = plain_tokens(runner, spec)
     entries = all_entries(decode(target, spec, expected, num_drafts), spec)
     assert target.tokens == expected
-    check_against(reference_rows(folder, expected), expected, entries)
+    check_against(folder, expected, entries)
 
 
 def test_numbers_of_the_embedded_target_are_those_of_transformers() -> None:
@@ -76,7 +70,7 @@ def test_numbers_of_the_embedded_target_are_those_of_transformers() -> None:
     spec = asking(spec_of((0, 401, 913, 260, 555, 12), 60, eos=()))
     target.open(spec, budget=60)
     entries = all_entries(target.run(), spec)
-    check_against(reference_rows(TARGET, target.tokens), target.tokens, entries)
+    check_against(TARGET, target.tokens, entries)
     target.table.clear()
     check_empty(target.runner.pool)
 

@@ -5,13 +5,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from support.heads import tiny_chains
 from support.heads.chain_oracle import chain_logits
+from support.heads.head_oracle import read_tensors
 from support.heads.tiny_chains import CHAINS, CONTEXT_LEN, HIDDEN, NUM_LAYERS, VOCAB, Written, tiny_target, write_chain
 from support.models.engine_cases import native
+from support.rounding import reach
 from torch import Tensor
 
 from outrider.engine.batching import RowPlan
@@ -104,13 +105,18 @@ class Stepper:
 
 def assert_near_oracle(folder: Path, target: TargetParts, ops: Ops, dtype: torch.dtype = torch.float32) -> None:
     stepper, text = Stepper(read_head(folder, target).load(target, CPU, dtype, ops)), Text.random(0)
-    logits = torch.cat([stepper.step([row])[2] for row in stepper.rows(text)]).numpy()
+    logits = torch.cat([stepper.step([row])[2] for row in stepper.rows(text)])
     arrays = [tensor.double().numpy() for tensor in (target.embedding, target.output, text.features)]
-    expected = chain_logits(folder, *arrays, [text.tokens[-1], *text.guesses])
+    tensors = read_tensors(folder)
+
+    def compute() -> Tensor:
+        return torch.from_numpy(chain_logits(folder, tensors, *arrays, [text.tokens[-1], *text.guesses]))
+
+    expected = compute()
     assert logits.shape == expected.shape == (1 + NUM_GUESSES, VOCAB)
-    known = np.isfinite(expected)
-    np.testing.assert_array_equal(logits[~known], expected[~known])
-    assert np.abs(logits[known] - expected[known]).max() < 1e-5 * np.abs(expected[known]).max()
+    known = expected.isfinite()
+    assert torch.equal(logits[~known].double(), expected[~known])
+    assert (logits - expected)[known].abs().max() < reach([*tensors.values(), *arrays[:2]], compute)
 
 
 @EACH

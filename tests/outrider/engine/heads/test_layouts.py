@@ -32,6 +32,7 @@ from support.heads.tiny_heads import (
 )
 from support.models.engine_cases import every_ops
 from support.models.model_cases import all_logits, random_ids
+from support.rounding import reach
 from torch import Tensor
 
 from outrider.engine.heads.checkpoint import read_head
@@ -43,7 +44,6 @@ from outrider.engine.ops.reference import ReferenceOps
 from outrider.engine.runner import ModelRunner
 
 CPU = torch.device("cpu")
-TOLERANCE = 1e-5
 LENGTH, DRAFTED = 11, 4
 
 
@@ -133,20 +133,36 @@ def computed(folder: Path, ops: Ops | None = None, length: int = LENGTH, theta: 
     return run_head(head, token_ids[:length], boundaries(length), token_ids[length:])
 
 
-def expected(folder: Path, family: str, layer: str, length: int = LENGTH, theta: float | None = None) -> Tensor:
+@dataclass(frozen=True)
+class Expected:
+    """Logits of an oracle, and how far rounding may carry ours."""
+
+    logits: Tensor
+    reach: float
+
+    @classmethod
+    def of(cls, oracle: HeadOracle, token_ids: list[int]) -> "Expected":
+        """Those of a text whose last tokens are drafted."""
+
+        def compute() -> Tensor:
+            return torch.from_numpy(oracle.logits(token_ids[:-DRAFTED], token_ids[-DRAFTED:]))
+
+        shared = oracle.target.embedding, oracle.target.output
+        return cls(compute(), reach([*oracle.tensors.values(), *shared], compute))
+
+
+def expected(folder: Path, family: str, layer: str, length: int = LENGTH, theta: float | None = None) -> Expected:
     """The oracle's."""
     parts = tiny_target()
     arrays = [tensor.double().numpy() for tensor in (parts.embedding, parts.output, boundaries(length))]
-    token_ids = random_ids(length + DRAFTED, VOCAB)
     oracle = HeadOracle(folder, Target(*arrays), family, layer, theta)
-    return torch.from_numpy(oracle.logits(token_ids[:length], token_ids[length:]))
+    return Expected.of(oracle, random_ids(length + DRAFTED, VOCAB))
 
 
-def difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference of a logit, in parts of the largest one; the same ids must be impossible."""
-    assert torch.equal(ours.isinf(), theirs.isinf())
-    known = ~theirs.isinf()
-    return float((ours.double() - theirs)[known].abs().max() / theirs[known].abs().max())
+def difference(ours: Tensor, theirs: Expected) -> float:
+    """The largest difference of a logit, in parts of what rounding may do; the same ids must be impossible."""
+    assert torch.equal(ours.isinf(), theirs.logits.isinf())
+    return float((ours - theirs.logits)[~ours.isinf()].abs().max() / theirs.reach)
 
 
 @EACH
@@ -155,7 +171,7 @@ def test_logits_are_those_of_the_oracle(tmp_path: Path, case: Case) -> None:
     folder = case.write(tmp_path / "head")
     theirs = expected(folder, case.family, case.layer)
     for ops in OPS:
-        assert difference(computed(folder, ops), theirs) < TOLERANCE, ops.name
+        assert difference(computed(folder, ops), theirs) < 1, ops.name
 
 
 @EACH
@@ -174,8 +190,9 @@ def test_theta_can_be_overridden(tmp_path: Path, name: str) -> None:
     case, length = CASES[name], 101
     folder = case.write(tmp_path / "head")
     plain, other = computed(folder, length=length), computed(folder, length=length, theta=77.0)
-    assert difference(other, expected(folder, case.family, case.layer, length, theta=77.0)) < TOLERANCE
-    assert difference(plain[-DRAFTED:], other[-DRAFTED:]) > 100 * TOLERANCE
+    theirs = expected(folder, case.family, case.layer, length, theta=77.0)
+    assert difference(other, theirs) < 1
+    assert difference(plain, theirs) > 100
     target = tiny_target()
     assert "rope_theta: 77" in read_head(folder, target, 77.0).notes
     assert read_head(folder, target, 77.0).digest() != read_head(folder, target).digest()
@@ -225,9 +242,10 @@ def test_what_a_loader_may_lose_changes_logits(tmp_path: Path, name: str, one: W
     mine, theirs = (tiny_heads.load_file(folder / "model.safetensors") for folder in folders)
     change(folders[1], tensors={key: mine[key] for key in theirs if key in mine})
     ours = [computed(folder, length=length) for folder in folders]
-    for folder, logits in zip(folders, ours, strict=True):
-        assert difference(logits, expected(folder, case.family, case.layer, length)) < TOLERANCE
-    assert difference(ours[0], ours[1].double()) > 100 * TOLERANCE
+    oracles = [expected(folder, case.family, case.layer, length) for folder in folders]
+    for logits, theirs_of, other_logits in zip(ours, oracles, reversed(ours), strict=True):
+        assert difference(logits, theirs_of) < 1
+        assert difference(other_logits, theirs_of) > 100
 
 
 def test_the_halves_of_an_mtp_layer_have_an_order(tmp_path: Path) -> None:
@@ -241,9 +259,10 @@ def test_the_halves_of_an_mtp_layer_have_an_order(tmp_path: Path) -> None:
         {f"model.{name}": tensor for name, tensor in tiny_heads.load_file(ours / "model.safetensors").items()},
     )
     logits = computed(ours), computed(theirs)
-    assert difference(logits[0], expected(ours, "mtp", "mtp_layers.0.")) < TOLERANCE
-    assert difference(logits[1], expected(theirs, "mtp-reversed", "mtp_layers.0.")) < TOLERANCE
-    assert difference(logits[0], logits[1].double()) > 100 * TOLERANCE
+    oracle = expected(ours, "mtp", "mtp_layers.0.")
+    assert difference(logits[0], oracle) < 1
+    assert difference(logits[1], expected(theirs, "mtp-reversed", "mtp_layers.0.")) < 1
+    assert difference(logits[1], oracle) > 100
 
 
 @pytest.mark.parametrize("norm", ["token_layernorm", "hidden_layernorm", "input_layernorm", "final_layernorm"])
@@ -253,9 +272,9 @@ def test_every_norm_of_an_mtp_layer_counts(tmp_path: Path, norm: str) -> None:
     before = computed(folder)
     weight = tiny_heads.load_file(folder / "model.safetensors")[f"mtp_layers.0.{norm}.weight"]
     change(folder, tensors={f"mtp_layers.0.{norm}.weight": weight * torch.tensor([0.5] + [1.0] * (HIDDEN - 1))})
-    after = computed(folder)
-    assert difference(after, expected(folder, "mtp", "mtp_layers.0.")) < TOLERANCE
-    assert difference(before, after.double()) > 10 * TOLERANCE
+    theirs = expected(folder, "mtp", "mtp_layers.0.")
+    assert difference(computed(folder), theirs) < 1
+    assert difference(before, theirs) > 10
 
 
 def test_d2t_holds_offsets(tmp_path: Path) -> None:
@@ -282,7 +301,7 @@ def test_without_a_map_ids_are_the_targets_first(tmp_path: Path) -> None:
     folder = change(eagle3(tmp_path / "head"), tensors={"d2t": None, "t2d": None})
     logits = computed(folder)
     assert (~logits.isinf()).nonzero()[:, 1].unique().tolist() == list(range(tiny_heads.DRAFT_VOCAB))
-    assert difference(logits, expected(folder, "eagle3", "midlayer.")) < TOLERANCE
+    assert difference(logits, expected(folder, "eagle3", "midlayer.")) < 1
 
 
 def test_a_heads_own_matrices_are_used(tmp_path: Path) -> None:
@@ -292,9 +311,9 @@ def test_a_heads_own_matrices_are_used(tmp_path: Path) -> None:
     before = computed(folder)
     for name, matrix in (("embed_tokens.weight", target.embedding), ("lm_head.weight", target.output)):
         change(folder, tensors={name: matrix.roll(1, 0).contiguous()})
-        after = computed(folder)
-        assert difference(after, expected(folder, "eagle1", "layers.0.")) < TOLERANCE
-        assert difference(before, after.double()) > 100 * TOLERANCE
+        after, theirs = computed(folder), expected(folder, "eagle1", "layers.0.")
+        assert difference(after, theirs) < 1
+        assert difference(before, theirs) > 100
         before = after
 
 
@@ -341,8 +360,8 @@ def test_the_fc_is_applied_though_widths_agree(tmp_path: Path) -> None:
     known, token_ids = boundaries(LENGTH, hidden=16), random_ids(LENGTH + DRAFTED, VOCAB)
     arrays = [tensor.double().numpy() for tensor in (target.embedding, target.output, known)]
     oracle = HeadOracle(folder, Target(*arrays), "eagle3", "midlayer.")
-    theirs = torch.from_numpy(oracle.logits(token_ids[:LENGTH], token_ids[LENGTH:]))
-    assert difference(run_head(head, token_ids[:LENGTH], known, token_ids[LENGTH:]), theirs) < TOLERANCE
+    theirs = Expected.of(oracle, token_ids)
+    assert difference(run_head(head, token_ids[:LENGTH], known, token_ids[LENGTH:]), theirs) < 1
 
 
 def test_facts_say_what_a_head_needs(tmp_path: Path) -> None:
@@ -383,7 +402,7 @@ def test_what_speculators_leaves_out_the_tensors_say(tmp_path: Path) -> None:
     whole = computed(
         change(folder, config={"transformer_layer_config": {"num_attention_heads": 4, "rms_norm_eps": 1e-5}})
     )
-    assert difference(whole, expected(eagle3_speculators(tmp_path / "stated"), "eagle3", "layers.0.")) < TOLERANCE
+    assert difference(whole, expected(eagle3_speculators(tmp_path / "stated"), "eagle3", "layers.0.")) < 1
     notes = read_head(change(folder, config={"transformer_layer_config": {}}), tiny_target()).notes
     sizes = {"num_key_value_heads: 16", "head_dim: 2", "hidden_size: 48", "intermediate_size: 88"}
     assert {"num_attention_heads: 32 (default)", *(f"{size} (tensors)" for size in sizes)} <= set(notes)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.models.model_cases import TOLERANCE, all_logits, expected_logits, random_ids, worst_difference
+from support.models.model_cases import all_logits, logits_and_reach, random_ids, reference, worst_difference
 from support.models.tiny_models import TARGET, write_tiny_model
 
 from outrider.engine.runner import ModelRunner
@@ -24,25 +24,35 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("family", "overrides"), CASES)
 def test_tiny_models_agree_with_transformers(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
-    """Logits within 1e-4 in float32, for prompt, single steps and a chain."""
-    assert worst_difference(write_tiny_model(tmp_path / "model", family, seed=11, **overrides)) <= TOLERANCE
+    """Up to float32's rounding, for prompt, single steps and a chain."""
+    assert worst_difference(write_tiny_model(tmp_path / "model", family, seed=11, **overrides)) <= 1
 
 
 @pytest.mark.parametrize("name", ["target", "draft"])
 def test_embedded_pair_agrees_with_transformers(name: str) -> None:
     """The pair's bfloat16 weights, widened to float32."""
-    assert worst_difference(TARGET.parent / name, length=120, prompt_len=100) <= TOLERANCE
+    assert worst_difference(TARGET.parent / name, length=120, prompt_len=100) <= 1
 
 
-def test_a_wrong_bias_would_be_noticed(tmp_path: Path) -> None:
-    """The tolerance is tight enough: zeroing one bias vector of a tiny model exceeds it."""
-    folder = write_tiny_model(tmp_path / "model", "qwen2", seed=11)
-    runner = ModelRunner.load(str(folder), dtype="float32", kv_tokens=1024)
-    token_ids = random_ids(40, 300)
+# What a small fault of a loader or a kernel would change in a tiny Qwen 2: the tensor, which of it, and by how much.
+FAULTS: dict[str, tuple[str, tuple[int, ...], float]] = {
+    "a bias left out": ("0.self_attn.k_proj.bias", (), -1.0),
+    "one weight off by a twentieth": ("1.mlp.down_proj.weight", (3, 5), 0.05),
+    "one gain off by a thousandth": ("0.input_layernorm.weight", (7,), 1e-3),
+    "queries off by a ten-thousandth": ("0.self_attn.q_proj.weight", (), 1e-4),
+}
+
+
+@pytest.mark.parametrize(("name", "place", "share"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_small_fault_would_be_noticed(tmp_path: Path, name: str, place: tuple[int, ...], share: float) -> None:
+    """What rounding may do is so little that a model with one wrong number has not the logits of the right one."""
+    folder, token_ids = write_tiny_model(tmp_path / "model", "qwen2", seed=11), random_ids(40, 300)
+    expected, limit = logits_and_reach(reference(folder), token_ids, 29)
     tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {"model.layers.0.self_attn.k_proj.bias": torch.zeros(24)}, folder / "model.safetensors")
-    decoded, _ = all_logits(runner, token_ids, 30)
-    assert (decoded - expected_logits(folder, token_ids)[29:]).abs().max() > 10 * TOLERANCE
+    tensors[f"model.layers.{name}"][place] *= 1 + share
+    save_file(tensors, folder / "model.safetensors")
+    decoded, _ = all_logits(ModelRunner.load(str(folder), dtype="float32", kv_tokens=1024), token_ids, 30)
+    assert (decoded - expected).abs().max() > 5 * limit
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the CUDA smoke test needs one")

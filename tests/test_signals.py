@@ -1,0 +1,53 @@
+"""However the tests are started, their children have all signals as a program in a terminal has them."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import IGNORED_VARIABLE
+
+SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE, signal.SIGUSR1}
+ASK = f"""
+import signal
+numbers = {sorted(map(int, SIGNALS))}
+held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+status = dict(line.split(":\\t") for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
+ignored = int(status["SigIgn"], 16)
+print([n for n in numbers if n in held or (ignored >> n - 1 & 1 and n != signal.SIGPIPE)])
+"""
+
+
+def test_children_have_the_signals_of_a_terminal() -> None:
+    """None is ignored or blocked; what the run itself was told to ignore ends it as little as before."""
+    for number in os.environ[IGNORED_VARIABLE].split():
+        signal.raise_signal(int(number))
+    ended = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"
+
+
+BLOCK = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1})
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_a_run_in_the_background_changes_nothing() -> None:
+    """Ignored as nohup and `&` in a script have it, or blocked, for the run itself and for its workers."""
+    inner = f"{Path(__file__)}::{test_children_have_the_signals_of_a_terminal.__name__}"
+    # Without the plugins of every other package, which take seconds to import.
+    plugins = [word for name in ("xdist", "pytest_timeout", "pytest_asyncio") for word in ("-p", name)]
+    pytest_itself = (sys.executable, "-m", "pytest", *plugins, "-p", "no:cacheprovider", "-n", "1", inner)
+    environment = {key: value for key, value in os.environ.items() if key != IGNORED_VARIABLE}
+    ended = subprocess.run(
+        ["sh", "-c", 'trap "" INT QUIT HUP TERM; exec "$@"', "sh", sys.executable, "-c", BLOCK, *pytest_itself],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        cwd=Path(__file__).parents[1],
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "1 passed" in ended.stdout
