@@ -15,7 +15,7 @@ from outrider.engine.batching import Feed
 from outrider.engine.beams import Beams, Place, beam_logprobs
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.beams import select
-from outrider.engine.sampling.draw import DrawInput, undrawable
+from outrider.engine.sampling.draw import DrawInput, row_contexts, undrawable
 from outrider.engine.session import Session
 from outrider.engine.walk import child_with
 from outrider.errors import OutriderError
@@ -96,7 +96,8 @@ class BeamTask:
             try:
                 step = select(rows, scores, self.width, ends, is_last=length >= self.spec.max_len)
             except ValueError as error:
-                return undrawable(length - 1, error)
+                beam, row = found[0]
+                return undrawable(runner, self.spec, row_contexts(self.draw_inputs[beam])[row], error)
             steps.append(step)
             best = (step.live or step.ended)[0]
             beam, row = found[best.parent]

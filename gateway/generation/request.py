@@ -101,6 +101,8 @@ class CheckedRequest:
     reading: Reading | None = None
     fills_context: bool = False
     """Whether the longest answer ends where the context does."""
+    constraint: Constraint | None = None
+    """What the grammar was made of."""
 
     @property
     def num_runs(self) -> int:
@@ -204,6 +206,7 @@ async def check_request(
         beam_search=beams,
         reading=request.reading,
         fills_context=spec.max_len == _place(target)[0],
+        constraint=request.constraint,
     )
 
 
@@ -262,7 +265,7 @@ async def _compiled(constraint: Constraint, tokenizer: Tokenizer, target: ModelI
     try:
         return await tokenizer.grammar(text, target.eos_token_ids, salt)
     except (GrammarRefused, ValueError) as error:
-        raise InvalidRequest(constraint.field, constraint.text, f"one that can be enforced: {error}") from None
+        raise constraint.refused(error) from None
 
 
 def _check_beam_room(prompt_len: int, max_tokens: int, width: int, target: ModelInfo) -> None:

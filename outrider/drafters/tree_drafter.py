@@ -158,7 +158,7 @@ def _children_of_each(
             except ValueError as cause:
                 level.append([])
                 if not context.path:
-                    error = undrawable(len(context.committed), cause)
+                    error = undrawable(runner, task.spec, context, cause)
             row += 1
         found.append(error or level)
     return found

@@ -17,8 +17,8 @@ from outrider.engine.batching import Feed
 from outrider.engine.noise import Keys, first_uniforms, token_keys
 from outrider.engine.ops.temperature import apply_temperature, argmax_mask
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.transforms import RowContext, divisor, mask, transform
-from outrider.errors import NoTokenLeft, OutriderError
+from outrider.engine.sampling.transforms import RowContext, divisor, forbidden, mask, transform
+from outrider.errors import Field, NoTokenLeft, OutriderError
 from outrider.grammar import Bits, is_end_only
 from outrider.parameters import SessionSpec
 
@@ -168,9 +168,32 @@ def key_column(runner: ModelRunner, keys: Sequence[int] | Keys) -> Tensor:
     return torch.from_numpy(np.asarray(keys, dtype=np.int64)).to(runner.device)
 
 
-def undrawable(prefix_len: int, cause: ValueError) -> NoTokenLeft:
-    """The error of a session that has no token to draw behind its committed ones."""
-    return NoTokenLeft(f"no token can be drawn behind {prefix_len} tokens: {cause}")
+def undrawable(runner: ModelRunner, spec: SessionSpec, context: RowContext, cause: ValueError) -> OutriderError:
+    """The error of a session that has no token to draw behind its committed ones.
+
+    It says what of the request has left none; where that leaves some, their scores are at fault.
+    """
+    follower = None if spec.grammar is None else spec.grammar.follower
+    exhausted = None if follower is None else follower.exhausted(context.committed[spec.prompt_len :])
+    if exhausted is not None:
+        return exhausted
+    left, fields = set(range(runner.vocabulary_size)), list[Field]()
+    if context.allowed is not None:
+        bits = np.unpackbits(np.frombuffer(context.allowed, np.uint8), bitorder="little")
+        left.intersection_update(np.flatnonzero(bits).tolist())
+        fields.append(Field("constraint"))
+    if left.intersection(banned := forbidden(context.banned, context.committed, context.path)):
+        fields.append(Field("banned_words"))
+        left.difference_update(banned)
+    if left & context.held_back:
+        fields.append(Field("sampling.min_tokens"))
+        left -= context.held_back
+    if left:
+        length = len(context.committed) + len(context.path)
+        return NoTokenLeft(f"no token can be drawn behind {length} tokens: {cause}")
+    names = [part for field in fields for part in (field, ", ")][:-1]
+    verb = "leaves" if len(fields) == 1 else "together leave"
+    return NoTokenLeft([f"no token may follow the {context.output_len} of the answer: ", *names, f" {verb} none"])
 
 
 def _draw_group(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput], plain: bool) -> list[Drawn]:
@@ -198,7 +221,7 @@ def _draw_alone(runner: ModelRunner, logits: Tensor, draw_input: DrawInput) -> D
             drawn += _draw(runner, logits[row : row + 1], [context], [int(key)])
         except ValueError as error:
             if not row:
-                return undrawable(len(context.committed), error)
+                return undrawable(runner, draw_input.spec, context, error)
             drawn.append(UNDRAWN)
     return drawn
 
