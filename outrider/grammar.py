@@ -51,7 +51,7 @@ EXHAUSTED = {
     r"Current row has (\d+) items": (r"has \1 alternatives at one place, of at most " f"{LIMITS.max_items_in_row:,}"),
     r"Too many items": f"takes more than {LIMITS.step_max_items:,} steps of the parser for one token",
 }
-NO_ANSWER = "NoExtension"
+NO_ANSWER, LEXER_FAULT = "NoExtension", "lexer error"
 MAX_COMPILED, MAX_COMPILED_BYTES = 64, 8 << 20
 LOWEST_PRIORITY = 19
 # Prefixes of a session that have a matcher: more than a proposal is deep.
@@ -238,7 +238,10 @@ class Follower:
     def exhausted(self, output: Sequence[int]) -> GrammarRefused | None:
         """What is said of an output behind which, or before, a limit of the grammar is exhausted."""
         limit = None if self.reach(output) == len(output) else _limit_in(self._error or "")
-        return GrammarRefused(f"behind {len(self._token_ids)} tokens of the answer it {limit}") if limit else None
+        if not limit:
+            return None
+        count = len(self._token_ids)
+        return GrammarRefused(f"behind {count} token{'s' * (count != 1)} of the answer it {limit}")
 
     def _begin(self) -> None:
         self._matcher = self._compile()
@@ -249,14 +252,15 @@ class Follower:
 
     def _look(self) -> None:
         bits = self._matcher.compute_bitmask()[: self._num_bytes]
-        state = self._matcher
-        if not state.is_error() and (only := _only_token(bits)) is not None:
+        # Of a matcher at fault the library's answer is an end of the text.
+        error = self._matcher.get_error()
+        if not error and (only := _only_token(bits)) is not None:
             # A lexer that is exhausted may force what it would not; no other mask comes from one.
-            state = state.deep_copy()
-            state.consume_token(only)
-        if state.is_error():
-            # The library's own answer would be an end of the text.
-            self._error = state.get_error()
+            ahead = self._matcher.deep_copy()
+            ahead.consume_token(only)
+            error = ahead.get_error() if LEXER_FAULT in ahead.get_error() else ""
+        if error:
+            self._error = error
             return
         length = len(self._token_ids)
         self._masks[length] = bits, self._matcher.is_accepting()

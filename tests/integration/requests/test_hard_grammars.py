@@ -67,7 +67,7 @@ async def test_equal_requests_end_equally(temperature: float) -> None:
         await stack.restart_target()
         for speculation in WAYS[:2]:
             assert {name: await end_of(stack, speculation, options) for name, options in cases.items()} == first
-        assert temperature or all(" tokens of the answer it " in sentence for _, sentence in first.values())
+        assert temperature or all(" of the answer it " in sentence for _, sentence in first.values())
 
 
 async def test_what_is_exhausted_is_named() -> None:
@@ -76,7 +76,7 @@ async def test_what_is_exhausted_is_named() -> None:
         ends = {name: await end_of(stack, Speculation(draft_count=8), options) for name, options in HARD.items()}
         for name, (tokens, sentence) in ends.items():
             assert sentence.startswith(f"constraint.{next(iter(HARD[name]))} is ")
-            assert f"behind {len(tokens)} tokens of the answer it " in sentence
+            assert f"behind {len(tokens)} token{'s' * (len(tokens) != 1)} of the answer it " in sentence
         limits = {name: sentence.partition(" of the answer it ")[2] for name, (_, sentence) in ends.items()}
         assert limits["nested"] == limits["mixed"] == "takes more than 50,000 steps of the lexer for one token"
         assert limits["rules"] == "has 2001 alternatives at one place, of at most 1,200"
