@@ -1,17 +1,17 @@
 """DraftService: reads a message, checks its fields, and hands it to the draft's sessions on the device thread."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from functools import partial
 
 from draft_service.sessions import DraftSessions, Search, Wanted
 from outrider.drafters.model_drafter import choose_drafter
 from outrider.engine.growth import check_rows
 from outrider.errors import InvalidRequest, check_range, check_token_ids
-from outrider.model_service.link import Job, LinkServicer
+from outrider.grammar import Grammar, GrammarEngine
+from outrider.model_service.link import Arrived, Job, LinkServicer
 from outrider.model_service.servicer import MAX_DRAFT_COUNT
 from outrider.model_service.session_store import Outbox
 from outrider.rpc import channels, messages
-from outrider.rpc.fencing import Fence
 from outrider.token_tree import TokenTree
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1.draft_service_pb2_grpc import DraftServiceServicer, add_DraftServiceServicer_to_server
@@ -29,14 +29,17 @@ class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftService
     def services(self) -> channels.Services:
         return channels.service(pb.DESCRIPTOR, "DraftService", partial(add_DraftServiceServicer_to_server, self))
 
-    def job(
-        self, request: pb.ProposeRequest, fence: Fence, arrived_ns: int, earlier: Sequence[int], owner: Outbox
-    ) -> Job:
+    def compiled(self, grammars: GrammarEngine, text: str, salt: bytes, output: Sequence[int]) -> Awaitable[Grammar]:
+        # Guesses may fail, so what others have asked of the same grammar may be in its way.
+        return grammars.compiled(text, salt)
+
+    def job(self, message: Arrived[pb.ProposeRequest], earlier: Sequence[int], owner: Outbox) -> Job:
         """Opens a session or moves it forward; raises InvalidRequest and Unsupported."""
+        request, fence, arrived_ns = message.request, message.fence, message.arrived_ns
         if request.HasField("open"):
             size, live = self._facts.vocabulary_size, self._search(request.open, "open.beams")
             if live is None:
-                spec = messages.spec_from(request.open.session, fence.base_len, size, earlier, self._facts.grammars)
+                spec = messages.spec_from(request.open.session, fence.base_len, size, earlier, message.grammar)
             else:
                 spec = messages.search_spec_from(request.open.session, live.beams, fence.base_len, size, earlier)
             wanted = self._wanted("open", request.open, arrived_ns, live)
@@ -44,13 +47,13 @@ class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftService
             drafter = choose_drafter(request.open.drafter, rule, offers, "open.drafter")
             lane = check_range("open.lane", request.open.lane, 0, MAX_LANE)
             return partial(self._sessions.open, fence, spec, wanted, owner, drafter, lane)
-        message = request.advance
-        live = self._search(message, "advance.beams")
-        if len(message.token_ids) >= fence.base_len:
-            count, limit = f"{len(message.token_ids)} tokens", f"fewer than {fence.base_len} tokens"
+        advance = request.advance
+        live = self._search(advance, "advance.beams")
+        if len(advance.token_ids) >= fence.base_len:
+            count, limit = f"{len(advance.token_ids)} tokens", f"fewer than {fence.base_len} tokens"
             raise InvalidRequest("advance.token_ids", count, limit)
-        token_ids = check_token_ids("advance.token_ids", message.token_ids, self._facts.vocabulary_size)
-        wanted = self._wanted("advance", message, arrived_ns, live)
+        token_ids = check_token_ids("advance.token_ids", advance.token_ids, self._facts.vocabulary_size)
+        wanted = self._wanted("advance", advance, arrived_ns, live)
         return partial(self._sessions.advance, fence, token_ids, wanted, owner)
 
     def _wanted(

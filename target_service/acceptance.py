@@ -115,15 +115,30 @@ def decide(
         else None
         for each in inputs
     ]
-    if not any(kinds):
-        return _follow_draws(runner, inputs, logits, ranges)
     decided: dict[int, Walk | OutriderError] = {}
     for kind in dict.fromkeys(kinds):
         numbers = [number for number, other in enumerate(kinds) if other == kind]
         decide_group = _follow_draws if kind is None else _decide_chains if kind[-1] else _decide_trees
         chosen, rows = [inputs[number] for number in numbers], [ranges[number] for number in numbers]
         decided |= zip(numbers, decide_group(runner, chosen, logits, rows), strict=True)
-    return [decided[number] for number in range(len(inputs))]
+    return [_confirmed(each, decided[number]) for number, each in enumerate(inputs)]
+
+
+def _confirmed(draw_input: DrawInput, found: Walk | OutriderError) -> Walk | OutriderError:
+    """A walk up to the first row that has another mask in plain decoding than it has had as a guess, mostly all of it.
+
+    That row's token is committed as the last one, and the next step says what follows it, or that nothing does.
+    """
+    spec, tree = draw_input.spec, draw_input.feed.tree
+    if spec.grammar is None or isinstance(found, OutriderError) or not found.accepted_rows:
+        return found
+    rows = found.accepted_rows
+    path = [tree.token_ids[row - 1] for row in rows]
+    output = draw_input.feed.session.token_ids[spec.prompt_len :]
+    count = spec.grammar.confirmed(output, path, spec.eos_token_ids | spec.stop_token_ids)
+    if count == len(path):
+        return found
+    return Walk(rows[:count], path[count], count_evaluated(tree, (0, *rows[:count])))
 
 
 def _follow_draws(
@@ -233,7 +248,7 @@ def _decide_alone(
             rows.append(runner.ops.softmax(scores))
         except ValueError as error:
             if not row:
-                return undrawable(runner, logits[row : row + 1], len(context.committed), error)
+                return undrawable(runner, logits[row : row + 1], draw_input.spec, context, error)
             rows.append(torch.zeros_like(rows[0]))
             break
     return _walks([draw_input], torch.stack(rows, dim=1))[0]

@@ -15,7 +15,7 @@ from outrider.engine.batching import Feed
 from outrider.engine.beams import Beams, Place, beam_logprobs
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.beams import select
-from outrider.engine.sampling.draw import DrawInput, undrawable
+from outrider.engine.sampling.draw import DrawInput, row_contexts, undrawable
 from outrider.engine.session import Session
 from outrider.engine.walk import child_with
 from outrider.errors import OutriderError
@@ -97,7 +97,9 @@ class BeamTask:
                 step = select(rows, scores, self.width, ends, is_last=length >= self.spec.max_len)
             except ValueError as error:
                 numbers = [behind[beam].start + row for beam, row in found]
-                return undrawable(runner, logits[numbers], length - 1, error)
+                beam, row = found[0]
+                context = row_contexts(self.draw_inputs[beam])[row]
+                return undrawable(runner, logits[numbers], self.spec, context, error)
             steps.append(step)
             best = (step.live or step.ended)[0]
             beam, row = found[best.parent]

@@ -407,7 +407,9 @@ class OwnSession(NamedTuple):
 
     @classmethod
     def of(cls, hosting: Hosting[Any], spec: SessionSpec, salt: bytes | None) -> Self:
-        draft = hosting.open(spec, salt)
+        # What is committed is decided by the follower of the target's own.
+        guessing = None if spec.grammar is None else spec.grammar.session()
+        draft = hosting.open(replace(spec, grammar=guessing), salt)
         # Asked once: a protocol's every name is looked up for the answer.
         return cls(hosting, draft, draft if isinstance(draft, ProbingDraft) else None)
 

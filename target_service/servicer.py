@@ -1,13 +1,14 @@
 """TargetService: reads a message, checks its fields, and hands it to the target's sessions on the device thread."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from functools import partial
 
 from outrider.beams import cache_tokens
 from outrider.drafters.model_drafter import choose_drafter
 from outrider.engine.growth import check_rows
 from outrider.errors import InvalidRequest, PromptTooLong, check_range
-from outrider.model_service.link import Job, LinkServicer
+from outrider.grammar import Grammar, GrammarEngine
+from outrider.model_service.link import Arrived, Job, LinkServicer
 from outrider.model_service.servicer import MAX_DRAFT_COUNT
 from outrider.model_service.session_store import Outbox
 from outrider.parameters import SessionSpec
@@ -34,15 +35,17 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
     def services(self) -> channels.Services:
         return channels.service(pb.DESCRIPTOR, "TargetService", partial(add_TargetServiceServicer_to_server, self))
 
-    def job(
-        self, request: pb.VerifyRequest, fence: Fence, arrived_ns: int, earlier: Sequence[int], owner: Outbox
-    ) -> Job:
+    def compiled(self, grammars: GrammarEngine, text: str, salt: bytes, output: Sequence[int]) -> Awaitable[Grammar]:
+        return grammars.followed(text, salt, output)
+
+    def job(self, message: Arrived[pb.VerifyRequest], earlier: Sequence[int], owner: Outbox) -> Job:
         """Opens a session, verifies a proposal or acknowledges; raises InvalidRequest, Unsupported, PromptTooLong."""
+        request, fence, arrived_ns = message.request, message.fence, message.arrived_ns
         if request.HasField("open") and request.open.HasField("beams"):
             return self._search_job(request.open, fence, arrived_ns, earlier, owner)
         if request.HasField("open"):
-            size, grammars = self._facts.vocabulary_size, self._facts.grammars
-            spec = messages.spec_from(request.open.session, fence.base_len, size, earlier, grammars)
+            size = self._facts.vocabulary_size
+            spec = messages.spec_from(request.open.session, fence.base_len, size, earlier, message.grammar)
             self._check_lengths(spec)
             step, drafter = self._step(request.open.step, arrived_ns), request.open.drafter
             if drafter:
@@ -50,9 +53,9 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
             return partial(self._sessions.open, fence, spec, step, owner, drafter)
         if request.HasField("step"):
             return partial(self._sessions.step, fence, self._step(request.step, arrived_ns), owner)
-        message = request.acknowledge
-        budget = check_range("acknowledge.plain_budget", message.plain_budget, 0, MAX_PLAIN_BUDGET)
-        return partial(self._sessions.acknowledge, fence, budget, arrived_ns, owner, *_own("acknowledge", message))
+        taken = request.acknowledge
+        budget = check_range("acknowledge.plain_budget", taken.plain_budget, 0, MAX_PLAIN_BUDGET)
+        return partial(self._sessions.acknowledge, fence, budget, arrived_ns, owner, *_own("acknowledge", taken))
 
     def _search_job(
         self, opening: pb.TargetOpen, fence: Fence, arrived_ns: int, earlier: Sequence[int], owner: Outbox

@@ -12,7 +12,7 @@ from outrider.beams import LiveBeam, split
 from outrider.engine.beams import Beams
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
-from outrider.errors import InvalidRequest, ProtocolViolation
+from outrider.errors import Field, InvalidRequest, ProtocolViolation
 from outrider.grammar import Grammar
 from outrider.model_service.session_store import LeaseTable, Outbox, SessionAnswer, SessionState, SessionStore
 from outrider.parameters import FinishReason, SessionSpec
@@ -345,9 +345,9 @@ class TargetSessions(SessionStore[TargetState]):
 
 def _check_output(grammar: Grammar, output: Sequence[int]) -> None:
     """Raises InvalidRequest about an output that does not follow the grammar, which no target would have committed."""
-    fault = grammar.fault(output)
-    if fault is not None:
-        raise InvalidRequest("session.token_ids", f"an output of {len(output)} tokens", f"one without a fault: {fault}")
+    if grammar.follower is not None and not grammar.follower.follows(output):
+        what = f"an output of {len(output)} tokens, of which {max(grammar.follower.reach(output), 0)} are allowed"
+        raise InvalidRequest("session.token_ids", what, ("one that follows ", Field("session.grammar")))
 
 
 def _check_own(hosting: Hosting[Any] | None, draft_count: int, shape: TreeShape | None, message: str) -> None:

@@ -25,7 +25,7 @@ def offered(tools: Iterable[tuple[str, OfferedTool]]) -> dict[str, OfferedTool]:
         if tool.name in found:
             raise InvalidRequest(f"{field}.name", tool.name, "unlike those of the tools before it")
         _check_parameters(f"{field}.parameters", tool.parameters)
-        found[tool.name] = tool
+        found[tool.name] = replace(tool, field=f"{field}.parameters")
     return found
 
 

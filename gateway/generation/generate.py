@@ -29,7 +29,8 @@ from gateway.speculation import speculate
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.reader import AnswerReader
 from outrider.deltas import Delta
-from outrider.errors import ProtocolViolation
+from outrider.errors import NoTokenLeft, ProtocolViolation
+from outrider.grammar import GrammarRefused
 from outrider.parameters import Acceptance, FinishReason, SamplingParameters
 from outrider.process import telemetry
 
@@ -130,7 +131,7 @@ async def _sample(context: RequestContext, queue_us: int) -> AsyncGenerator[Even
     scanner, reader = StopScanner(request.stops, request.naming_stops), new_reader(request, tokenizer)
     transcript = Transcript(tokenizer.detokenizer(), scanner, tells_guesses, reader, request.spec.sampling.min_tokens)
     first_token_us = 0
-    async with aclosing(decode(request, backend, context.target)) as rounds:
+    async with aclosing(_rounds(request, backend, context.target)) as rounds:
         async for committed in rounds:
             elapsed_us = context.elapsed_us
             first_token_us = first_token_us or elapsed_us
@@ -176,6 +177,21 @@ async def _sample(context: RequestContext, queue_us: int) -> AsyncGenerator[Even
         ignored_keywords=() if request.spec.grammar is None else request.spec.grammar.ignored_keywords,
         sampling=request.spec.sampling,
     )
+
+
+async def _rounds(request: CheckedRequest, backend: Backend, target: ModelInfo) -> AsyncGenerator[Round, None]:
+    """`decode`, whose errors name the constraint as the client did."""
+    constraint = request.constraint
+    async with aclosing(decode(request, backend, target)) as rounds:
+        try:
+            async for committed in rounds:
+                yield committed
+        except GrammarRefused as error:
+            raise error if constraint is None else constraint.refused(error) from None
+        except NoTokenLeft as error:
+            raise error.rename_fields(
+                lambda field: constraint.field if constraint is not None and field == "constraint" else field
+            ) from None
 
 
 def new_reader(request: CheckedRequest, tokenizer: Tokenizer) -> AnswerReader | None:

@@ -104,6 +104,8 @@ class CheckedRequest:
     """Whether the longest answer ends where the context does."""
     naming_stops: frozenset[str] = frozenset()
     """Those stop strings that have the name of a token in them that clients do not read."""
+    constraint: Constraint | None = None
+    """What the grammar was made of."""
 
     @property
     def num_runs(self) -> int:
@@ -217,6 +219,7 @@ async def check_request(
         reading=request.reading,
         fills_context=spec.max_len == _place(target)[0],
         naming_stops=_naming(request.stops, spec.eos_token_ids, tokenizer),
+        constraint=request.constraint,
     )
 
 
@@ -281,7 +284,7 @@ async def _compiled(constraint: Constraint, tokenizer: Tokenizer, target: ModelI
     try:
         return await tokenizer.grammar(text, target.eos_token_ids, salt)
     except (GrammarRefused, ValueError) as error:
-        raise InvalidRequest(constraint.field, constraint.text, f"one that can be enforced: {error}") from None
+        raise constraint.refused(error) from None
 
 
 def _check_beam_room(prompt_len: int, max_tokens: int, width: int, target: ModelInfo) -> None:

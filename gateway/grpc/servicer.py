@@ -19,6 +19,7 @@ from gateway.generation.request import GenerationRequest
 from gateway.grpc.keys import entered
 from gateway.grpc.messages import chat_request_from, event_message, request_from
 from gateway.keys.door import Door
+from outrider.errors import OutriderError
 from outrider.process import telemetry
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
@@ -130,8 +131,15 @@ class GenerationServicer(GenerationServiceServicer):
             aclosing(generation.events) as events,
             ClientWriter(context, self._client_stall_s) as writer,
         ):
-            async for _, event in events:
-                await writer.write(event_message(event))
+            try:
+                async for _, event in events:
+                    await writer.write(event_message(event))
+            except ClientStalled:
+                raise
+            except OutriderError:
+                # What an answer has said comes before the error that it ends with.
+                await writer.flush()
+                raise
             await writer.flush()
 
 

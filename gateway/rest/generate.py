@@ -76,7 +76,7 @@ def generation_request(fields: GenerationFields, names: ModelNames) -> Generatio
         speculation_enabled=speculation.enabled is not False,
         draft_count=speculation.draft_count if isinstance(speculation.draft_count, int) else None,
         acceptance=Acceptance.checked({"rule": rule, **settings}, "speculation."),
-        drafters=_drafters(speculation.drafter),
+        drafters=_drafters(speculation),
         shape=None if speculation.shape is None else _shape(speculation.shape),
         prediction=None if fields.prediction is None else fields.prediction.text,
         sample_count=None if fields.use_beam_search else fields.n,
@@ -95,10 +95,16 @@ def _shape(fields: ShapeFields) -> TreeShape:
     return shape.checked("speculation.shape")
 
 
-def _drafters(drafter: str | list[str] | None) -> tuple[str, ...]:
-    if isinstance(drafter, list):
-        return tuple(drafter)
-    return (drafter,) if drafter else ()
+def _drafters(speculation: SpeculationFields) -> tuple[str, ...]:
+    """The names in either field; raises InvalidRequest about both."""
+    named = speculation.drafter
+    if speculation.drafters is not None:
+        if named:
+            raise InvalidRequest("speculation.drafters", speculation.drafters, "absent beside speculation.drafter")
+        named = speculation.drafters
+    if isinstance(named, list):
+        return tuple(named)
+    return (named,) if named else ()
 
 
 def _beam_search(fields: GenerationFields) -> BeamSearch | None:

@@ -80,9 +80,9 @@ class StreamOptions(Parameters):
 
 
 DrafterName = Annotated[str, Field(min_length=1, max_length=MAX_STRING_LEN)]
+Several = Annotated[list[DrafterName], Field(min_length=1, max_length=MAX_DRAFTERS, fail_fast=True)]
 Drafters = Annotated[
-    Annotated[str, Field(max_length=MAX_STRING_LEN), Tag("<text>")]
-    | Annotated[list[DrafterName], Field(min_length=1, max_length=MAX_DRAFTERS, fail_fast=True), Tag("<list>")],
+    Annotated[str, Field(max_length=MAX_STRING_LEN), Tag("<text>")] | Annotated[Several, Tag("<list>")],
     Discriminator(
         _text_or_list,
         custom_error_type="drafter_kind",
@@ -112,6 +112,7 @@ class SpeculationFields(Parameters):
     typical_epsilon: Share | None = None
     typical_delta: Share | None = None
     drafter: Drafters | None = None
+    drafters: Annotated[Several | None, Field(description="Another name for a list in `drafter`.")] = None
     shape: ShapeFields | None = None
     return_rounds: bool | None = None
 

@@ -15,7 +15,6 @@ from gateway.tools.values import kinds_of
 from outrider.errors import InvalidRequest
 from outrider.grammar import Constraint, ConstraintKind
 
-FIELD = "tool_choice"
 # Unbounded white space is where small models lose themselves.
 LINE = "\n"
 SPACE = r"[ \n\t]{1,4}"
@@ -28,6 +27,8 @@ class OfferedTool:
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
+    field: str = "tools"
+    """Of the request, that it is in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,9 @@ def call_constraint(reading: Reading, rules: CallRules, added_tokens: Mapping[st
     is_free = not rules.needs_call and rules.max_calls is None and not any(tool.strict for tool in rules.tools)
     if not rules.tools or is_free:
         return None
-    return Constraint(ConstraintKind.LARK, _Grammar(reading, rules, added_tokens).text(), FIELD)
+    field = rules.tools[0].field if len(rules.tools) == 1 else "tools"
+    names = ", ".join(tool.name for tool in rules.tools)
+    return Constraint(ConstraintKind.LARK, _Grammar(reading, rules, added_tokens).text(), field, written=names)
 
 
 class _Grammar:

@@ -65,9 +65,9 @@ class Speculation:
     """Whether the draft guesses, how, and which guesses are kept; under the rule `match` nothing changes a token.
 
     draft_count None lets the gateway choose. drafter is `lookup`, one that a service offers, a sequence of several
-    whose guesses are merged, or empty for whatever is fastest; shape is that of a draft service's guesses. lenience
-    belongs to the rule `lenient`, the other two numbers to `typical`. With return_rounds each round also has the
-    guesses that were not kept, and the draft's log-probabilities.
+    whose guesses are merged, or empty for whatever is fastest; such a sequence may be in drafters as well. shape is
+    that of a draft service's guesses. lenience belongs to the rule `lenient`, the other two numbers to `typical`. With
+    return_rounds each round also has the guesses that were not kept, and the draft's log-probabilities.
     """
 
     enabled: bool = True
@@ -79,6 +79,7 @@ class Speculation:
     typical_epsilon: float | None = None
     typical_delta: float | None = None
     return_rounds: bool = False
+    drafters: Sequence[str] = ()
 
 
 Message = Mapping[str, object]
@@ -352,7 +353,10 @@ def _speculation(settings: object) -> pb.SpeculationSettings:
         message.shape.SetInParent()
         for name in ("max_depth", "max_children", "expansions", "max_width", "is_static"):
             _put(message.shape, name, getattr(settings.shape, name), prefix + "shape.")
-    _put(message, "drafter" if isinstance(settings.drafter, str) else "drafters", settings.drafter, prefix)
+    if settings.drafter and settings.drafters:
+        raise InvalidRequest("speculation.drafters", settings.drafters, "absent beside speculation.drafter")
+    named = settings.drafters or settings.drafter
+    _put(message, "drafter" if isinstance(named, str) else "drafters", named, prefix)
     for name in ("enabled", "draft_count", "return_rounds"):
         if (value := getattr(settings, name)) is not None:
             _put(message, name, value, prefix)

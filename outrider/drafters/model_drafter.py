@@ -28,7 +28,7 @@ from outrider.engine.session import Session
 from outrider.engine.sharing import Pace
 from outrider.engine.walk import walk
 from outrider.engine.worker import own_fault
-from outrider.errors import InvalidRequest, OutriderError
+from outrider.errors import InvalidRequest, NoTokenLeft, OutriderError
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
 from outrider.rpc.fencing import Meter
 from outrider.token_tree import TokenTree
@@ -268,7 +268,10 @@ class ModelDrafter:
                 step = None if rows is None else next(found)
                 # Only what is committed; the guesses behind it are nobody's but this session's.
                 task.session.publish(task.base_len - task.num_private)
-                if isinstance(step, OutriderError):
+                if isinstance(step, NoTokenLeft):
+                    # Nothing follows the guesses so far, by what this draft knows: then they are all.
+                    task.finish()
+                elif isinstance(step, OutriderError):
                     task.fail(step)
                 elif step is not None:
                     step()

@@ -3,7 +3,7 @@
 A message takes three hops. The servicer reads it, checks its fence and makes a job of it (LinkServicer.job); the jobs
 of a frame run on the device thread, where the service's sessions decide what each message is; what has to be computed
 becomes a task of the verifier or drafter. Answers go into the link's outbox, and all that is there leaves in one frame.
-A message that opens a session with a new grammar waits before that until it is compiled, and so do those behind it.
+A message that opens a session with a grammar waits before that until it is compiled, and so do those behind it.
 
 Frames are read while answers are computed, because a newer epoch or a close has to be seen while a job runs. Whatever
 is wrong with a message ends the session that it names, and nothing else. A link ends when its gateway ends it; one that
@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -24,7 +24,7 @@ import structlog
 
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
-from outrider.grammar import MAX_GRAMMAR_BYTES, Grammar
+from outrider.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarEngine
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.session_store import (
     IDLE_S,
@@ -118,11 +118,16 @@ class OpenParts:
         token_ids += part.token_ids
         self._parts[fence.session_id] = fence, token_ids
 
+    def peek(self, fence: Fence) -> Sequence[int]:
+        """What `take` would give."""
+        known, token_ids = self._parts.get(fence.session_id, (fence, []))
+        return token_ids if known == fence else ()
+
     def take(self, fence: Fence) -> Sequence[int]:
         """The tokens before those of an open."""
-        known, token_ids = self._parts.get(fence.session_id, (fence, []))
+        token_ids = self.peek(fence)
         self.forget(fence.session_id)
-        return token_ids if known == fence else ()
+        return token_ids
 
     def forget(self, session_id: bytes) -> None:
         """Drops what has come of an open."""
@@ -136,6 +141,8 @@ class Arrived(Generic[RequestT]):
     request: RequestT
     fence: Fence
     arrived_ns: int
+    grammar: Grammar | None = None
+    """What it opens a session with."""
 
 
 @dataclass(slots=True)
@@ -189,12 +196,15 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         """What `outrider.rpc.channels.serve` is to serve."""
 
     @abstractmethod
-    def job(self, request: RequestT, fence: Fence, arrived_ns: int, earlier: Sequence[int], owner: Outbox) -> Job:
-        """What the device thread does for a request; raises InvalidRequest and the like about what it says.
+    def job(self, message: Arrived[RequestT], earlier: Sequence[int], owner: Outbox) -> Job:
+        """What the device thread does for a message; raises InvalidRequest and the like about what it says.
 
-        `arrived_ns` is when it came, on time.perf_counter_ns; of an open, `earlier` are the tokens that came before it;
-        answers go to `owner`, the outbox of its link.
+        Of an open, `earlier` are the tokens that came before it; answers go to `owner`, the outbox of its link.
         """
+
+    @abstractmethod
+    def compiled(self, grammars: GrammarEngine, text: str, salt: bytes, output: Sequence[int]) -> Awaitable[Grammar]:
+        """The grammar of a session that is opened behind an output; raises GrammarRefused."""
 
     @abstractmethod
     def fill(self, response: Any, answer: Any) -> None:  # noqa: ANN401 - with a proposal or a verdict
@@ -291,17 +301,18 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
                 each.task.cancel()
 
     def _must_wait(self, message: Arrived[RequestT], link: Incoming[RequestT]) -> bool:
-        """Keeps an open with a new grammar, and what comes behind it, until that is compiled; tells whether it did."""
+        """Keeps an open with a grammar, and what comes behind it, until that is compiled; tells whether it did."""
         request, session_id, grammars = message.request, message.fence.session_id, self._facts.grammars
         found = link.compiling.get(session_id)
         if found is None:
             text = request.open.session.grammar if request.HasField("open") else ""
-            if not text or grammars is None or len(text.encode()) > MAX_GRAMMAR_BYTES:
-                return False
             salt = request.open.session.cache_salt
-            if len(salt) > MAX_SALT_BYTES or grammars.known(text, salt) is not None:
+            if not text or grammars is None or len(text.encode()) > MAX_GRAMMAR_BYTES or len(salt) > MAX_SALT_BYTES:
                 return False
-            compiled = self._compile(partial(grammars.compiled, text, salt), session_id, link)
+            tokens = [*link.parts.peek(message.fence)]
+            tokens += request.open.session.token_ids
+            output = tokens[request.open.session.prompt_len :]
+            compiled = self._compile(partial(self.compiled, grammars, text, salt, output), session_id, link)
             found = link.compiling[session_id] = Compiling(asyncio.create_task(compiled))
         elif request.HasField("ping") or len(found.waiting) >= MAX_OF_SESSION:
             return False
@@ -313,8 +324,9 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
     ) -> None:
         """Compiles a grammar off the loop, and goes on with the messages that waited; refuses the open with it."""
         refused: OutriderError | None = None
+        grammar: Grammar | None = None
         try:
-            await compile_it()
+            grammar = await compile_it()
         except OutriderError as error:
             refused = error
         except Exception:
@@ -322,9 +334,15 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
             log.exception("a grammar failed")
             refused = OutriderError("the grammar could not be compiled")
         waiting = link.compiling.pop(session_id).waiting
-        jobs = [] if refused is None else [self._refusal(waiting.pop(0), refused, link)]
+        opening = waiting.pop(0)
+        if refused is None:
+            jobs = self._jobs(replace(opening, grammar=grammar), link)
+        else:
+            jobs = [self._refusal(opening, refused, link)]
         for message in waiting:
-            jobs += self._jobs(message, link)
+            # It may be opened once more, and then needs another.
+            if not self._must_wait(message, link):
+                jobs += self._jobs(message, link)
         # A service that has stopped runs none.
         with suppress(NotReady):
             self._device.post(partial(self._run, jobs, link.outbox))
@@ -367,7 +385,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
                 earlier = parts.take(fence)
                 if len(earlier) != request.open.session.part_len:
                     return partial(self._sessions.want_tokens, fence, None, outbox)
-        return self.job(request, fence, message.arrived_ns, earlier, outbox)
+        return self.job(message, earlier, outbox)
 
     def _run(self, jobs: Sequence[tuple[Fence, Job]], outbox: Outbox) -> None:
         """On the device thread; what a job raises is about its session alone."""

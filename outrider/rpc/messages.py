@@ -10,7 +10,7 @@ from itertools import chain
 
 from outrider.beams import MAX_WIDTH, MIN_WIDTH, BeamStep, Candidate, LiveBeam
 from outrider.errors import InvalidRequest, check_count, check_range, check_token_id, check_token_ids
-from outrider.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarEngine
+from outrider.grammar import MAX_GRAMMAR_BYTES, Grammar
 from outrider.parameters import (
     MAX_BANNED_LEN,
     MAX_BANNED_SEQUENCES,
@@ -173,10 +173,11 @@ def spec_from(
     base_len: int,
     vocabulary_size: int,
     earlier: Sequence[int] = (),
-    grammars: GrammarEngine | None = None,
+    grammar: Grammar | None = None,
 ) -> SessionSpec:
-    """The session that a message opens, behind the tokens of its OpenParts. Raises InvalidRequest and GrammarRefused.
+    """The session that a message opens, behind the tokens of its OpenParts; with the grammar that it names, compiled.
 
+    Raises InvalidRequest.
     Whether max_len fits into a context is left to the service: a draft may have a shorter one than the request.
     """
     token_ids = (*earlier, *message.token_ids)
@@ -218,21 +219,21 @@ def spec_from(
         draft_logprobs=message.draft_logprobs,
         cache_salt=message.cache_salt,
         trace_context=trace_context,
-        grammar=_grammar(message, grammars),
+        grammar=_grammar(message, grammar),
     )
 
 
-def _grammar(message: pb.OpenSession, grammars: GrammarEngine | None) -> Grammar | None:
-    """The grammar that a session names, compiled; without an engine none may be named."""
+def _grammar(message: pb.OpenSession, grammar: Grammar | None) -> Grammar | None:
+    """The grammar that a session names; where nothing compiles any, none may be named."""
     if not message.grammar:
         return None
     field = SESSION + "grammar"
     check_count(field, len(message.grammar.encode()), MAX_GRAMMAR_BYTES, "bytes")
-    if grammars is None:
+    if grammar is None:
         raise InvalidRequest(field, message.grammar, "empty for a service without a grammar engine")
     if not message.eos_token_ids and not message.stop_token_ids:
         raise InvalidRequest(field, message.grammar, "empty without a token that ends the request")
-    return grammars.get(message.grammar, message.cache_salt)
+    return grammar
 
 
 def _banned(message: pb.OpenSession, vocabulary_size: int) -> tuple[tuple[int, ...], ...]:

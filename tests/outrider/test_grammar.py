@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from outrider.grammar import (
     Bits,
     Constraint,
     ConstraintKind,
+    Follower,
     Grammar,
     GrammarEngine,
     GrammarRefused,
@@ -65,6 +67,13 @@ def engine(tokenizer: tokenizers.Tokenizer) -> GrammarEngine:
 def ids_of(bits: Bits) -> list[int]:
     """The tokens that may follow."""
     return np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")).tolist()
+
+
+def follower(engine: GrammarEngine, constraint: Constraint) -> Follower:
+    """What decides about one answer."""
+    text = constraint.canonical()
+    engine.get(text)
+    return Follower(partial(engine.matcher, text), SIZE // 8)
 
 
 def walk(grammar: Grammar, chance: random.Random, length: int) -> list[int]:
@@ -193,8 +202,8 @@ def test_an_end_may_come_only_where_the_grammar_may_end(engine: GrammarEngine, t
 
 def test_nothing_may_follow_what_has_left_the_grammar(engine: GrammarEngine) -> None:
     grammar = engine.get(CONSTRAINTS["regex"].canonical())
-    assert grammar.fault([]) is None
-    assert "up to the one at 0" in (grammar.fault([2]) or "")
+    assert follower(engine, CONSTRAINTS["regex"]).follows([])
+    assert not follower(engine, CONSTRAINTS["regex"]).follows([2])
     [bits] = grammar.allowed([2], [()], ENDS)
     assert bits is not None
     assert not any(bits)
@@ -246,7 +255,8 @@ def test_what_cannot_be_read_is_refused_by_name(constraint: Constraint, words: s
     ("constraint", "words"),
     [
         (Constraint(ConstraintKind.REGEX, "(a"), "regex parse error"),
-        (Constraint(ConstraintKind.REGEX, "x{200000}"), "too many"),
+        (Constraint(ConstraintKind.REGEX, "x{200000}"), "it takes more than 50,000 steps of the lexer"),
+        (Constraint(ConstraintKind.LARK, "start: A\nA: /a/ & /b/"), "allows no answer"),
         (Constraint(ConstraintKind.LARK, "start: foo"), "foo"),
         (Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "object", "not": {}}'), "not"),
         (Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "string", "minLength": 5, "maxLength": 3}'), "minLength"),
@@ -261,7 +271,7 @@ def test_what_cannot_be_compiled_is_refused_with_a_sentence(
 
 def test_keywords_that_cannot_be_enforced_may_be_left_out(engine: GrammarEngine) -> None:
     lenient = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "object", "not": {}}', is_lenient=True)
-    assert engine.get(lenient.canonical()).fault([]) is None
+    assert engine.get(lenient.canonical()).ignored_keywords == ("not",)
 
 
 def test_white_space_is_bounded_unless_the_request_says_otherwise(
@@ -272,12 +282,123 @@ def test_white_space_is_bounded_unless_the_request_says_otherwise(
     strict = Constraint(ConstraintKind.JSON_SCHEMA, schema, whitespace="x")
 
     def fits(constraint: Constraint, text: str) -> bool:
-        return engine.get(constraint.canonical()).fault(tokenizer.encode(text, add_special_tokens=False).ids) is None
+        return follower(engine, constraint).follows(tokenizer.encode(text, add_special_tokens=False).ids)
 
     assert fits(usual, "[" + " " * 16 + "1")
     assert not fits(usual, "[" + " " * 17 + "1")
     assert not fits(strict, "[ 1")
     assert fits(strict, "[x1")
+
+
+NESTED = Constraint(ConstraintKind.REGEX, "(a{0,100}){0,100}")
+
+
+def exhausted_behind(one: Follower, tokens: Sequence[int]) -> int:
+    """How many of many tokens there are before a limit is exhausted."""
+    reached = one.reach(tokens)
+    assert one.exhausted(tokens[:reached]) is None
+    refused = one.exhausted(tokens[: reached + 1])
+    assert (
+        str(refused)
+        == f"behind {reached + 1} tokens of the answer it takes more than 50,000 steps of the lexer for one token"
+    )
+    return reached
+
+
+def test_where_a_grammar_is_exhausted_depends_on_the_answer_alone(
+    engine: GrammarEngine, tokenizer: tokenizers.Tokenizer
+) -> None:
+    """Also one that has gone back, or has read its output at once, beside a session that has exhausted its own."""
+    [a] = tokenizer.encode("a", add_special_tokens=False).ids
+    tokens = [a] * 150
+    ends = [exhausted_behind(follower(engine, NESTED), tokens) for _ in range(3)]
+    assert len(set(ends)) == 1
+    guessing = engine.get(NESTED.canonical())
+    for length in range(ends[0] + 20):
+        guessing.allowed(tokens[:length], [()], ENDS)
+    assert guessing.is_spent
+    slow = follower(engine, NESTED)
+    for length in range(ends[0] + 1):
+        assert any(slow.allowed(tokens[:length], ENDS))
+        assert any(slow.allowed(tokens[: length // 2], ENDS))
+    assert not any(slow.allowed(tokens[: ends[0] + 1], ENDS))
+    assert exhausted_behind(slow, tokens) == ends[0]
+
+
+def test_an_answer_that_goes_back_and_on_otherwise_ends_where_it_would_have(
+    engine: GrammarEngine, tokenizer: tokenizers.Tokenizer
+) -> None:
+    """What it has read before is then no part of it."""
+    mixed = Constraint(ConstraintKind.REGEX, "([a-c]{0,50}[b-d]{0,50}){0,50}")
+    [a, b] = (tokenizer.encode(letter, add_special_tokens=False).ids[0] for letter in "ab")
+    output, other = [a, b] * 100, [a, a, b] * 100
+    expected = [exhausted_behind(follower(engine, mixed), tokens) for tokens in (output, other)]
+    one = follower(engine, mixed)
+    for start in (0, 10, 30, expected[0]):
+        one.reach(output[:start])
+        assert exhausted_behind(one, other) == expected[1]
+        assert exhausted_behind(one, output) == expected[0]
+
+
+def test_a_grammar_that_others_have_exhausted_is_compiled_anew(
+    engine: GrammarEngine, tokenizer: tokenizers.Tokenizer
+) -> None:
+    """And sessions that still have it guess nothing behind it, instead of anything."""
+    [a] = tokenizer.encode("a", add_special_tokens=False).ids
+    first, second = (engine.get(NESTED.canonical(), b"spent") for _ in range(2))
+    assert not engine.get(NESTED.canonical(), b"spent").is_spent
+    for length in range(150):
+        first.allowed([a] * length, [()], ENDS)
+    assert [bits is not None and any(bits) for bits in second.allowed([], [(), (a,), (a, a)], ENDS)] == [False] * 3
+    [bits] = engine.get(NESTED.canonical(), b"spent").allowed([a] * 5, [()], ENDS)
+    assert bits is not None
+    assert any(bits)
+
+
+@GRAMMARS
+def test_a_follower_says_what_copies_say(engine: GrammarEngine, name: str) -> None:
+    """Token by token, and all of a path that is about to be committed is confirmed up to its end."""
+    text = CONSTRAINTS[name].canonical()
+    for seed in range(6):
+        output = walk(engine.get(text), random.Random(seed), 40)
+        grammar = engine.get(text).session(follower(engine, CONSTRAINTS[name]))
+        for length in range(0, len(output), 5):
+            paths = [tuple(output[length : length + depth]) for depth in range(6)]
+            found = grammar.allowed(output[:length], paths, ENDS)
+            assert found == engine.get(text).allowed(output[:length], paths, ENDS)
+            path = output[length : length + 5]
+            assert grammar.confirmed(output[:length], path, ENDS) == len(path)
+            assert grammar.confirmed(output[:length], [*path[:2], END], ENDS) == len([*path[:2], END])
+
+
+def test_a_row_with_another_mask_than_in_plain_decoding_is_not_entered(
+    engine: GrammarEngine, tokenizer: tokenizers.Tokenizer
+) -> None:
+    """Whatever the reason is: here the guesses' own lexer has been exhausted."""
+    [a] = tokenizer.encode("a", add_special_tokens=False).ids
+    for length in range(150):
+        engine.get(NESTED.canonical(), b"other").allowed([a] * length, [()], ENDS)
+    spent = engine.get(NESTED.canonical(), b"here")
+    grammar = spent.session(follower(engine, NESTED))
+    assert all(bits and any(bits) for bits in grammar.allowed([a], [(), (a,)], ENDS))
+    assert grammar.confirmed([a], [a, a], ENDS) == 1
+    for length in range(150):
+        spent.allowed([a] * length, [()], ENDS)
+    at_root, behind = grammar.allowed([a], [(), (a,)], ENDS)
+    assert at_root is not None
+    assert any(at_root)
+    assert behind is not None
+    assert not any(behind)
+    assert grammar.confirmed([a], [a], ENDS) == 0
+
+
+def test_remembered_grammars_are_bounded_by_their_text(engine: GrammarEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_COMPILED_BYTES", 3000)
+    texts = [Constraint(ConstraintKind.LARK, f'start: "{letter * 1000}"').canonical() for letter in "abcd"]
+    for text in texts:
+        engine.get(text, b"bounded")
+    kept = [text for salt, text in engine._compiled if salt == b"bounded"]
+    assert kept == texts[2:]
 
 
 def test_grammars_that_are_asked_for_again_are_not_compiled_again(
@@ -317,7 +438,7 @@ def test_many_alternatives_stay_within_the_limits(engine: GrammarEngine, name: s
     for seed in range(4):
         output = walk(grammar, random.Random(seed), 60)
         assert len(output) > 1
-        assert grammar.fault(output) is None
+        assert follower(engine, WIDE[name]).follows(output)
 
 
 def test_a_vocabulary_without_a_tokenizer_has_no_engine() -> None:

@@ -18,8 +18,8 @@ from outrider.engine.batching import Feed
 from outrider.engine.noise import Keys, first_uniforms, token_keys
 from outrider.engine.ops.temperature import apply_temperature, argmax_mask
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.transforms import RowContext, divisor, mask, transform
-from outrider.errors import ModelFault, NoTokenLeft, OutriderError
+from outrider.engine.sampling.transforms import RowContext, divisor, forbidden, mask, transform
+from outrider.errors import Field, ModelFault, NoTokenLeft, OutriderError
 from outrider.grammar import Bits, is_end_only
 from outrider.parameters import SessionSpec
 
@@ -171,14 +171,37 @@ def key_column(runner: ModelRunner, keys: Sequence[int] | Keys) -> Tensor:
     return torch.from_numpy(np.asarray(keys, dtype=np.int64)).to(runner.device)
 
 
-def undrawable(runner: ModelRunner, logits: Tensor, prefix_len: int, cause: ValueError) -> OutriderError:
+def undrawable(
+    runner: ModelRunner, logits: Tensor, spec: SessionSpec, context: RowContext, cause: ValueError
+) -> OutriderError:
     """The error of a session that has no token to draw behind its committed ones, from the model's rows [R, V] there.
 
-    A request can forbid every token, but it cannot make a model compute NaN or infinity: that is a ModelFault.
+    It says what of the request has left none. A request cannot make a model compute NaN or infinity: that is a
+    ModelFault.
     """
     if not are_numbers(logits[:, : runner.vocabulary_size]):
-        return model_fault(runner, prefix_len)
-    return NoTokenLeft(f"no token can be drawn behind {prefix_len} tokens: {cause}")
+        return model_fault(runner, len(context.committed))
+    follower = None if spec.grammar is None else spec.grammar.follower
+    exhausted = None if follower is None else follower.exhausted(context.committed[spec.prompt_len :])
+    if exhausted is not None:
+        return exhausted
+    left, fields = set(range(runner.vocabulary_size)), list[Field]()
+    if context.allowed is not None:
+        bits = np.unpackbits(np.frombuffer(context.allowed, np.uint8), bitorder="little")
+        left.intersection_update(np.flatnonzero(bits).tolist())
+        fields.append(Field("constraint"))
+    if left.intersection(banned := forbidden(context.banned, context.committed, context.path)):
+        fields.append(Field("banned_words"))
+        left.difference_update(banned)
+    if left & context.held_back:
+        fields.append(Field("sampling.min_tokens"))
+        left -= context.held_back
+    if left:
+        length = len(context.committed) + len(context.path)
+        return NoTokenLeft(f"no token can be drawn behind {length} tokens: {cause}")
+    names = [part for field in fields for part in (field, ", ")][:-1]
+    verb = "leaves" if len(fields) == 1 else "together leave"
+    return NoTokenLeft([f"no token may follow the {context.output_len} of the answer: ", *names, f" {verb} none"])
 
 
 def are_numbers(logits: Tensor) -> bool:
@@ -223,7 +246,7 @@ def _draw_alone(runner: ModelRunner, logits: Tensor, draw_input: DrawInput) -> D
             drawn += _draw(runner, logits[row : row + 1], [context], [int(key)])
         except ValueError as error:
             if not row:
-                return undrawable(runner, logits[row : row + 1], len(context.committed), error)
+                return undrawable(runner, logits[row : row + 1], draw_input.spec, context, error)
             drawn.append(UNDRAWN)
     return drawn
 

@@ -1,6 +1,7 @@
 """A client that does not read, over a real connection with a small window."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -114,3 +115,26 @@ async def test_a_client_that_reads_late_loses_nothing() -> None:
         await eventually(lambda: target.sessions == 1)
         responses = [response async for response in slow]
         assert responses[-1].completion.usage.completion_tokens == 400
+
+
+async def test_what_was_said_before_an_error_comes_before_it() -> None:
+    """Also to a client that reads nothing until the answer has failed, and has a long message to read then."""
+    fields = {"token_ids": [5] * 3000, "logprob_count": 20, "echo": True, "enabled": False, "max_tokens": 9}
+    schema = {"properties": {f"p{number}": {"type": "integer"} for number in range(400)}, "additionalProperties": False}
+    constraint = pb.Constraint(json_schema=json.dumps({"type": "object", **schema}))
+    tokens: list[types_pb2.Token] = []
+    async with (
+        running_stack(draft=None) as stack,
+        grpc.aio.insecure_channel(stack.gateway.address, options=SMALL_WINDOW) as channel,
+    ):
+        call = GenerationServiceStub(channel).Generate(request_of(**fields, constraint=constraint))
+
+        async def read() -> None:
+            async for response in call:
+                tokens.extend(response.round.tokens)
+
+        await eventually(lambda: len(stack.target.table) == 1)
+        await eventually(lambda: len(stack.target.table) == 0)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await read()
+        assert f"behind {len(tokens)} token of the answer it has " in failed.value.details()

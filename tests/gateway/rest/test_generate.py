@@ -77,7 +77,10 @@ def test_every_field_arrives() -> None:
         return_rounds=True,
         cache_salt="mine",
     )
-    assert asked(speculation={"drafter": ["lookup", "model"]}).drafters == ("lookup", "model")
+    for name in ("drafter", "drafters"):
+        assert asked(speculation={name: ["lookup", "model"]}).drafters == ("lookup", "model")
+    with pytest.raises(InvalidRequest, match=r"speculation.drafters is \['model'\], but must be absent beside"):
+        asked(speculation={"drafter": "lookup", "drafters": ["model"]})
     assert asked(prediction={"type": "content", "content": "Once"}).prediction == "Once"
     shaped = asked(speculation={"shape": {"max_width": 64, "is_static": True}})
     assert shaped.shape == TreeShape(max_width=64, is_static=True)

@@ -193,7 +193,8 @@ async def test_what_cannot_be_enforced_is_refused_by_name(options: Mapping[str, 
 async def test_an_answer_that_cannot_go_on_ends_with_a_reason() -> None:
     """A word that the grammar wants and the request bans: never a silent end."""
     async with running_stack() as stack:
-        with pytest.raises(NoTokenLeft, match="no token can be drawn"):
+        words = "no token may follow the 0 of the answer: constraint.choices, banned_words together leave none"
+        with pytest.raises(NoTokenLeft, match=words):
             await stack.client.generate("Once", choices=["fox"], banned_words=["fox", "f", "fo", "o", "x"]).result()
         # An end that would come too soon may come where nothing else is left.
         [sample] = (await stack.client.generate("Once", choices=["fox"], min_tokens=20, max_tokens=30).result()).samples

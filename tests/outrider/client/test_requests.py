@@ -73,8 +73,11 @@ def test_every_field_has_an_option() -> None:
     by_ids = generate_request([3, 4], EVERYTHING)
     assert list(by_ids.token_ids.token_ids) == [3, 4]
     assert unset(by_ids) == {"text", "drafters", "prediction_token_ids", *OTHER_SHAPES}
-    merged = generate_request("a", {"prediction": [7], "speculation": Speculation(drafter=["lookup", "model"])})
-    assert list(merged.speculation.drafters) == ["lookup", "model"]
+    for several in ({"drafter": ["lookup", "model"]}, {"drafters": ("lookup", "model")}):
+        merged = generate_request("a", {"prediction": [7], "speculation": Speculation(**several)})
+        assert list(merged.speculation.drafters) == ["lookup", "model"]
+    with pytest.raises(InvalidRequest, match=r"speculation.drafters .* absent beside speculation.drafter"):
+        generate_request("a", {"speculation": Speculation(drafter="lookup", drafters=["model"])})
     assert list(merged.prediction_token_ids.token_ids) == [7]
 
 

@@ -41,5 +41,5 @@ def test_a_session_that_cannot_draw_fails_alone(target: Target) -> None:
     target.sessions.open(Fence(bytes(16), 1, 5), forbidden, Step(EMPTY, 0, 0), answers)
     assert len(target.run()) == 1
     assert [type(answer.error) for answer in answers] == [NoTokenLeft]
-    assert "no token can be drawn" in str(answers[0].error)
+    assert str(answers[0].error) == "no token may follow the 0 of the answer: sampling.min_tokens leaves none"
     assert target.table.get(bytes(16)) is None
