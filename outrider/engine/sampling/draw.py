@@ -182,14 +182,18 @@ def undrawable(
     if not are_numbers(logits[:, : runner.vocabulary_size]):
         return model_fault(runner, len(context.committed))
     follower = None if spec.grammar is None else spec.grammar.follower
-    exhausted = None if follower is None else follower.exhausted(context.committed[spec.prompt_len :])
+    output = context.committed[spec.prompt_len :]
+    exhausted = None if follower is None else follower.exhausted(output)
     if exhausted is not None:
         return exhausted
     left, fields = set(range(runner.vocabulary_size)), list[Field]()
     if context.allowed is not None:
-        bits = np.unpackbits(np.frombuffer(context.allowed, np.uint8), bitorder="little")
-        left.intersection_update(np.flatnonzero(bits).tolist())
+        allowed = _ids(context.allowed)
         fields.append(Field("constraint"))
+        if follower is not None and (_ids(follower.allowed(output, ())) - allowed) & spec.stop_token_ids:
+            # What the grammar takes for text would end the answer.
+            fields.append(Field("stop_token_ids"))
+        left &= allowed
     if left.intersection(banned := forbidden(context.banned, context.committed, context.path)):
         fields.append(Field("banned_words"))
         left.difference_update(banned)
@@ -219,6 +223,10 @@ def model_fault(runner: ModelRunner, prefix_len: int) -> ModelFault:
         model=name,
         dtype=dtype,
     )
+
+
+def _ids(bits: Bits) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")).tolist())
 
 
 def _draw_group(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput], plain: bool) -> list[Drawn]:

@@ -12,7 +12,7 @@ import jsonschema_rs
 import pytest
 from support.basics import slow
 from support.models.tiny_models import write_tiny_model
-from support.stack import DRAFT, PATIENT, RunningStack, running_stack
+from support.stack import DRAFT, PATIENT, TARGET, RunningStack, running_stack
 
 from bench.common import OPENINGS
 from gateway.lookup.guesses import GRAMMAR
@@ -20,6 +20,7 @@ from outrider.client import Answer, InvalidRequest, OutriderError, Speculation
 from outrider.errors import NoTokenLeft
 from outrider.parameters import Rule
 from outrider.token_tree import TreeShape
+from outrider.tokenizer_files import load_tokenizer
 from outrider.vocabulary import Vocabulary
 
 SCHEMA = {
@@ -43,6 +44,8 @@ GRAMMARS: dict[str, dict[str, Any]] = {
     "object": {"json_schema": {"type": "object", "properties": {"tale": {"type": "string"}}, "required": ["tale"]}},
 }
 COUNTS = (1, 4, 8, None)
+# The target's token for the letter y.
+[YES] = load_tokenizer(TARGET).encode("y", add_special_tokens=False).ids
 
 
 async def said(
@@ -188,6 +191,51 @@ async def test_what_cannot_be_enforced_is_refused_by_name(options: Mapping[str, 
         assert refused.value.metadata["field"] == field
         # And others are served.
         assert (await said(stack, ["Once"], max_tokens=2))[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"choices": ["fox"], "banned_words": ["fox", "f", "fo"]},
+            "no token may follow the 0 of the answer: constraint.choices, banned_words together leave none",
+        ),
+        (
+            {"regex": "(y){7}z", "banned_words": ["z", "yz"]},
+            "of the answer: constraint.regex, banned_words together leave none",
+        ),
+        (
+            {"regex": "yz?", "banned_words": ["z", "yz"], "min_tokens": 5},
+            "of the answer: constraint.regex, banned_words, sampling.min_tokens together leave none",
+        ),
+        (
+            {"lark": 'start: "y"', "stop_token_ids": [YES]},
+            "no token may follow the 0 of the answer: constraint.lark, stop_token_ids together leave none",
+        ),
+    ],
+)
+async def test_a_dead_end_names_what_has_left_nothing(options: Mapping[str, Any], sentence: str) -> None:
+    """The same tokens and the same sentence, with guesses and without."""
+    async with running_stack() as stack:
+        ends = []
+        for speculation in (Speculation(enabled=False), Speculation(draft_count=8), Speculation()):
+            tokens: list[int] = []
+            stream = stack.client.generate("Once", temperature=0.0, max_tokens=30, speculation=speculation, **options)
+            with pytest.raises(NoTokenLeft) as ended:
+                await collect(stream, tokens)
+            assert sentence in str(ended.value)
+            assert f"follow the {len(tokens)} of the answer" in str(ended.value)
+            ends.append(tokens)
+        assert ends[0] == ends[1] == ends[2]
+        # A bias forbids nothing.
+        biased = {"choices": ["y"], "logit_bias": {YES: -100.0}}
+        assert (await stack.client.generate("Once", max_tokens=9, **biased).result()).text == "y"
+
+
+async def collect(stream: Any, tokens: list[int]) -> None:
+    """Adds the tokens of a stream as they come; raises what ends it."""
+    async for event in stream:
+        tokens += [token.token_id for token in event.tokens]
 
 
 async def test_an_answer_that_cannot_go_on_ends_with_a_reason() -> None:
