@@ -53,6 +53,7 @@ from outrider.process.options import listed, named_addresses
 from outrider.process.streams import LostLines
 from outrider.process.upkeep import Upkeep
 from outrider.rpc import channels
+from outrider.rpc.memory import RequestMemory
 from outrider.vocabulary import Vocabulary
 
 PROGRESS_S = 5.0
@@ -148,6 +149,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
         metrics.watch(admission, backend, door)
         names = ModelNames.of(listed(settings.served_model_name), backend.target.present().model_name)
         frontend = Frontend(backend, admission, metrics, template, names)
+        memory = RequestMemory(settings.request_memory_mib << 20)
         service = generation_service(frontend, settings.client_stall_seconds, door)
         shares_port = bool(settings.figures_of_all)
         server = await channels.serve(
@@ -162,6 +164,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
         rest = None
         if settings.rest_listen:
             rest_settings = RestSettings(
+                memory=memory,
                 keep_alive_s=settings.keep_alive_seconds,
                 client_stall_s=settings.client_stall_seconds,
                 sites=settings.sites,

@@ -206,6 +206,13 @@ class GatewaySettings(ProcessSettings):
     max_queue: Annotated[
         int, Setting("Requests that may wait, in each worker; more are turned away at once.", within(0))
     ] = 64
+    request_memory_mib: Annotated[
+        int,
+        Setting(
+            "MiB for requests on their way, parsed and kept, in each worker; more wait, and then are turned away.",
+            within(256),
+        ),
+    ] = 512
     client_stall_seconds: Annotated[
         float, Setting("How long a client may read nothing before its request ends.", within(0.1))
     ] = 30.0

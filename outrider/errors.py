@@ -56,8 +56,25 @@ class OutriderError(Exception):
 
 def shown(value: object) -> str:
     """A value as an error's sentence shows it, cut where it is long."""
-    text = repr(value)
+    text = _beginning(value, MAX_SHOWN_LEN + 1)
     return text if len(text) <= MAX_SHOWN_LEN else text[: MAX_SHOWN_LEN - 3] + "..."
+
+
+def _beginning(value: object, num_chars: int) -> str:
+    """How a value begins as Python writes it, at least so many characters: all of it may be millions."""
+    if isinstance(value, str):
+        return repr(value[:num_chars])
+    if not isinstance(value, list | dict):
+        return repr(value)
+    entries: Iterable[tuple[object, ...]] = zip(value) if isinstance(value, list) else value.items()
+    text, end = ("[", "]") if isinstance(value, list) else ("{", "}")
+    for number, entry in enumerate(entries):
+        text += ", " * bool(number)
+        for place, part in enumerate(entry):
+            if len(text) >= num_chars:
+                return text
+            text += ": " * place + _beginning(part, num_chars - len(text))
+    return text + end
 
 
 class InvalidRequest(OutriderError):

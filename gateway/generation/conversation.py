@@ -7,6 +7,7 @@ from typing import Any
 
 from gateway.generation.request import GenerationRequest
 from gateway.text.chat_template import ChatTemplate, RenderedPrompt
+from gateway.text.json_counts import JsonCounts
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.call_grammar import CallRules, OfferedTool, call_constraint
 from outrider.errors import InvalidRequest, Unsupported
@@ -92,11 +93,13 @@ def asked(
     return replace(request, constraint=constraint)
 
 
-def arguments_object(field: str, text: str) -> dict[str, Any]:
-    """The arguments of a call that was made before; raises InvalidRequest about what is no object.
+def arguments_object(field: str, text: str, counts: JsonCounts) -> dict[str, Any]:
+    """The arguments of a call that was made before; raises InvalidRequest about what is no object, and about more than
+    may be parsed of all texts that are counted together.
 
     Clients also send no text at all where there are none.
     """
+    counts.add(field, text.encode())
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):

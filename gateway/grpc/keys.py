@@ -5,19 +5,18 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import grpc
 
-from gateway.keys.door import GRPC, Door
-from gateway.keys.tenant import Tenant
+from gateway.keys.door import GRPC, Door, Entrance
 from outrider.rpc.guard import OPEN, Handler
 
 Metadata = Iterable[tuple[str, str | bytes]] | None
 
 
-def entered(door: Door, metadata: Metadata) -> Tenant:
-    """Whose call it is, by what came beside its message; raises InvalidKey."""
+def entrance_of(door: Door, metadata: Metadata) -> Entrance:
+    """Tells whose call it is, by what came beside its message."""
     values: defaultdict[str, list[bytes]] = defaultdict(list)
     for name, value in metadata or ():
         values[name].append(value.encode() if isinstance(value, str) else value)
-    return door.enter(GRPC, values["authorization"], values["x-api-key"])
+    return Entrance(door, GRPC, values["authorization"], values["x-api-key"])
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
@@ -34,7 +33,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         """The handler of a method, or one that refuses."""
         if not handler_call_details.method.startswith(OPEN):
             try:
-                entered(self._door, handler_call_details.invocation_metadata)
+                entrance_of(self._door, handler_call_details.invocation_metadata).tenant()
             except Exception as error:  # noqa: BLE001 - raised again inside the wall, which no interceptor is
                 return _refusing(error)
         return await continuation(handler_call_details)

@@ -24,12 +24,13 @@ from gateway.generation.request import MAX_DRAFTERS, GenerationRequest
 from gateway.generation.transcript import round_facts
 from gateway.rounds.round import FallbackReason, TokenOrigin
 from gateway.text.chat_template import ChatTemplate
+from gateway.text.json_counts import JsonCounts
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.call_grammar import CallRules, OfferedTool
 from outrider.beams import BeamSearch, EarlyStopping
 from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 from outrider.errors import InvalidRequest, check_count
-from outrider.grammar import Constraint, ConstraintKind
+from outrider.grammar import MAX_CHOICES, Constraint, ConstraintKind
 from outrider.parameters import MAX_BANNED_WORDS, MAX_STOP_TOKEN_IDS, MAX_STOPS
 from outrider.rpc import messages
 from outrider.rpc.messages import RULES, acceptance_from, logprob_message, settings_message, shape_from
@@ -93,7 +94,8 @@ def _constraint(message: pb.Constraint) -> Constraint:
     if kind is None:
         raise InvalidRequest("constraint", "without a kind", f"with one of {', '.join(CONSTRAINTS)}")
     value = getattr(message, kind)
-    text = json.dumps(list(value.texts)) if kind == "choices" else value
+    # A list that is too long is refused before it is read.
+    text = json.dumps(_few("constraint.choices", value.texts, MAX_CHOICES, "strings")) if kind == "choices" else value
     wanted = CONSTRAINTS[kind]
     if wanted is not ConstraintKind.JSON_SCHEMA:
         for name, given in (("whitespace", message.whitespace), ("is_lenient", message.is_lenient)):
@@ -148,25 +150,32 @@ async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate, tok
     for number, each in enumerate(message.messages):
         if each.role not in ROLES:
             raise InvalidRequest(f"messages.{number}.role", each.role, f"one of {', '.join(ROLES)}")
-    request, rules = request_from(message.generation), _call_rules(message)
+    counts = JsonCounts()
+    check_count("tools", len(message.tools), MAX_TOOLS, "tools")
+    schemas = [
+        arguments_object(f"tools.{number}.parameters", tool.parameters, counts)
+        for number, tool in enumerate(message.tools)
+    ]
+    request, rules = request_from(message.generation), _call_rules(message, schemas)
     variables = _variables(message, template)
     begins_turn = message.add_generation_prompt if message.HasField("add_generation_prompt") else None
     end = prompt_end(begins_turn=begins_turn, goes_on=message.continue_final_message)
     shown = message.tools if shows_tools(template, rules) else ()
-    tools = [_template_tool(number, tool) for number, tool in enumerate(shown)]
-    turns = [_template_message(number, each) for number, each in enumerate(message.messages)]
+    tools = [_template_tool(tool, schema) for tool, schema in zip(shown, schemas, strict=False)]
+    turns = [_template_message(number, each, counts) for number, each in enumerate(message.messages)]
     rendered = await template.prompt(turns, tools or None, **end, **variables)
     return asked(request, rendered, rules, template, tokenizer)
 
 
-def _call_rules(message: pb.ChatRequest) -> CallRules:
-    """Which tools may be called, and whether one must; raises InvalidRequest."""
+def _call_rules(message: pb.ChatRequest, schemas: Sequence[dict[str, Any]]) -> CallRules:
+    """Which of the tools, whose parameters have these schemas, may be called, and whether one must; raises
+    InvalidRequest.
+    """
     if message.HasField("tool_choice") and not message.tools:
         raise InvalidRequest("tool_choice", "present", "absent without tools")
-    check_count("tools", len(message.tools), MAX_TOOLS, "tools")
     tools = offered(
-        (f"tools.{number}", OfferedTool(tool.name, _parameters(number, tool), tool.strict))
-        for number, tool in enumerate(message.tools)
+        (f"tools.{number}", OfferedTool(tool.name, schema, tool.strict))
+        for number, (tool, schema) in enumerate(zip(message.tools, schemas, strict=True))
     )
     for number, tool in enumerate(message.tools):
         if not re.fullmatch(TOOL_NAME, tool.name):
@@ -183,21 +192,17 @@ def _call_rules(message: pb.ChatRequest) -> CallRules:
     return CallRules(tuple((some or tools).values()), is_needed, 1 if is_single else None)
 
 
-def _parameters(number: int, tool: pb.Tool) -> dict[str, Any]:
-    return arguments_object(f"tools.{number}.parameters", tool.parameters)
-
-
-def _template_tool(number: int, tool: pb.Tool) -> dict[str, Any]:
+def _template_tool(tool: pb.Tool, schema: dict[str, Any]) -> dict[str, Any]:
     """A tool as templates take it, which is how OpenAI writes one."""
     function: dict[str, Any] = {"name": tool.name}
     if tool.description:
         function["description"] = tool.description
     if tool.parameters:
-        function["parameters"] = _parameters(number, tool)
+        function["parameters"] = schema
     return {"type": "function", "function": function}
 
 
-def _template_message(number: int, message: pb.ChatMessage) -> dict[str, Any]:
+def _template_message(number: int, message: pb.ChatMessage, counts: JsonCounts) -> dict[str, Any]:
     """A message as templates take it, with no absent field."""
     calls = [
         {
@@ -205,7 +210,9 @@ def _template_message(number: int, message: pb.ChatMessage) -> dict[str, Any]:
             "type": "function",
             "function": {
                 "name": call.name,
-                "arguments": arguments_object(f"messages.{number}.tool_calls.{place}.arguments", call.arguments),
+                "arguments": arguments_object(
+                    f"messages.{number}.tool_calls.{place}.arguments", call.arguments, counts
+                ),
             },
         }
         for place, call in enumerate(message.tool_calls)

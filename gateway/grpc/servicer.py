@@ -6,9 +6,8 @@ anything.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from contextlib import aclosing
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any, Self
 
 import grpc
@@ -16,9 +15,9 @@ from google.protobuf.message import Message
 
 from gateway.generation.frontend import ClientStalled, Frontend
 from gateway.generation.request import GenerationRequest
-from gateway.grpc.keys import entered
+from gateway.grpc.keys import entrance_of
 from gateway.grpc.messages import chat_request_from, event_message, request_from
-from gateway.keys.door import Door
+from gateway.keys.door import Door, Entrance
 from outrider.errors import OutriderError
 from outrider.process import telemetry
 from outrider.v1 import generation_service_pb2 as pb
@@ -114,7 +113,9 @@ class GenerationServicer(GenerationServiceServicer):
         is closed before the call is over. A generator would be left to the garbage collector.
         """
         with telemetry.span("Generate", parent=_carrier(context)):
-            await self._answer(request_from(request), context)
+            with self._entrance(context, request) as enter:
+                asked = request_from(request)
+            await self._answer(asked, enter, context)
 
     async def Chat(  # type: ignore[override]  # noqa: N802 - the name is the protocol's
         self, request: pb.ChatRequest, context: ChatContext
@@ -122,10 +123,22 @@ class GenerationServicer(GenerationServiceServicer):
         """The same for a conversation."""
         with telemetry.span("Chat", parent=_carrier(context)):
             template, tokenizer = self._frontend.chat_template, self._frontend.backend.tokenizer
-            await self._answer(await chat_request_from(request, template, tokenizer), context)
+            with self._entrance(context, request) as enter:
+                asked = await chat_request_from(request, template, tokenizer)
+            await self._answer(asked, enter, context)
 
-    async def _answer(self, request: GenerationRequest, context: Context | ChatContext) -> None:
-        enter = None if self._door is None else partial(entered, self._door, context.invocation_metadata())
+    @contextmanager
+    def _entrance(self, context: Context | ChatContext, message: Message) -> Iterator[Entrance | None]:
+        """Whose request a message is, where keys are asked for; what is refused within counts for the key."""
+        entrance = None if self._door is None else entrance_of(self._door, context.invocation_metadata())
+        try:
+            yield entrance
+        except OutriderError:
+            if entrance is not None:
+                entrance.refused(message.ByteSize())
+            raise
+
+    async def _answer(self, request: GenerationRequest, enter: Entrance | None, context: Context | ChatContext) -> None:
         async with (
             self._frontend.open([request], enter) as generation,
             aclosing(generation.events) as events,

@@ -5,8 +5,9 @@ everybody out. What it no longer lists is refused from then on; requests under w
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -22,9 +23,6 @@ SCHEME = b"bearer "
 # One by each header; each is compared with all of the file.
 MAX_GIVEN = 2
 REST, GRPC = "rest", "grpc"
-
-# Asks the door once more for the same request; raises InvalidKey when the key has gone meanwhile.
-Entrance = Callable[[], Tenant]
 
 log = structlog.get_logger()
 
@@ -101,3 +99,31 @@ class Door:
         self._complaint = ""
         self._content, self._keys = content, keys
         log.warning("the file of keys was read again", keys=len(keys))
+
+
+@dataclass(slots=True)
+class Entrance:
+    """Whose request it is, by the headers that it came with, as often as that is asked."""
+
+    door: Door
+    surface: str
+    authorization: Sequence[bytes]
+    x_api_key: Sequence[bytes]
+    is_counted: bool = False
+    """Whether it counts for its key's limits already, or is about to."""
+
+    def tenant(self) -> Tenant:
+        """The holder of its key; raises InvalidKey when that has gone meanwhile."""
+        return self.door.enter(self.surface, self.authorization, self.x_api_key)
+
+    def __call__(self) -> Tenant:
+        """The same for whoever takes the request over, and counts it."""
+        self.is_counted = True
+        return self.tenant()
+
+    def refused(self, num_bytes: int) -> None:
+        """Counts a request of so many bytes that was refused before anybody took it over."""
+        if not self.is_counted:
+            self.is_counted = True
+            with suppress(InvalidKey):
+                self.tenant().count_refusal(num_bytes)

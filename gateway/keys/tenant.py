@@ -14,6 +14,8 @@ Clock = Callable[[], float]
 # What a client is told to wait for a sample's end, by how long samples took lately.
 WAIT_S = (1.0, 60.0)
 SMOOTHING = 0.2
+# Of a request that was refused before it had tokens.
+BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,27 @@ class Tenant:
         with self.usage.account(self.name) as account:
             self._check_left(account.requests, 1, self.limits.requests_per_minute, "requests")
             account.requests.take(1)
+
+    def check_left(self) -> None:
+        """Raises RateLimited where nothing is left of what a minute allows: then no more is read."""
+        with self.usage.account(self.name) as account:
+            if self.limits.requests_per_minute is not None:
+                self._check_left(account.requests, 1, self.limits.requests_per_minute, "requests")
+            if self.limits.tokens_per_minute is not None:
+                held = account.held_tokens + account.other_held_tokens
+                self._check_left(account.tokens, 1, self.limits.tokens_per_minute, "tokens", held)
+
+    def count_refusal(self, num_bytes: int) -> None:
+        """Counts a request that was refused before it was known what it asks for: as one, and as many tokens as its
+        bytes may have been, but no more of them than are left.
+        """
+        with self.usage.account(self.name) as account:
+            if self.limits.requests_per_minute is not None:
+                account.requests.left(self.limits.requests_per_minute, self.clock())
+                account.requests.take(1)
+            if self.limits.tokens_per_minute is not None:
+                left = max(0, math.floor(account.tokens.left(self.limits.tokens_per_minute, self.clock())))
+                account.tokens.take(min(left, num_bytes // BYTES_PER_TOKEN))
 
     @contextmanager
     def spending(self, samples: int, prompt_tokens: int, max_tokens: int, num_prompts: int = 1) -> Iterator[Spending]:

@@ -23,6 +23,7 @@ from gateway.rest.generate import check_prompt_len, generation_request
 from gateway.rest.middleware import RestSettings
 from gateway.rest.schemas import NO_EFFECT, AllowedToolsChoice, ChatRequest, Message, NamedTool, Tool, ignored_in
 from gateway.text.chat_template import ChatTemplate, RenderedPrompt
+from gateway.text.json_counts import JsonCounts
 from gateway.tools.call_grammar import CallRules, OfferedTool
 from outrider.errors import InvalidRequest
 
@@ -136,10 +137,11 @@ def _ignored(body: ChatRequest, template: ChatTemplate) -> Iterator[str]:
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """A conversation as templates take it; raises MissingParameter and InvalidRequest about the message at fault."""
-    return [_template_message(number, message) for number, message in enumerate(messages)]
+    counts = JsonCounts()
+    return [_template_message(number, message, counts) for number, message in enumerate(messages)]
 
 
-def _template_message(number: int, message: Message) -> dict[str, Any]:
+def _template_message(number: int, message: Message, counts: JsonCounts) -> dict[str, Any]:
     """A message as templates take it: its text in one piece, arguments of calls as objects, and no absent field.
 
     An assistant may have said nothing beside its calls or its reasoning. Raises MissingParameter about other messages
@@ -157,7 +159,7 @@ def _template_message(number: int, message: Message) -> dict[str, Any]:
         given = call.function.arguments
         function = {
             "name": call.function.name,
-            "arguments": given if isinstance(given, dict) else arguments_object(field, given),
+            "arguments": given if isinstance(given, dict) else arguments_object(field, given, counts),
         }
         plain.setdefault("tool_calls", []).append({"id": call.id, "type": call.type, "function": function})
     return plain

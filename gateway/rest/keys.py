@@ -4,7 +4,7 @@ The page itself has no secrets, and asks for the key when its first call is refu
 one too, so that a new route is closed until it is named here.
 """
 
-from functools import partial
+from http import HTTPStatus
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
@@ -33,19 +33,24 @@ class KeyGuard:
         if is_open(scope["method"], scope["path"]):
             await self._app(scope, receive, send)
             return
-        enter = partial(self._door.enter, REST, _values(scope, b"authorization"), _values(scope, b"x-api-key"))
+        entrance = Entrance(self._door, REST, _values(scope, b"authorization"), _values(scope, b"x-api-key"))
         try:
-            tenant = enter()
+            tenant = entrance.tenant()
             if scope["path"] == FIGURES and not tenant.key.metrics:
                 message = f"{FIGURES} tells of all keys; to read it the key {tenant.name!r} needs metrics = true"
                 raise KeyForbidden(message, key=tenant.name)
         except OutriderError as error:
             await error_response(error, scope["path"])(scope, receive, send)
             return
-        scope.setdefault("state", {})["enter"] = enter
+        state = scope.setdefault("state", {})
+        state.update(enter=entrance, tenant=tenant)
 
         async def send_with_limits(message: Message) -> None:
             if message["type"] == "http.response.start":
+                status = message["status"]
+                # Whoever is over its limits, or finds all places taken, does not pay for that.
+                if "num_bytes" in state and 400 <= status < 500 and status != HTTPStatus.TOO_MANY_REQUESTS:
+                    entrance.refused(state["num_bytes"])
                 MutableHeaders(scope=message).update(limit_headers(tenant))
             await send(message)
 

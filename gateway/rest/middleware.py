@@ -3,17 +3,14 @@ limits of bodies, which are read, checked and parsed here once.
 """
 
 import asyncio
-import collections
-import json
-import math
 import re
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 from urllib.parse import quote
 
 import structlog
@@ -29,23 +26,27 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.generation.request import MAX_TEXT_CHARS
 from gateway.keys.door import Door
+from gateway.keys.tenant import Tenant
 from gateway.rest.errors import (
     AmbiguousBody,
     BodyTimeout,
     BodyTooLarge,
     ClientGone,
     HeadersTooLarge,
-    InvalidJson,
     UnsupportedMedia,
     error_response,
     unexpected,
 )
+from gateway.rest.json_body import Json, read_json
 from gateway.rest.keys import LIMIT_HEADERS, tells_nothing
 from gateway.rest.server import HEAD_BYTES
+from gateway.rest.sse import while_there
 from gateway.settings import OWN_PAGE, SiteRefused, Sites
-from outrider.errors import InvalidRequest, OutriderError, Overloaded
+from gateway.text.json_counts import JsonCounts
+from outrider.errors import OutriderError, Overloaded
 from outrider.process.telemetry import bound, span
 from outrider.rpc.guard import Throttle
+from outrider.rpc.memory import WAIT_S, RequestMemory, Share
 
 TRACE_HEADERS = ("traceparent", "tracestate")
 PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -58,17 +59,9 @@ JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json\s*(;\s*charset\s*=\s*\"?u
 # Reading more than this takes long enough to be felt by other requests.
 LONG_BODY = 1 << 15
 
-Json: TypeAlias = "str | int | float | bool | list[Json] | dict[str, Json] | None"
-Path: TypeAlias = tuple[str | int, ...]
-# Keys of all objects together. Unknown ones are found one by one, which takes the loop's time.
-MAX_KEYS = 50_000
-MAX_NAME_LEN = 200
 # Names the fields of a body that were accepted without effect.
 IGNORED_HEADER = "x-outrider-ignored"
 MAX_IGNORED_LEN = 2048
-# Half of a surrogate pair, which no encoding can carry; whole pairs have become characters already.
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-
 log = structlog.get_logger()
 
 
@@ -76,6 +69,8 @@ log = structlog.get_logger()
 class RestSettings:
     """Limits and habits of the REST surface. Sizes are bytes or characters, times are seconds."""
 
+    memory: RequestMemory = field(default_factory=lambda: RequestMemory(512 << 20))
+    """Where bodies take what they and their values hold."""
     keep_alive_s: float = 15.0
     """Silence on a stream after which a comment says that it is alive."""
     client_stall_s: float = 30.0
@@ -84,8 +79,6 @@ class RestSettings:
     door: Door | None = None
     """Where keys are asked for; None lets everybody in."""
     max_body_bytes: int = 4 << 20
-    max_held_bytes: int = 256 << 20
-    """Of the bodies of all requests together."""
     body_wait_s: float = 30.0
     """For how long a client may send its body."""
     max_json_depth: int = 64
@@ -201,14 +194,15 @@ class BodyLimits:
     """Reads the whole body, which is limited in size and time and must be JSON, before anything is spent on it.
 
     So is what comes before it. Its value goes to the route in the request's state, its bytes to whoever reads them.
+    What both hold is taken from the memory of all requests, before they are there, until the answer begins.
     """
 
     def __init__(self, app: ASGIApp, settings: RestSettings) -> None:
         self._app = app
         self._settings = settings
-        self._num_held = 0  # bytes of all bodies
-        # One at a time, because the parser keeps all other threads from running.
-        self._parser = ThreadPoolExecutor(1, "bodies")
+        # One body at a time, because the parser keeps all other threads from running, and until its value is checked,
+        # because unchecked values are the largest.
+        self._parser, self._lock = ThreadPoolExecutor(1, "bodies"), asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -224,33 +218,57 @@ class BodyLimits:
         if scope["method"] not in BODY_METHODS:
             await self._app(scope, receive, send)
             return
-        body = bytearray()
-        try:
-            try:
-                await self._read(body, headers, receive)
-                if body:
-                    value = await self._parsed(bytes(body), headers)
-                    parser = self._parser if len(body) > LONG_BODY else None
-                    scope.setdefault("state", {}).update(json=value, parser=parser)
-            except OutriderError as error:
-                # The server drops what is left of the body: closing would take the answer from whoever still sends.
-                await error_response(error, scope["path"])(scope, receive, send)
-                return
-            messages: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        state, memory = scope.setdefault("state", {}), self._settings.memory
+        tenant: Tenant | None = state.get("tenant")
+        whose = "" if tenant is None else tenant.name
+        state["num_bytes"] = 0
+        with memory.coming.share(whose) as coming, memory.kept.share(whose) as kept:
+            messages: list[Message] = []
 
             async def replay() -> Message:
                 return messages.pop() if messages else await receive()
 
-            await self._app(scope, replay, send)
-        finally:
-            self._num_held -= len(body)
+            async def let_go(message: Message) -> None:
+                turn.end()
+                if message["type"] == "http.response.start" and message["status"] < 400:
+                    # Whoever answers has made of them what it needs; an error may still have hold of them.
+                    messages.clear()
+                    state.pop("json", None)
+                    kept.give_back()
+                await send(message)
 
-    async def _read(self, body: bytearray, headers: Headers, receive: Receive) -> None:
-        max_bytes = self._settings.max_body_bytes
+            turn = Turn(self._lock, self._parser)
+            try:
+                try:
+                    body = await self._read(headers, receive, coming, state)
+                    if body:
+                        state.update(json=await self._parsed(body, headers, receive, kept, turn), turn=turn)
+                except OutriderError as error:
+                    # The server drops what is left of the body: closing would take the answer from whoever still sends.
+                    await error_response(error, scope["path"])(scope, receive, send)
+                    return
+                messages.append({"type": "http.request", "body": body, "more_body": False})
+                del body
+                # From here on it is counted among what is kept.
+                coming.give_back()
+                await self._app(scope, replay, let_go)
+            finally:
+                turn.end()
+
+    async def _read(self, headers: Headers, receive: Receive, coming: Share, state: dict[str, Any]) -> bytes:
+        """The body, for which there is room before any of it is looked at: halves of several would keep each other
+        from an end.
+        """
+        max_bytes, body = self._settings.max_body_bytes, bytearray()
         too_large = BodyTooLarge(f"The body is longer than {max_bytes} bytes", limit=f"at most {max_bytes} bytes")
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > max_bytes:
+        # Without a length it may be as long as any.
+        most = int(length) if length.isdecimal() else max_bytes if "transfer-encoding" in headers else 0
+        if most > max_bytes:
             raise too_large
+        if most > LONG_BODY and "tenant" in state:
+            state["tenant"].check_left()
+        await coming.take(most)
         try:
             async with asyncio.timeout(self._settings.body_wait_s):
                 message: Message = {"more_body": True}
@@ -259,27 +277,60 @@ class BodyLimits:
                     if message["type"] == "http.disconnect":
                         raise ClientGone("The client left before its request was there")
                     part = message.get("body", b"")
-                    if len(body) + len(part) > max_bytes:
+                    if len(body) + len(part) > most:
                         raise too_large
-                    if self._num_held + len(part) > self._settings.max_held_bytes:
-                        held = self._num_held
-                        raise Overloaded(f"{held} bytes of requests are held already", num_bytes=held)
                     body += part
-                    self._num_held += len(part)
+                    state["num_bytes"] = len(body)
         except TimeoutError:
             raise BodyTimeout(f"The body did not come within {self._settings.body_wait_s:g} seconds") from None
+        return bytes(body)
 
-    async def _parsed(self, body: bytes, headers: Headers) -> Json:
+    async def _parsed(self, body: bytes, headers: Headers, receive: Receive, kept: Share, turn: "Turn") -> Json:
         kind, encoding = headers.get("content-type", ""), headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise UnsupportedMedia("The body must not be compressed", field="content-encoding", value=encoding[:80])
         if not JSON_TYPE.fullmatch(kind.strip()):
             message = f"content-type is {kind[:80]!r}, but must be application/json in UTF-8"
             raise UnsupportedMedia(message, field="content-type", value=kind[:80])
-        parse = partial(read_json, body, self._settings.max_json_depth)
+        counts, parse = JsonCounts(), partial(read_json, body, self._settings.max_json_depth)
         if len(body) <= LONG_BODY:
+            counts.add("body", body)
+            await kept.take(len(body) + counts.memory_bytes)
             return parse()
-        return await asyncio.get_running_loop().run_in_executor(self._parser, parse)
+        # Of those who leave before their turn nothing is parsed.
+        async with while_there(receive):
+            await turn.begin()
+            await turn.run(partial(counts.add, "body", body))
+            await kept.take(len(body) + counts.memory_bytes)
+            value: Json = await turn.run(parse)
+        return value
+
+
+class Turn:
+    """The time that a long body has with the parser, until it is checked; a short one has none, and needs none."""
+
+    def __init__(self, lock: asyncio.Lock, parser: ThreadPoolExecutor) -> None:
+        self._lock, self._parser = lock, parser
+        self.has_begun = False
+
+    async def begin(self) -> None:
+        """Waits for it; raises Overloaded where that takes too long."""
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise Overloaded(f"{WAIT_S:g} seconds were not enough for the bodies that came before this one") from None
+        self.has_begun = True
+
+    async def run(self, job: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever the job makes
+        """Does a job where long bodies are parsed, off the loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._parser, job)
+
+    def end(self) -> None:
+        """Lets the next one have its turn; again without effect."""
+        if self.has_begun:
+            self.has_begun = False
+            self._lock.release()
 
 
 class ParsedRequest(Request):
@@ -293,14 +344,25 @@ class ParsedRequest(Request):
 
     async def check(self, bodies: TypeAdapter[Any] | None) -> None:
         """Checks a long body where it was parsed: the framework would do it on the loop. Raises what that raises."""
-        parser = getattr(self.state, "parser", None)
-        if bodies is None or parser is None:
+        turn: Turn | None = getattr(self.state, "turn", None)
+        if bodies is None or turn is None or not turn.has_begun:
             return
         value: Json = self.state.json
-        try:
-            self.model = await asyncio.get_running_loop().run_in_executor(parser, bodies.validate_python, value)
-        except ValidationError as error:
-            raise RequestValidationError(error.errors(), body=value) from None
+
+        def validated() -> tuple[object, list[Any]]:
+            try:
+                return bodies.validate_python(value), []
+            except ValidationError as error:
+                # There may be thousands.
+                return None, error.errors()
+
+        # What comes behind it is that the client leaves.
+        await self.body()
+        async with while_there(self.receive):
+            self.model, findings = await turn.run(validated)
+        turn.end()
+        if findings:
+            raise RequestValidationError(findings, body=value)
 
 
 class ParsedBodyRoute(APIRoute):
@@ -327,78 +389,8 @@ class ParsedBodyRoute(APIRoute):
         return handle_parsed
 
 
-def read_json(text: bytes, max_depth: int) -> Json:
-    """The value of a JSON text that every parser would read alike: no repeated keys, NaN, infinity, lone surrogates.
-
-    Raises InvalidJson, and InvalidRequest about a value that is no JSON, naming its path.
-    """
-    try:
-        decoded = text.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidJson(f"The body is not UTF-8: byte {error.start} is 0x{text[error.start]:02x}") from None
-    try:
-        value = _loaded(decoded)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise InvalidJson(f"The body is not JSON: {error.msg.lower()} in {place}") from None
-    except RecursionError:
-        raise InvalidJson(f"The body nests values more than {max_depth} deep") from None
-    if _checked_keys(value, (), max_depth) > MAX_KEYS:
-        raise InvalidJson(f"The body has more than {MAX_KEYS} keys")
-    return value
-
-
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
     """The header that names fields which were accepted without effect; none when there are none."""
     # Some of them are keys that a client made up.
     named = ", ".join(quote(name, safe="%./=") for name in dict.fromkeys(names))
     return {IGNORED_HEADER: named[:MAX_IGNORED_LEN]} if named else {}
-
-
-def name_of(path: Iterable[str | int]) -> str:
-    """The name of a place in the body, of bounded length: keys are the client's."""
-    name = ".".join(map(str, path)) or "body"
-    return name if len(name) <= MAX_NAME_LEN else name[: MAX_NAME_LEN - 3] + "..."
-
-
-def _loaded(text: str) -> Json:
-    try:
-        value: Json = json.loads(text, object_pairs_hook=_object)
-    except json.JSONDecodeError:
-        raise
-    except ValueError:
-        # Python converts no integer of more than 4,300 digits. As a float it is infinite, which has a place; and what
-        # comes behind it is read as well, which may be no JSON.
-        value = json.loads(text, object_pairs_hook=_object, parse_int=float)
-    return value
-
-
-def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(key for key, count in collections.Counter(key for key, _ in pairs).items() if count > 1)
-        name = name_of([twice])
-        raise InvalidJson(f"The body names {name!r} twice in one object", field=name)
-    return found
-
-
-def _checked_keys(value: Json, path: Path, max_depth: int) -> int:
-    """How many keys the objects in a value have; raises an error about what Python takes and JSON does not."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidRequest(name_of(path), value, "a finite number")
-    if isinstance(value, str) and LONE_SURROGATE.search(value):
-        raise InvalidRequest(name_of(path), value, "text without lone surrogates")
-    if not isinstance(value, dict | list):
-        return 0
-    if len(path) >= max_depth:
-        raise InvalidJson(f"The body nests values more than {max_depth} deep")
-    if isinstance(value, list):
-        # Token ids come by the million, and there is nothing to see in a number without a fraction.
-        if set(map(type, value)) == {int}:
-            return 0
-        return sum(_checked_keys(each, (*path, at), max_depth) for at, each in enumerate(value))
-    for key in value:
-        if LONE_SURROGATE.search(key):
-            place = name_of(path)
-            raise InvalidJson(f"{place} has the key {name_of([key])!r}, which is not text", field=place)
-    return len(value) + sum(_checked_keys(each, (*path, key), max_depth) for key, each in value.items())

@@ -54,6 +54,7 @@ async def while_there(receive: Receive, *companions: Coroutine[Any, Any, None]) 
             pass
         raise ClientGone("The client left before its answer was there")
 
+    first: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(watch(), name="departure")]
@@ -63,7 +64,15 @@ async def while_there(receive: Receive, *companions: Coroutine[Any, Any, None]) 
                 task.cancel()
     except BaseExceptionGroup as errors:
         # The first is why the others were cancelled.
-        raise errors.exceptions[0] from None
+        first = errors.exceptions[0]
+        # Its frames hold all of them, and what holds the first keeps it, with all that it is about.
+        errors.__traceback__ = None
+    try:
+        # Within the handler all of them would be its context.
+        if first is not None:
+            raise first
+    finally:
+        del first, group
 
 
 class EventStream(Response):

@@ -20,16 +20,8 @@ from gateway.rest.errors import (
     WrongMethod,
     error_response,
 )
-from gateway.rest.middleware import (
-    IGNORED_HEADER,
-    Json,
-    ParsedBodyRoute,
-    ParsedRequest,
-    Path,
-    RestSettings,
-    ignored_header,
-    name_of,
-)
+from gateway.rest.json_body import Json, Path, name_of
+from gateway.rest.middleware import IGNORED_HEADER, ParsedBodyRoute, ParsedRequest, RestSettings, ignored_header
 from gateway.rest.schemas import AS_USUAL
 from outrider.errors import Field, InvalidRequest, OutriderError, Unsupported, shown
 from outrider.parameters import KEY_MARK

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.errors import InvalidRequest, check_count, check_range, check_token_id, check_token_ids
+from outrider.errors import InvalidRequest, check_count, check_range, check_token_id, check_token_ids, shown
 
 
 @pytest.mark.parametrize("value", [2, 3, 5])
@@ -17,6 +17,28 @@ def test_a_value_outside_is_named(value: int) -> None:
     with pytest.raises(InvalidRequest, match=rf"^field is {value}, but must be in \[2, 5\]$") as caught:
         check_range("field", value, 2, 5)
     assert caught.value.metadata == {"field": "field", "value": str(value), "limit": "in [2, 5]"}
+
+
+class Silent:
+    """Fails who writes it."""
+
+    def __repr__(self) -> str:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "value", [[1.5] * 30, "it's" * 30, {"a": [{"b": None}] * 9, 1: True}, [["x" * 90]], [[]], {}, 10**90, {"a": ()}]
+)
+def test_a_value_is_shown_as_python_writes_it(value: object) -> None:
+    """Cut where it is long."""
+    text = repr(value)
+    assert shown(value) == (text if len(text) <= 80 else text[:77] + "...")
+
+
+@pytest.mark.parametrize("value", [[*["x" * 9] * 9, Silent()], [[*["x" * 9] * 9, Silent()]], {"a" * 90: Silent()}])
+def test_no_more_of_a_value_is_written_than_is_shown(value: object) -> None:
+    """However deep: all of it may be millions, and nobody else runs meanwhile."""
+    assert shown(value).endswith("...")
 
 
 def test_a_list_that_is_too_long_is_counted() -> None:

@@ -309,7 +309,7 @@ def _input(arguments: str) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"partial_json": arguments}
 

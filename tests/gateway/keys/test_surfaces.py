@@ -21,6 +21,7 @@ from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 from support.basics import eventually
 from support.keys import bearer, key_of, write_keys
+from support.rest.rest_stack import exchange
 from support.services.markov_services import MarkovStack, markov_stack, request, write_tokenizer
 
 from gateway.keys.door import REST
@@ -42,6 +43,7 @@ OPEN_ROUTES = {
 OPEN_SERVICE = "grpc.health.v1.Health"
 WRONG = ({}, {"authorization": "Bearer wrong"}, {"x-api-key": key_of("nobody")}, {"authorization": key_of("alice")})
 ORIGIN = "https://page.example"
+JSON = {"content-type": "application/json"}
 PATIENCE_S = 120.0
 NAMES: dict[str, dict[str, int | bool]] = {
     "operator": {"metrics": True},
@@ -52,6 +54,8 @@ NAMES: dict[str, dict[str, int | bool]] = {
     "short": {"max_tokens": 5, "tokens_per_minute": 1000},
     "frugal": {"tokens_per_minute": 60},
     "leaver": {},
+    "faulty": {"requests_per_minute": 5},
+    "verbose": {"tokens_per_minute": 60},
     "patient": {"priority": 5},
     "urgent": {"priority": -5},
 }
@@ -303,6 +307,45 @@ async def test_of_two_hundred_requests_at_once_as_many_are_served_as_may(
         assert told == ["2", "50", "0"]
     assert one.headers["x-ratelimit-reset-requests"] == "60.000s"
     assert "x-ratelimit-limit-tokens" not in one.headers
+
+
+async def test_what_is_refused_counts_for_its_key(stack: MarkovStack, http: httpx.AsyncClient) -> None:
+    """Once each, over both surfaces and wherever the fault is; then nothing long is read for that key any more."""
+    tenant = still(stack, "faulty")
+    headers = {**bearer("faulty"), **JSON}
+    for path, content in (
+        ("/v1/completions", b"{"),
+        ("/v1/nothing", b"[]"),
+        ("/v1/completions", b'{"prompt": 1}'),
+        ("/v1/completions", b'{"prompt": "fox", "max_tokens": 100000}'),
+    ):
+        reply = await http.post(path, content=content, headers=headers)
+        assert 400 <= reply.status_code < 429
+    assert reply.headers["x-ratelimit-remaining-requests"] == "1"
+    async with open_channel(stack.gateway.address) as channel:
+        wrong = request(4, stop=["x"] * 100)
+        asked = channel.unary_stream("/outrider.v1.GenerationService/Generate")
+        got = await asked(wrong.SerializeToString(), metadata=tuple(bearer("faulty").items())).code()
+    assert got is grpc.StatusCode.INVALID_ARGUMENT
+    assert tenant.requests is not None
+    assert tenant.requests.remaining == 0
+    head = (
+        f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nx-api-key: {key_of('faulty')}"
+    )
+    # Of whose body nothing ever comes.
+    told = await exchange(str(stack.gateway.rest_address), f"{head}\r\ncontent-length: 100000\r\n\r\n".encode())
+    assert told.startswith(b"HTTP/1.1 429 ")
+    assert (await http.post("/tokenize", json={"prompt": "fox"}, headers=headers)).status_code == 200
+
+
+async def test_a_refused_body_is_as_many_tokens_as_it_may_have_been(
+    stack: MarkovStack, http: httpx.AsyncClient
+) -> None:
+    """Where a key's tokens alone are limited, what is wrong is no way around that."""
+    tenant = still(stack, "verbose")
+    await http.post("/v1/completions", content=b"[" * 80, headers={**bearer("verbose"), **JSON})
+    assert tenant.tokens is not None
+    assert tenant.tokens.remaining == 40
 
 
 async def test_tokens_of_a_key_are_never_more_than_may_be(stack: MarkovStack, http: httpx.AsyncClient) -> None:

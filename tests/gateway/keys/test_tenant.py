@@ -48,6 +48,27 @@ def count_let_in(tenant: Tenant, times: int) -> int:
     return count
 
 
+def test_a_refused_request_counts_as_one_and_its_bytes_as_tokens(usage: Usage) -> None:
+    """Down to nothing and no further: what is left of a minute comes back as fast as ever."""
+    clock = Clock()
+    tenant = tenant_of(usage, clock, requests_per_minute=3, tokens_per_minute=60)
+    tenant.count_refusal(83)
+    assert (tenant.requests, tenant.tokens) == (Allowance(3, 2, 20.0), Allowance(60, 40, 20.0))
+    tenant.check_left()
+    tenant.count_refusal(4 << 20)
+    assert tenant.tokens == Allowance(60, 0, 60.0)
+    with pytest.raises(RateLimited, match="60 tokens a minute"):
+        tenant.check_left()
+    clock.now_s += 1.0
+    tenant.check_left()
+    tenant.count_refusal(0)
+    with pytest.raises(RateLimited, match="3 requests a minute"):
+        tenant.check_left()
+    free = tenant_of(OwnUsage(), clock)
+    free.count_refusal(4 << 20)
+    free.check_left()
+
+
 def test_of_two_hundred_requests_at_once_as_many_come_in_as_may(usage: Usage) -> None:
     """And as time goes by as many more as have come back, to the request."""
     clock = Clock()

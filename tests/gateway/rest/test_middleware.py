@@ -1,8 +1,10 @@
 """Bodies are limited in size, time, kind and depth before any route sees them, and every answer has an id."""
 
 import asyncio
+import gc
 import json
 import threading
+import weakref
 from typing import Any, ClassVar
 
 import httpx
@@ -15,11 +17,14 @@ from pydantic import BaseModel, ConfigDict, field_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
+from support.basics import eventually
 from support.network import GET, connected, served, turns_taken
 
-from gateway.rest.middleware import BodyLimits, ParsedBodyRoute, RequestIds, RestSettings, read_json
+from gateway.rest.json_body import read_json
+from gateway.rest.middleware import BodyLimits, ParsedBodyRoute, RequestIds, RestSettings
 from gateway.rest.server import HEAD_BYTES
 from gateway.rest.validation import TolerantBodyRoute, handle_error
+from outrider.rpc.memory import RequestMemory
 
 SETTINGS = RestSettings(max_body_bytes=100_000, body_wait_s=20)
 JSON = {"content-type": "application/json"}
@@ -78,6 +83,8 @@ async def test_a_body_in_order_arrives() -> None:
         (b'{"a": {"b": NaN}}', {}, 400, "a.b"),
         (b'{"a": 1, "a": 2}', {}, 400, "a"),
         (b"[" * 65 + b"]" * 65, {}, 400, None),
+        (b"[" + b"[]," * 30_000 + b"[" * 3000, {}, 400, None),
+        (b"[" * 60_000, {}, 400, "body"),
     ],
 )
 async def test_a_body_out_of_order_is_refused(
@@ -110,7 +117,7 @@ async def test_a_client_that_sends_too_much_reads_why() -> None:
 
 async def test_bodies_together_are_limited() -> None:
     """Whoever comes with more than all may hold is to come again; what an answered request held is free again."""
-    app = BodyLimits(echo, RestSettings(max_held_bytes=30))
+    app = BodyLimits(echo, RestSettings(memory=RequestMemory(240, wait_s=0)))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
         for content, status in ((b'"' + b"x" * 20 + b'"', 200), (b'"' + b"x" * 30 + b'"', 429)) * 2:
             reply = await http.post("/", content=content, headers=JSON)
@@ -132,6 +139,78 @@ async def test_long_bodies_are_parsed_one_at_a_time(monkeypatch: pytest.MonkeyPa
     assert len(threads) == 6
     assert len({*threads}) == 1
     assert threading.get_ident() not in threads
+
+
+async def test_nothing_is_parsed_for_who_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While others are before it; who is still there has its turn."""
+    begun, goes_on, parsed = threading.Event(), threading.Event(), list[int]()
+
+    def parse(body: bytes, max_depth: int) -> Any:
+        parsed.append(len(body))
+        begun.set()
+        assert goes_on.wait(60)
+        return read_json(body, max_depth)
+
+    monkeypatch.setattr("gateway.rest.middleware.read_json", parse)
+    memory = RequestMemory(256 << 20)
+    app = RequestIds(BodyLimits(echo, RestSettings(memory=memory)), CollectorRegistry())
+
+    def posting(num_bytes: int) -> bytes:
+        head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % num_bytes
+        return head + b'"' + b"x" * (num_bytes - 2) + b'"'
+
+    async with served(app) as running, connected(running, posting(40_000)) as (first, _):
+        await asyncio.to_thread(begun.wait, 60)
+        async with (
+            connected(running, posting(50_000)) as (_, leaving),
+            connected(running, posting(60_000)) as (last, _),
+        ):
+            await eventually(lambda: memory.coming.held == 150_000)
+            leaving.transport.abort()
+            await eventually(lambda: memory.coming.held == 100_000)
+            goes_on.set()
+            for reader in (first, last):
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+    assert parsed == [40_000, 60_000]
+    assert memory.held == 0
+
+
+async def test_what_a_refused_body_became_is_gone_with_it() -> None:
+    """No circle of references keeps it until somebody looks for such."""
+    app = FastAPI()
+    router = APIRouter(route_class=ParsedBodyRoute)
+    values = weakref.WeakSet[Held]()
+
+    @router.post("/")
+    async def take(body: Words) -> int:
+        return len(body.words)
+
+    app.include_router(router)
+    app.add_exception_handler(RequestValidationError, handle_error)
+
+    class Holding:
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            held = Held(scope["state"]["json"])
+            values.add(held)
+            scope["state"]["json"] = held
+            del held
+            await app(scope, receive, send)
+
+    limits = RequestIds(BodyLimits(Holding(), SETTINGS), CollectorRegistry())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(limits), base_url="http://test") as http:
+        gc.disable()
+        try:
+            for count in (2, 20_000):
+                assert (await http.post("/", json={"words": [*["x"] * count, 5]})).status_code == 400
+            await eventually(lambda: not list(values))
+        finally:
+            gc.enable()
+
+
+class Held(dict[str, Any]):
+    """A body to which there can be weak references."""
+
+    __hash__ = object.__hash__
 
 
 class Words(BaseModel):

@@ -1,7 +1,9 @@
 """A stream of events sends what its generator gives, keeps the connection alive, and ends the generator in time."""
 
 import asyncio
+import gc
 import json
+import weakref
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
@@ -9,7 +11,7 @@ from support.basics import PATIENCE_S, eventually
 from support.network import GET, Source, connected, served, streaming
 
 from gateway.rest.errors import ClientGone
-from gateway.rest.sse import DONE, EventStream, data, typed
+from gateway.rest.sse import DONE, EventStream, data, typed, while_there
 from outrider.errors import InvalidRequest
 
 FOREVER = asyncio.Event
@@ -130,3 +132,29 @@ async def test_begin_waits_no_longer_than_its_client() -> None:
     await stream({"type": "http"}, present, send)
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
     assert source.is_closed
+
+
+class Held:
+    """What an error is about."""
+
+
+async def test_an_error_of_a_block_keeps_nothing_behind() -> None:
+    """It is freed with all that it is about when nobody has hold of it any more, and not some time later."""
+
+    async def fail(held: Held) -> None:
+        async with while_there(present):
+            raise ValueError(held)
+
+    held = Held()
+    seen = weakref.ref(held)
+    gc.disable()
+    try:
+        try:
+            await fail(held)
+        except ValueError:
+            del held
+        # The loop forgets tasks that have ended in its next turn.
+        await asyncio.sleep(0)
+        assert seen() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,58 @@
+"""A gateway in a process of its own, in front of the tiny model's services, which are in this one."""
+
+import re
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from support.services.markov import MarkovModel
+from support.services.markov_services import TargetServicer, serving
+
+from outrider.process.children import HOST, Launch, ServiceProcess
+from outrider.v1 import model_service_pb2 as model_pb
+from outrider.vocabulary import Vocabulary
+
+
+@dataclass
+class GatewayProcess:
+    """A running gateway, and what it has logged."""
+
+    process: ServiceProcess
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def rest(self) -> str:
+        """HOST:PORT of REST."""
+        return self.process.launch.further["rest"]
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of gRPC."""
+        return self.process.address
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that it has had in use."""
+        found = re.search(r"^VmHWM:\s+(\d+) kB$", Path(f"/proc/{self.process.pid}/status").read_text(), re.MULTILINE)
+        assert found is not None
+        return int(found[1]) << 10
+
+
+@asynccontextmanager
+async def gateway_process(
+    tokenizer: str, *flags: str, environment: Mapping[str, str] | None = None, before: tuple[str, ...] = ()
+) -> AsyncIterator[GatewayProcess]:
+    """A gateway with these options, on free ports; `before` is a program that starts it."""
+    target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel(), Vocabulary.read(tokenizer).digests)
+    async with serving(target) as address:
+        words = ("-P", "-m", "gateway", "--target", address, "--tokenizer", tokenizer, *flags)
+        command = (*before, sys.executable, *words)
+        launch = Launch("gateway", command, further={"rest": f"{HOST}:0"}, environment=environment or {})
+        running = GatewayProcess(None)  # type: ignore[arg-type]
+        running.process = await ServiceProcess.start(launch, running.lines.append)
+        try:
+            yield running
+        finally:
+            await running.process.stop(0.0)
