@@ -211,7 +211,11 @@ def test_a_fault_of_the_body_is_named(fields: dict[str, Any], sentence: str) -> 
         (named({"type": "tale"}, strict=False), SCHEMA_FIELD, "Invalid type: tale"),
         (by_vllm(json={"if": {}, "then": {}}), "structured_outputs.json", 'Unimplemented keys: ["if", "then"]'),
         (by_vllm(regex="(fox"), "structured_outputs.regex", "unclosed group"),
-        (by_vllm(regex="x{200000}"), "structured_outputs.regex", "takes more than 50,000 steps of the lexer for one token"),
+        (
+            by_vllm(regex="x{200000}"),
+            "structured_outputs.regex",
+            "takes more than 50,000 steps of the lexer for one token",
+        ),
         (by_vllm(grammar="root ::= fox"), "structured_outputs.grammar", "fox"),
         (by_vllm(grammar="start: fox"), "structured_outputs.grammar", 'unknown name: "fox"'),
         (by_vllm(json_object=True, whitespace_pattern="("), WHITESPACE, "is '(', but must be one that can be enforced"),
