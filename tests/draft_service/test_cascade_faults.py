@@ -94,7 +94,7 @@ def test_a_row_that_cannot_be_drawn_is_met_as_by_the_draft_alone(
     draft.device.run(draft.drafter.advance)
     [answer] = draft.answers
     if rule is Rule.MATCH:
-        assert "no token can be drawn behind 8 tokens" in str(answer.error)
+        assert "behind 8 tokens, so no token can be drawn" in str(answer.error)
     else:
         assert answer.content == plain_proposal(runner, spec, 8)
         assert answer.content.distributions[3] == DraftDistribution((0,), (65535,))

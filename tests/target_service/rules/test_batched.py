@@ -146,7 +146,7 @@ def test_a_root_without_a_draw_fails_alone(runner: ModelRunner, rule: Rule) -> N
     found = decided(runner, wishes, {1: 0})
     assert [found[0], found[2]] == [right[0], right[2]]
     assert isinstance(found[1], OutriderError)
-    assert "no token can be drawn behind 5 tokens" in str(found[1])
+    assert "behind 5 tokens, so no token can be drawn" in str(found[1])
 
 
 def test_lenience_keeps_what_ratio_does_not(runner: ModelRunner) -> None:

@@ -284,7 +284,7 @@ def test_a_root_without_a_draw_fails_alone(runner: ModelRunner, rule: Rule) -> N
     found = decided(runner, wishes, {0: (0,)})
     assert found[1] == right[1]
     assert isinstance(found[0], OutriderError)
-    assert "no token can be drawn behind 5 tokens" in str(found[0])
+    assert "behind 5 tokens, so no token can be drawn" in str(found[0])
 
 
 @pytest.mark.parametrize("rule", RULES_WITH_LAWS)
