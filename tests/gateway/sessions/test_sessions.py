@@ -31,6 +31,7 @@ from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
 from outrider.errors import InvalidRequest, PeerLost, VocabularyMismatch
 from outrider.parameters import SamplingParameters, SessionSpec
+from outrider.rpc.channels import PROTOCOL_VERSION
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import target_service_pb2 as target_pb
@@ -358,7 +359,7 @@ async def test_a_service_of_the_other_kind_does_not_fit() -> None:
 @pytest.mark.parametrize(
     ("field", "wrong", "right"),
     [
-        ("protocol_version", 1, 2),
+        ("protocol_version", 1, PROTOCOL_VERSION),
         ("role", model_pb.SERVICE_ROLE_TARGET, model_pb.SERVICE_ROLE_DRAFT),
         ("context_len", 0, 512),
         ("model_hash", "x" * 5000, "hash"),
@@ -397,7 +398,7 @@ async def test_a_service_of_another_version_does_not_fit() -> None:
     async with serving(draft) as address:
         link = ServiceLink("draft", address, accept)
         assert await link.settled(5)
-        assert "speaks version 1 of the protocol, but version 2 is needed" in str(link.mismatch)
+        assert f"speaks version 1 of the protocol, but version {PROTOCOL_VERSION} is needed" in str(link.mismatch)
         assert isinstance(link.mismatch, WrongService)
         await link.close()
 

@@ -22,7 +22,7 @@ from gateway.sessions.link import ServiceLink
 from gateway.settings import GatewaySettings
 from outrider.errors import CacheFull, InvalidRequest, OutriderError, PeerLost
 from outrider.rpc import channels
-from outrider.rpc.channels import open_channel
+from outrider.rpc.channels import PROTOCOL_VERSION, open_channel
 from outrider.rpc.errors import error_from, session_error
 from outrider.rpc.messages import tree_from
 from outrider.v1 import draft_service_pb2 as draft_pb
@@ -229,7 +229,7 @@ class Service(model_service_pb2_grpc.ModelServiceServicer, ABC):
     instance_id: int = 1
     context_len: int = 512
     block_count: int = 64
-    protocol_version: int = 3
+    protocol_version: int = PROTOCOL_VERSION
     vocabulary_size: int = NUM_TOKENS
     mischief: dict[int, Mischief] = field(default_factory=dict)
     answers: int = 0
