@@ -12,7 +12,7 @@ from support.services.markov_services import SEED, WORDS, DraftServicer, Mischie
 
 from gateway.server import start
 from gateway.settings import GatewaySettings
-from outrider.errors import InvalidRequest, ModelRefused, NotReady, Overloaded, PromptTooLong, VocabularyMismatch
+from outrider.errors import InvalidRequest, ModelRefused, NotReady, Overloaded, PromptTooLong
 from outrider.rpc.channels import open_channel
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import model_service_pb2 as model_pb
@@ -78,14 +78,14 @@ async def test_without_a_draft_the_tokens_are_the_same(tokenizer: str) -> None:
             assert rounds[1].facts.fallback_reason == pb.FALLBACK_REASON_DRAFT_ABSENT
 
 
-async def test_a_draft_of_another_vocabulary_refuses_the_start(tokenizer: str) -> None:
-    """The operator is told in one sentence when target and draft do not fit each other."""
+async def test_a_draft_of_another_vocabulary_is_a_misfit(tokenizer: str) -> None:
+    """The gateway starts and serves without it; why it does not fit is one sentence."""
     draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(), (1,))
-    async with serving(draft) as address:
-        with pytest.raises(VocabularyMismatch, match=f"vocabularies of {NUM_TOKENS} ids differ"):
-            async with markov_stack(tokenizer, draft=address):
-                pass
-    assert VocabularyMismatch.exit_code == 78
+    async with serving(draft) as address, markov_stack(tokenizer, draft=address) as stack:
+        found = stack.gateway.backend.draft
+        assert found is not None
+        assert found.state == "misfit"
+        assert f"vocabularies of {NUM_TOKENS} ids differ" in str(found.mismatch)
 
 
 async def test_a_target_that_never_answers_is_named(tokenizer: str) -> None:

@@ -345,6 +345,7 @@ async def test_a_life_in_lines() -> None:
         assert await asyncio.wait_for(life.process.wait(), END_S) == 0
 
 
+@pytest.mark.slow
 async def test_a_stack_outlives_who_listens_to_it() -> None:
     """Its events have no reader any more, and its notes no room: what dies is restarted all the same."""
     full = os.open("/dev/full", os.O_WRONLY)
