@@ -231,7 +231,9 @@ def check_end(fields: Fields, answer: Answer) -> None:
     assert not ends.keys() & set(token_ids[:-1])
     assert not ends.keys() & set(token_ids[: fields.get("min_tokens", 0)])
     assert 1 <= len(token_ids) <= fields["max_tokens"]
-    assert not any(stop in answer.text for stop in fields.get("stop", ()))
+    # What is complete within the first tokens that may not end an answer is text.
+    held = len(decoded(token_ids[: fields["min_tokens"]])) if fields.get("min_tokens") else 0
+    assert not any(stop in answer.text[max(held - len(stop) + 1, 0) :] for stop in fields.get("stop", ()))
     if reason == types_pb2.FINISH_REASON_STOP_STRING:
         assert any(stop in decoded(token_ids) for stop in fields["stop"])
     elif token_ids[-1] in ends:

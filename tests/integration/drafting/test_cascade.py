@@ -60,7 +60,14 @@ async def test_rules_with_laws_say_the_same_with_a_cascade(rule: int) -> None:
     said = []
     for cascade in ({}, *CASCADES[:3]):
         async with running_stack(draft=LARGE, draft_options=cascade, gateway=PATIENT) as stack:
-            fields = {"max_tokens": 32, "temperature": 0.9, "ignore_eos": True, "draft_count": 5, "rule": rule}
+            fields = {
+                "max_tokens": 32,
+                "temperature": 0.9,
+                "ignore_eos": True,
+                "draft_count": 5,
+                "drafter": "model",
+                "rule": rule,
+            }
             said.append(token_ids(await answers(stack, PROMPTS[:4], **fields)))
             await check_both_pools(stack)
     assert all(each == said[0] for each in said[1:])

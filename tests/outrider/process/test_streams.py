@@ -101,11 +101,11 @@ def work():
         assert process.stdout.readline() == "done\n"
         _, errors = process.communicate(timeout=PATIENCE_S)
     lines = [json.loads(line) for line in errors.splitlines()]
-    [told] = [line for line in lines if line["event"] == "log lines lost"]
-    assert told["reason"] == "nobody read what was written before"
+    told = [line for line in lines if line["event"] == "log lines lost"]
+    assert {line["reason"] for line in told} == {"nobody read what was written before"}
     said = [line["number"] for line in lines if line["event"] == "line"]
-    assert said == [*range(len(said))]
-    assert told["lines"] == 4000 - len(said) > 0
+    assert said == sorted(set(said))
+    assert sum(line["lines"] for line in told) == 4000 - len(said) > 0
 
 
 async def test_what_was_lost_is_said_when_there_is_room_again(tmp_path: Path) -> None:
