@@ -24,9 +24,9 @@ import os, runpy, sys
 leave = os._exit
 def tell(code):
     heavy = {"torch", "transformers", "safetensors"} | {"outrider.engine"}
-    sys.stdout.write(f"heavy: {sorted(heavy & set(sys.modules))}\\n")
-    sys.stdout.write(f"serving: {sorted({'fastapi', 'tokenizers', 'uvicorn'} & set(sys.modules))}\\n")
-    sys.stdout.flush()
+    # Not to sys.stdout, which the process has finished.
+    os.write(1, f"heavy: {sorted(heavy & set(sys.modules))}\\n".encode())
+    os.write(1, f"serving: {sorted({'fastapi', 'tokenizers', 'uvicorn'} & set(sys.modules))}\\n".encode())
     leave(code)
 os._exit = tell
 runpy.run_module("gateway", run_name="__main__")
