@@ -175,7 +175,7 @@ def describe(role: str, model: LoadedModel) -> ServiceFacts:
         context_len=runner.context_len,
         vocabulary_size=runner.vocabulary_size,
         vocabulary_digests=model.vocabulary.digests,
-        eos_token_ids=model.ends,
+        eos_token_ids=model.ends | {each for each in runner.config.eos_token_ids if each < runner.vocabulary_size},
         block_size=runner.pool.block_size,
         block_count=runner.pool.num_blocks,
         grammars=model.grammars,
