@@ -64,7 +64,7 @@ FACTS = {
     "What is the chemical formula of water?": "H2O",
     "Who wrote Romeo and Juliet?": "Shakespeare",
     "How many days are there in a week?": "7",
-    "What is the freezing point of water in degrees Celsius?": "0",
+    "What is the freezing point of water in degrees Celsius?": "is 0",
 }
 """Questions, and what a right answer has in it."""
 
