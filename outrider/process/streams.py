@@ -67,7 +67,8 @@ class LossyFile(io.RawIOBase):
         with self._changed:
             if self._num_bytes + len(piece) > MAX_WAITING_BYTES:
                 self._lose(piece, UNREAD)
-            else:
+            elif piece:
+                # Nothing is written too, by who wants to know whether it can be.
                 self._waiting.append(piece)
                 self._num_bytes += len(piece)
                 self._changed.notify_all()

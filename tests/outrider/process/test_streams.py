@@ -73,6 +73,24 @@ def test_lines_that_cannot_be_written_are_counted(redirections: str, line: str) 
     assert (code, output) == (5, "done")
 
 
+def test_whatever_is_written_leaves_in_order() -> None:
+    """Nothing, bytes, parts of lines, and what a status line of a terminal leaves behind."""
+    work = """
+def work():
+    from rich.console import Console
+    import typer
+    sys.stderr.write("")
+    sys.stderr.buffer.write(b"")
+    typer.echo("one", err=True)
+    with Console(stderr=True).status("Starting"): typer.echo("two", err=True)
+    sys.stderr.write("thr"); sys.stderr.write("ee\\n")
+    typer.echo(b"four", err=True)
+    typer.echo("", err=True, nl=False)
+    typer.echo("five", err=True)
+"""
+    assert ended(work) == (0, "", "one\ntwo\nthree\nfour\nfive\n")
+
+
 def test_an_output_of_a_service_is_no_reason_to_fail_either() -> None:
     """It says where it listens; who does not hear that finds it otherwise."""
     code, _, errors = ended("def work():\n    print('listening')\n    log.info('line')\n", ">/dev/full")
