@@ -34,6 +34,7 @@ async def test_probes_answer(http: httpx.AsyncClient, markov: MarkovStack, monke
             "status": "ready",
             "target": "present",
             "draft": "present",
+            "further_drafts": {},
             "hosted": [],
         }
         assert (await http.head(path)).status_code == 200
