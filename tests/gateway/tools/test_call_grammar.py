@@ -180,3 +180,19 @@ def test_a_name_that_the_syntax_cannot_write_is_refused() -> None:
     odd = (OfferedTool("count", {"properties": {"a b": {}}}),)
     with pytest.raises(InvalidRequest, match="tools is 'a b', but must be an identifier of Python"):
         call_constraint(Reading(FORMATS["llama-pythonic"], {}), CallRules(odd, needs_call=True), {})
+
+
+def test_errors_about_a_call_name_the_tool() -> None:
+    """Where there is one; and never show a grammar that the client has not written."""
+    reading = Reading(FORMATS["hermes"], {})
+    tools = [OfferedTool("count", COUNT, field="tools.1.function.parameters"), OfferedTool("add", COUNT)]
+    one, several = (
+        call_constraint(reading, CallRules(tuple(some), needs_call=True), {}) for some in (tools[:1], tools)
+    )
+    assert one is not None
+    assert several is not None
+    refused = [each.refused(ValueError("too much")) for each in (one, several)]
+    assert [str(each) for each in refused] == [
+        "tools.1.function.parameters is 'count', but must be one that can be enforced: too much",
+        "tools is 'count, add', but must be one that can be enforced: too much",
+    ]
