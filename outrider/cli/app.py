@@ -19,12 +19,13 @@ from outrider.cli.output import choose_view, installed_versions
 from outrider.cli.pairs import choose_pair
 from outrider.cli.race import KEY_VARIABLE, QUESTION, STORY
 from outrider.cli.running import note, run
-from outrider.cli.up import choose_display, serving
+from outrider.cli.up import choose_display, lost_as_event, lost_as_sentence, serving
 from outrider.errors import InvalidRequest, ModelRefused
 from outrider.generation_defaults import OperatorDefaults
 from outrider.model_names import embedded_model
 from outrider.model_service.settings import Dtype, available_cpus, check_cascade, check_model
 from outrider.process.options import grouped, listed, options_of, refuse_together
+from outrider.process.streams import unfailing
 from outrider.rpc.channels import check_address
 
 # What is about the draft service, and about the draft, only.
@@ -90,7 +91,8 @@ def up(
     stack = _stack(models, machine, hosted, has_draft=not no_draft and drafter != LOOKUP)
     stack = replace(stack, looks=not no_draft and drafter != MODEL, datastore=datastore)
     question = replace(STORY if stack.target == embedded_model("target") else QUESTION, api_key=key or None)
-    run(serving(stack, choose_display(as_json=as_json), question if race else None), serves=True)
+    with unfailing(lost_as_event if as_json else lost_as_sentence):
+        run(serving(stack, choose_display(as_json=as_json), question if race else None), serves=True)
 
 
 @app.command()

@@ -348,6 +348,16 @@ async def kept_up(display: Display) -> None:
             await asyncio.sleep(REFRESH_S)
 
 
+def lost_as_sentence(lost: int, reason: str) -> str:
+    """Tells people that lines could not be written here."""
+    return f"{lost} lines of `outrider up` were lost: {reason}."
+
+
+def lost_as_event(lost: int, reason: str) -> str:
+    """The same as one of the events of --json."""
+    return json.dumps({"event": "lines lost", "lines": lost, "reason": reason, "timestamp": timestamp()})
+
+
 def timestamp() -> str:
     """The time in the form of the services' logs."""
     return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")

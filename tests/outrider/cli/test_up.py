@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -342,3 +343,34 @@ async def test_a_life_in_lines() -> None:
         life.process.send_signal(signal.SIGTERM)
         assert [(await until("stopped"))["service"] for _ in range(2)] == ["gateway", "target"]
         assert await asyncio.wait_for(life.process.wait(), END_S) == 0
+
+
+@pytest.mark.slow
+async def test_a_stack_outlives_who_listens_to_it() -> None:
+    """Its events have no reader any more, and its notes no room: what dies is restarted all the same."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    async with living(full) as life:
+        os.close(full)
+        serving = await life.until("serving")
+        transport: Any = life.process._transport  # type: ignore[attr-defined]
+        transport.get_pipe_transport(1).close()
+        for name in ("target", "gateway", "target"):
+            [pid] = child_of(life.process.pid, MODULES[name])
+            os.kill(pid, signal.SIGKILL)
+
+            async def is_back(name: str = name, pid: int = pid) -> bool:
+                found = await asyncio.to_thread(rest_text, serving["rest"], "/ready", 1 << 10)
+                return child_of(life.process.pid, MODULES[name]) not in ([], [pid]) and '"ready"' in (found or "")
+
+            await eventually(is_back)
+        life.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(life.process.wait(), END_S) == 0
+
+
+MODULES = {"target": "target_service", "gateway": "gateway"}
+
+
+def child_of(pid: int, module: str) -> list[int]:
+    """The processes with a module that a process has started."""
+    found = [child for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+    return [int(child) for child in found if f"-m\0{module}\0" in Path(f"/proc/{child}/cmdline").read_text()]
