@@ -36,7 +36,7 @@ SIDE_BY_SIDE := -n 2 --dist loadfile
 KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=67108864
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-assistant test-grid test-page test-surface test-harness test-agents test-docker test-fencing test-fuzz test-soak check proto options lock sbom audit models train train-head draft bench bench-sized clean
+.PHONY: help setup run test test-slow test-assistant test-grid test-page test-surface test-harness test-agents test-docker test-fencing test-instructions test-fuzz test-soak check proto options lock sbom audit models train train-head draft bench bench-sized clean
 
 help: ## lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -112,6 +112,9 @@ test-docker: $(SETUP) ## the compose stack on a Docker engine; BASE_IMAGE and PI
 
 test-fencing: $(SETUP) ## gateway and services in 20,000 worlds where messages and processes fail; ten minutes
 	OUTRIDER_FENCING_EXAMPLES=20000 $(BIN)/python -m pytest tests/gateway/sessions/test_fencing_model.py -k weather --timeout=7200
+
+test-instructions: $(SETUP) ## kernels and heads as processors with fewer and more instructions compute: some minutes
+	PYTHONPATH=. $(BIN)/python tests/instructions.py $(SIDE_BY_SIDE)
 
 test-fuzz: $(SETUP) ## 100,000 hostile messages to each method, bodies and connections, beside 16 streams; prints figures
 	OUTRIDER_FUZZ_MESSAGES=100000 $(BIN)/python -m pytest -s tests/attack --timeout=14400

@@ -1,7 +1,9 @@
 """What holds for every test: the pair, signals of its children, and how long it may take."""
 
+import importlib
 import os
 import signal
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -10,6 +12,13 @@ from outrider.cli.pairs import PAIR_VARIABLE, Pair
 
 # The embedded pair is quick, has known acceptance, and needs nothing from elsewhere.
 os.environ.setdefault(PAIR_VARIABLE, Pair.TALES)
+
+# What our kernels take for the processor's features: tests/instructions.py names those of a lesser one.
+CPU_INFO_VARIABLE = "OUTRIDER_TESTS_CPU_INFO"
+if CPU_INFO_VARIABLE in os.environ:
+    # Imported for this alone: most tests need no torch.
+    library = importlib.import_module("outrider.engine.ops.library")
+    library.CPU_INFO = Path(os.environ[CPU_INFO_VARIABLE])  # type: ignore[attr-defined]
 
 # A thread of torch that waits for its part sleeps: two workers and their services share the processors.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

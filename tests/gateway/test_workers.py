@@ -200,6 +200,7 @@ async def test_a_worker_says_whom_it_refuses(stack: RunningStack, tmp_path: Path
         await process.stop()
 
 
+@pytest.mark.slow
 async def test_a_killed_worker_takes_only_its_own_streams_along(stack: RunningStack, gateway: Gateway) -> None:
     """The other's say the same as ever, its own break, and soon another one serves in its place."""
     expected = await right(stack)

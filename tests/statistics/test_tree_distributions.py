@@ -83,6 +83,7 @@ class WithoutTheRound(TreeRounds):
         return torch.from_numpy(keys.view(np.int64))[seeds]
 
 
+@pytest.mark.slow
 def test_noise_that_serves_two_rounds_is_found_under_block() -> None:
     """Traversal looks at rows behind the one where it ends, so what was drawn there tells of that end."""
     tokens = WithoutTheRound(LANGUAGE, traversal, (2, 1, 1), num_seeds=NUM_SEEDS).tokens(3)

@@ -158,6 +158,7 @@ async def test_searches_and_others_share_a_full_pool() -> None:
         assert (await full.info(full.target)).preemption_count > 0
 
 
+@pytest.mark.slow
 async def test_cancelled_searches_leave_no_block_behind() -> None:
     """The stack checks that at its end; others are not disturbed."""
 

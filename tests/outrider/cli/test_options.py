@@ -155,15 +155,20 @@ async def test_what_a_shape_forces_is_guessed_by_the_grammar(stack: RunningStack
     assert figures == {"drafter": "grammar", "draft_tokens": len(forced), "accepted_tokens": len(forced)}
 
 
-async def test_a_measurement_names_it_too(stack: RunningStack) -> None:
-    """By the options that it has, which are not all called as elsewhere."""
-    for option, value, sentence in (
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
         ("--draft-counts", "0,4000", "--draft-counts is 4000, but must be between 0 and"),
-        ("--tokens", "100000", r"a prompt of \d+ tokens and --tokens 100000 do not fit"),
-    ):
-        code, output, notes = await outrider("bench", "load", "--address", stack.address, option, value)
-        assert (code, output) == (64, "")
-        assert re.match(f"outrider: {sentence}", notes.splitlines()[-1]), notes
+        pytest.param(
+            *("--tokens", "100000", r"a prompt of \d+ tokens and --tokens 100000 do not fit"), marks=pytest.mark.slow
+        ),
+    ],
+)
+async def test_a_measurement_names_it_too(stack: RunningStack, option: str, value: str, sentence: str) -> None:
+    """By the options that it has, which are not all called as elsewhere."""
+    code, output, notes = await outrider("bench", "load", "--address", stack.address, option, value)
+    assert (code, output) == (64, "")
+    assert re.match(f"outrider: {sentence}", notes.splitlines()[-1]), notes
 
 
 async def test_a_prompt_is_no_option(stack: RunningStack) -> None:

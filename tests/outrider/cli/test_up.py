@@ -324,6 +324,7 @@ async def check_addresses(serving: dict[str, Any]) -> None:
     assert "outrider_kv_blocks" in (scraped or "")
 
 
+@pytest.mark.slow
 async def test_a_life_in_lines() -> None:
     """Starting, serving with all addresses, a killed gateway that comes back, and everything stopped on SIGTERM."""
     async with living() as life:

@@ -74,13 +74,9 @@ def last_logits(runner: ModelRunner, token_ids: Sequence[int]) -> Tensor:
 
 
 def assert_near(runner: ModelRunner, small: ModelRunner, prompt: Sequence[int]) -> None:
-    """Logits behind a text are those of a small model in float32, up to its rounding."""
-
-    def expected() -> Tensor:
-        return last_logits(small, prompt)
-
-    limit = reach(small.model.weights, expected)
-    torch.testing.assert_close(last_logits(runner, prompt), expected(), atol=limit, rtol=0)
+    """Logits behind a text are those of a small model in float32, up to rounding, of its last part where it is long."""
+    limit = reach(small.model.weights, lambda: last_logits(small, prompt[-600:]))
+    torch.testing.assert_close(last_logits(runner, prompt), last_logits(small, prompt), atol=limit, rtol=0)
 
 
 def random_ids(count: int) -> list[int]:

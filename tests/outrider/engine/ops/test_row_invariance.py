@@ -23,7 +23,7 @@ def by_rows() -> dict[str, Operation]:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(NUM_ROWS, WIDTH, generator=generator)
     weight, bias = torch.randn(91, WIDTH, generator=generator), torch.randn(91, generator=generator)
-    packed = {bits: native(packed_bits=bits).stack([weight]) for bits in (8, 4)}
+    packed = {bits: ReferenceOps(bits).stack([weight]) for bits in (8, 4)}
     scores, keys = torch.randn(NUM_ROWS, 300, generator=generator), keys_of(NUM_ROWS, generator)
     case = attention_case(NUM_ROWS, 6, 2, 72)
 
