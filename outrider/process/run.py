@@ -24,6 +24,7 @@ from outrider.errors import InvalidRequest, OutriderError
 from outrider.process import telemetry
 from outrider.process.options import Setting, check_settings, within
 from outrider.rpc.channels import DRAIN_S
+from outrider.rpc.crowd import raise_descriptors
 from outrider.rpc.tls import TlsFiles, files_of
 
 log = structlog.get_logger()
@@ -103,6 +104,7 @@ def run_service(
     the exit code. The number of a worker is on every line of its log. `urgent` runs when a second signal came.
     """
     telemetry.configure_logs(settings.log_level, worker)
+    raise_descriptors()
     try:
         finish_tracing = telemetry.configure_tracing(name)
         try:
