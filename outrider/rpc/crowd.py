@@ -29,6 +29,7 @@ CALM_S, FULL_S = 1.0, 0.1
 # A port is full from here on, and then gets so much room, in eighths of what it takes.
 FULL, ROOMY = 7, 6
 LOG_S = 60.0
+MADE_ROOM = "connections without a request made room for others"
 # Refusals for want of a key, on one connection: so many at once, then so many a second, and after so many without a
 # call that was let in it is ended. Others wait, and take no time from those who have a key.
 REFUSED_BURST, REFUSED_PER_S, MAX_REFUSED = 50, 20.0, 1000
@@ -104,7 +105,7 @@ class Crowd:
         self.most = max_connections()
         self._known: OrderedDict[Peer, Known] = OrderedDict()
         self._cut: set[Peer] = set()
-        self._log = OncePerMinute("connections without a request made room for others")
+        self._log = OncePerMinute(MADE_ROOM)
 
     def begin(self, name: str) -> Known:
         """A call of a client has come; `end` is told when it is over."""
