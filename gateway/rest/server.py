@@ -36,6 +36,8 @@ SEND_BUFFER_BYTES, WRITE_BUFFER_BYTES = 64 << 10, 16 << 10
 # Of those that come how many wait in the system, and how many are taken before others have made room for them.
 BACKLOG, ACCEPTED = 1024, 64
 LOOK_S = 0.02
+# What connections have to their places: with nothing to answer 0, or 1 with a key; with a body on its way, and more.
+SENDING, ANSWERED = 2, 3
 CUT_S = 5.0
 
 log = structlog.get_logger()
@@ -52,15 +54,16 @@ class Places:
         self._most = self.crowd.most // 2 if has_tls else self.crowd.most
         self._log = OncePerMinute(MADE_ROOM)
 
-    def make_room(self, connections: "set[HttpConnection]") -> "HttpConnection | None":
-        """The connection that goes, None while there is room: first those that have shown no key, then those whose
-        last answer is longest ago, then those whose body is longest on its way. Of those that are being answered none
-        goes, but the newest of all.
+    def make_room(self, new: "HttpConnection", connections: "set[HttpConnection]") -> "HttpConnection | None":
+        """The connection that goes for a new one, None while there is room: first those that have shown no key, then
+        those whose last answer is longest ago, then those whose body is longest on its way. Where all others are being
+        answered it is the new one.
         """
         if len(connections) <= self._most:
             return None
         self._log.tell(most=self._most)
-        return min(connections, key=lambda each: each.claim)
+        least = min(connections - {new}, key=lambda each: each.claim)
+        return new if least.claim[0] == ANSWERED else least
 
 
 class HttpConnection(H11Protocol):
@@ -79,9 +82,8 @@ class HttpConnection(H11Protocol):
         if self.cycle is None or self.cycle.response_complete:
             return int(self._is_welcome), self._active_s
         if self.cycle.more_body:
-            return 2, self._active_s
-        # All that are being answered are older than one that has just come.
-        return 3, -self._active_s
+            return SENDING, self._active_s
+        return ANSWERED, self._active_s
 
     def _welcome(self) -> None:
         self._is_welcome = True
@@ -94,7 +96,7 @@ class HttpConnection(H11Protocol):
         self.sending: asyncio.TimerHandle | None = self.loop.call_later(SEND_S, transport.abort)
         host, port = self.client or ("", 0)
         self._known = self._places.crowd.begin(f"ip:[{host}]:{port}")
-        going = self._places.make_room(self.connections)  # type: ignore[arg-type]
+        going = self._places.make_room(self, self.connections)  # type: ignore[arg-type]
         if going is not None:
             # It is closed in the next turn of the loop, in which more may come.
             self.connections.discard(going)
