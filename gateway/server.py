@@ -19,7 +19,7 @@ from gateway.generation.audit import ShadowAudit
 from gateway.generation.backend import Backend
 from gateway.generation.frontend import Admission, Frontend, ModelNames
 from gateway.generation.generate import decode
-from gateway.grpc.keys import KeyInterceptor
+from gateway.grpc.keys import KeyInterceptor, accounts_of
 from gateway.grpc.servicer import generation_service
 from gateway.keys.door import Door
 from gateway.keys.usage import SharedUsage
@@ -159,6 +159,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
             shares_port=shares_port,
             interceptors=[KeyInterceptor(door)] if door is not None else [],
             tls=settings.tls(),
+            accounts=accounts_of(memory, door),
         )
         undo.push_async_callback(server.stop, 0.0)
         rest = None

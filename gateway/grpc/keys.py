@@ -1,14 +1,13 @@
 """API keys over gRPC: every method of every service asks for one, but those of the health service."""
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 
 import grpc
 
 from gateway.keys.door import GRPC, Door, Entrance
-from outrider.rpc.guard import OPEN, Handler
-
-Metadata = Iterable[tuple[str, str | bytes]] | None
+from outrider.rpc.guard import OPEN, Accounts, Handler, Metadata
+from outrider.rpc.memory import RequestMemory
 
 
 def entrance_of(door: Door, metadata: Metadata) -> Entrance:
@@ -17,6 +16,17 @@ def entrance_of(door: Door, metadata: Metadata) -> Entrance:
     for name, value in metadata or ():
         values[name].append(value.encode() if isinstance(value, str) else value)
     return Entrance(door, GRPC, values["authorization"], values["x-api-key"])
+
+
+def accounts_of(memory: RequestMemory, door: Door | None) -> Accounts:
+    """Names callers by their keys, where keys are asked for, and counts what cannot be read for them."""
+    if door is None:
+        return Accounts(memory)
+    return Accounts(
+        memory,
+        lambda metadata: entrance_of(door, metadata).tenant().name,
+        lambda metadata, num_bytes: entrance_of(door, metadata).refused(num_bytes),
+    )
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):

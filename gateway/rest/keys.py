@@ -44,6 +44,8 @@ class KeyGuard:
             return
         state = scope.setdefault("state", {})
         state.update(enter=entrance, tenant=tenant)
+        if "welcome" in state:
+            state["welcome"]()
 
         async def send_with_limits(message: Message) -> None:
             if message["type"] == "http.response.start":

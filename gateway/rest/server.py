@@ -11,7 +11,9 @@ import uuid
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
+from typing import Any
 
 import h11
 import structlog
@@ -22,6 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gateway.rest.errors import HeadersTooLarge, InvalidHttp, error_json, status_of
 from outrider.process.upkeep import Upkeep
 from outrider.rpc.channels import AddressTaken, check_address
+from outrider.rpc.crowd import MADE_ROOM, Crowd, OncePerMinute
 from outrider.rpc.tls import TlsFiles
 
 HEAD_BYTES = 32 << 10
@@ -31,27 +34,80 @@ IDLE_S = 75
 SEND_S = 30.0
 # What a client that does not read can make the kernel and the server keep. Without these, megabytes.
 SEND_BUFFER_BYTES, WRITE_BUFFER_BYTES = 64 << 10, 16 << 10
-BACKLOG = 1024
+# Of those that come how many wait in the system, and how many are taken before others have made room for them.
+BACKLOG, ACCEPTED = 1024, 64
 LOOK_S = 0.02
+# What connections have to their places: with nothing to answer 0, or 1 with a key; with a body on its way, and more.
+SENDING, ANSWERED = 2, 3
 CUT_S = 5.0
 
 log = structlog.get_logger()
 
 
+class Places:
+    """How many connections there may be; who asks for nothing makes room for those who come.
+
+    With TLS there are more, which have not shaken hands and are known to nobody; the crowd ends these.
+    """
+
+    def __init__(self, *, has_tls: bool) -> None:
+        self.crowd = Crowd()
+        self._most = self.crowd.most // 2 if has_tls else self.crowd.most
+        self._log = OncePerMinute(MADE_ROOM)
+
+    def make_room(self, new: "HttpConnection", connections: "set[HttpConnection]") -> "HttpConnection | None":
+        """The connection that goes for a new one, None while there is room: first those that have shown no key, then
+        those whose last answer is longest ago, then those whose body is longest on its way. Where all others are being
+        answered it is the new one.
+        """
+        if len(connections) <= self._most:
+            return None
+        self._log.tell(most=self._most)
+        least = min(connections - {new}, key=lambda each: each.claim)
+        return new if least.claim[0] == ANSWERED else least
+
+
 class HttpConnection(H11Protocol):
-    """A connection; the application finds `abort` in its state, which ends the connection at once."""
+    """A connection. The application finds `abort` in its state, which ends the connection at once, and `welcome`, which
+    says that it has shown a key.
+    """
+
+    def __init__(self, places: Places, **rest: Any) -> None:  # noqa: ANN401 - as the server has it
+        super().__init__(**rest)
+        self._places = places
+        self._is_welcome, self._active_s = False, self.loop.time()
+
+    @property
+    def claim(self) -> tuple[int, float]:
+        """What a connection has to its place, the least first."""
+        if self.cycle is None or self.cycle.response_complete:
+            return int(self._is_welcome), self._active_s
+        if self.cycle.more_body:
+            return SENDING, self._active_s
+        return ANSWERED, self._active_s
+
+    def _welcome(self) -> None:
+        self._is_welcome = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Bounds what may wait to be sent, and how long a head may take."""
+        """Bounds how many there are, what may wait to be sent, and how long a head may take."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        self.app_state = {**self.app_state, "abort": transport.abort}
+        self.app_state = {**self.app_state, "abort": transport.abort, "welcome": self._welcome}
         self.sending: asyncio.TimerHandle | None = self.loop.call_later(SEND_S, transport.abort)
+        host, port = self.client or ("", 0)
+        self._known = self._places.crowd.begin(f"ip:[{host}]:{port}")
+        going = self._places.make_room(self, self.connections)  # type: ignore[arg-type]
+        if going is not None:
+            # It is closed in the next turn of the loop, in which more may come.
+            self.connections.discard(going)
+            going.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends what waits for the client."""
         if self.sending is not None:
             self.sending.cancel()
+        self._places.crowd.end(self._known, was_let_in=True)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -68,6 +124,7 @@ class HttpConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         """Looks for the next request, and whether the client still sends the one before."""
+        self._active_s = self.loop.time()
         super().on_response_complete()
         self._await_client()
 
@@ -117,7 +174,7 @@ class RunningRest:
 
     address: str
     server: uvicorn.Server
-    ticking: "asyncio.Task[None]"
+    tasks: "tuple[asyncio.Task[None], ...]"
 
     async def stop(self, grace_s: float) -> None:
         """Takes no new connections, gives running requests grace_s to end, and cuts the others off."""
@@ -130,7 +187,7 @@ class RunningRest:
         for connection in list(connections):
             connection.transport.abort()
         await _emptied(tasks, CUT_S)
-        remaining = {self.ticking, *tasks}
+        remaining = {*self.tasks, *tasks}
         for task in remaining:
             task.cancel()
         await asyncio.wait(remaining)
@@ -159,16 +216,18 @@ async def serve_rest(
     except OSError:
         message = f"Cannot listen on {listen}: it is taken, or not an address of this machine."
         raise AddressTaken(message, listen=listen) from None
+    places = Places(has_tls=tls is not None)
     config = uvicorn.Config(
         app,
-        http=HttpConnection,
+        # All connections of this server have their places together.
+        http=partial(HttpConnection, places),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        backlog=BACKLOG,
+        backlog=ACCEPTED,
         timeout_keep_alive=IDLE_S,
         h11_max_incomplete_event_size=HEAD_BYTES,
         # A connection's task would see the trace of whoever happened to run when its bytes came.
@@ -180,8 +239,14 @@ async def serve_rest(
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     await server.startup(sockets=[listener])
-    ticking = asyncio.create_task((upkeep or Upkeep()).keep("rest server", server.main_loop), name="rest server")
-    return RunningRest(f"{host}:{listener.getsockname()[1]}", server, ticking)
+    # The loop takes as many at a time as it was told may wait for it.
+    listener.listen(BACKLOG)
+    bound, kept = listener.getsockname()[1], upkeep or Upkeep()
+    tasks = [asyncio.create_task(kept.keep("rest server", server.main_loop), name="rest server")]
+    if tls is not None:
+        watching = kept.keep("rest connections", partial(places.crowd.watch, bound))
+        tasks.append(asyncio.create_task(watching, name="rest connections"))
+    return RunningRest(f"{host}:{bound}", server, tuple(tasks))
 
 
 async def _emptied(things: AbstractSet[object], max_s: float) -> None:

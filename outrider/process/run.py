@@ -6,6 +6,7 @@ service that cannot be drained. A SIGINT that was ignored at the start stays so.
 """
 
 import asyncio
+import errno
 import gc
 import json
 import os
@@ -25,6 +26,7 @@ from outrider.process import telemetry
 from outrider.process.options import FileUnusable, Setting, check_settings, within
 from outrider.process.streams import finish_streams, unfailing
 from outrider.rpc.channels import DRAIN_S
+from outrider.rpc.crowd import OncePerMinute, raise_descriptors
 from outrider.rpc.tls import TlsFiles, files_of
 
 log = structlog.get_logger()
@@ -106,6 +108,7 @@ def run_service(
     """
     with unfailing(telemetry.loss_line):
         telemetry.configure_logs(settings.log_level, worker)
+        raise_descriptors()
         try:
             finish_tracing = telemetry.configure_tracing(name)
             try:
@@ -144,10 +147,25 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _exception_handler() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+    """The loop's own, but for what comes a thousand times a second where a process has no descriptor left."""
+    exhausted = OncePerMinute("no descriptor is left for a connection")
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            exhausted.tell()
+        else:
+            loop.default_exception_handler(context)
+
+    return handle
+
+
 async def _run(
     name: str, start: Callable[[Settings], Awaitable[Service]], settings: Settings, urgent: Callable[[], None]
 ) -> None:
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_exception_handler())
     # Why the service has to stop, once it has to.
     stopping: asyncio.Future[str] = loop.create_future()
 

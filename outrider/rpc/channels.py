@@ -19,15 +19,15 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import InvalidRequest, OutriderError
-from outrider.rpc.guard import Guard
+from outrider.rpc import guard
+from outrider.rpc.crowd import Crowd, max_connections
+from outrider.rpc.guard import Accounts, Guard
 from outrider.rpc.tls import TlsFiles
 
 MAX_PORT = 65_535
 # Brackets hold an IPv6 address, whose colons would look like the one before the port.
 ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})", re.ASCII)
 
-# A prompt of a million tokens takes 4 bytes for each of them at most.
-MAX_MESSAGE_BYTES = 4 << 20
 # Of a link's frame: larger ones would make small messages wait. A single message may be larger.
 FRAME_BYTES = 256 << 10
 # Messages of one session in a frame to a service, and behind a grammar there.
@@ -36,8 +36,13 @@ MAX_OF_SESSION = 16
 PROTOCOL_VERSION = 3
 # Under 20 % packet loss a ping timeout of 2 s cuts healthy connections; 5 s does not.
 PING_TIMEOUT_MS = 5_000
+MAX_MESSAGE_BYTES = guard.MAX_MESSAGE_BYTES
 DRAIN_S = 30.0
 HEALTH_LOOK_S = 0.25
+# Calls of a connection that run at once, far more than a gateway lets in; others wait in the client.
+MAX_STREAMS = 1024
+# For how long a connection may be silent before it says that it speaks HTTP/2, and TLS where that is wanted.
+GREETING_MS = 10_000
 
 log = structlog.get_logger()
 
@@ -135,6 +140,10 @@ def server_options(*, shares_port: bool = False) -> Options:
         ("grpc.so_reuseport", int(shares_port)),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
+        # Beyond it connections are refused; those of whoever asks for nothing have made room before.
+        ("grpc.max_allowed_incoming_connections", max_connections()),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.server_handshake_timeout_ms", GREETING_MS),
     )
 
 
@@ -188,6 +197,7 @@ class RunningServer:
     address: str
     server: grpc.aio.Server
     health: HealthServicer
+    watching: "asyncio.Task[None]"
 
     async def say_not_serving(self) -> None:
         """Health says NOT_SERVING under every name, from now on; calls are taken as before."""
@@ -209,6 +219,8 @@ class RunningServer:
         """Says NOT_SERVING, takes no new calls, and cancels those that are not done after `grace_s`."""
         await self.say_not_serving()
         await self.server.stop(grace_s)
+        self.watching.cancel()
+        await asyncio.wait({self.watching})
 
 
 def service(file: FileDescriptor, name: str, add: Callable[[grpc.aio.Server], None]) -> Services:
@@ -225,15 +237,18 @@ async def serve(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     tls: TlsFiles | None = None,
     clients: Collection[str] = (),
+    accounts: Accounts | None = None,
 ) -> RunningServer:
     """Starts a server of the given services with health, and with reflection if it `reflects`.
 
     `listen` is HOST:PORT, and port 0 takes a free one; of servers that share a port each connection has one. What
     interceptors and handlers raise becomes a status. With `tls` it takes no others; `clients` are the names of those
-    who may ask for more than health, where not all may. Raises AddressTaken and InvalidRequest.
+    who may ask for more than health, where not all may; `accounts` know whose messages are, and what they may take.
+    Raises AddressTaken and InvalidRequest.
     """
-    options = server_options(shares_port=shares_port)
-    server = grpc.aio.server(interceptors=[Guard(clients), *interceptors], options=options)
+    options, crowd = server_options(shares_port=shares_port), Crowd()
+    wall = Guard(clients, crowd, accounts or Accounts())
+    server = grpc.aio.server(interceptors=[wall, *interceptors], options=options)
     for add in services.values():
         add(server)
     names = ("", *services)
@@ -255,4 +270,5 @@ async def serve(
     if port == 0:
         raise AddressTaken(f"Cannot listen on {listen}: it is taken, or not an address of this machine.", listen=listen)
     await server.start()
-    return RunningServer(f"{host}:{port}", server, health_servicer)
+    watching = asyncio.create_task(crowd.watch(port), name="connections")
+    return RunningServer(f"{host}:{port}", server, health_servicer, watching)

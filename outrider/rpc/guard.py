@@ -8,18 +8,23 @@ time, which the streams of others need.
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
 import structlog
+from google.protobuf.descriptor import Descriptor
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
-from outrider.errors import InvalidRequest, OutriderError
+from outrider.errors import InvalidKey, InvalidRequest, OutriderError, check_count
+from outrider.rpc.crowd import Crowd
 from outrider.rpc.errors import UNEXPECTED_TEXT, status_of
+from outrider.rpc.memory import SHORT_BYTES, RequestMemory
 from outrider.rpc.tls import check_client
 from outrider.v1 import model_service_pb2
 
@@ -31,6 +36,15 @@ THROTTLED_PER_S = 100.0
 THROTTLED_BURST = 200
 # Whoever waits keeps a request's memory, of up to 4 MB.
 MAX_THROTTLED_WAIT_S = 0.2
+# A message of 4 MB that is all small fields becomes 220 MB, and takes as long to read as a hundred ordinary ones.
+MAX_FIELDS = 50_000
+MAX_NUMBER_BITS = 70
+# For how long a caller may send its message, for which there has to be room.
+MESSAGE_WAIT_S = 10.0
+# A prompt of a million tokens takes 4 bytes for each of them at most.
+MAX_MESSAGE_BYTES = 4 << 20
+# What a message holds while its call lasts, in its own lengths: as bytes, as they are in gRPC, and as fields.
+HELD_TIMES = 3
 # How the methods begin that need neither a name nor a key.
 OPEN = f"/{health.SERVICE_NAME}/"
 # And those that ask a process about itself.
@@ -46,11 +60,30 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Function = Callable[..., Any]
 
 
+Metadata = Iterable[tuple[str, str | bytes]] | None
+Arrival = Callable[[Any, Context], AbstractAsyncContextManager[list[Any]]]
+
+
 @dataclass(frozen=True, slots=True)
 class Unparsed:
-    """Stands for a message that was not valid protobuf."""
+    """Stands for a message of a stream that was not valid protobuf."""
 
     size: int
+
+
+# Of a service, whose messages that are not on a link are small.
+SERVICE_MEMORY_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Accounts:
+    """What messages may take, and what is known of callers by what comes beside these."""
+
+    memory: RequestMemory = field(default_factory=lambda: RequestMemory(SERVICE_MEMORY_BYTES))
+    name: Callable[[Metadata], str] = lambda _metadata: ""
+    """Whose call it is; empty where that is not known."""
+    refused: Callable[[Metadata, int], None] = lambda _metadata, _num_bytes: None
+    """Takes note of a message of so many bytes that could not be read."""
 
 
 class Throttle:
@@ -78,17 +111,21 @@ class Throttle:
 
 
 @asynccontextmanager
-async def rpc_errors(context: Context, throttle: Throttle | None) -> AsyncIterator[None]:
+async def rpc_errors(context: Context, throttle: Throttle | None, crowd: Crowd) -> AsyncIterator[None]:
     """Ends the call with the status of whatever is raised inside; what aborts or cancels the call passes through.
 
-    A refusal waits for its turn where there is a throttle.
+    A refusal waits for its turn where there is a throttle, and one for want of a key for its connection's.
     """
     try:
         yield
     except grpc.aio.AbortError:
         raise
     except OutriderError as error:
-        if throttle is not None:
+        # What waits keeps nothing of what was read.
+        traceback.clear_frames(error.__traceback__)
+        if isinstance(error, InvalidKey):
+            await crowd.refuse(context.peer())
+        elif throttle is not None:
             await throttle.turn()
         await context.abort_with_status(status_of(error))
     except Exception as error:
@@ -103,11 +140,13 @@ async def rpc_errors(context: Context, throttle: Throttle | None) -> AsyncIterat
 class Guard(grpc.aio.ServerInterceptor):
     """Puts every handler of a server behind the wall, unary and streaming alike.
 
-    `clients` are the names of those who are let in, where not all are; whoever watches health needs no name.
+    `clients` are the names of those who are let in, where not all are; whoever watches health needs no name. Messages
+    of calls that have one are read here: with memory that is taken before they are, and with a look at how much they
+    are before they are parsed.
     """
 
-    def __init__(self, clients: Collection[str] = ()) -> None:
-        self._clients = clients
+    def __init__(self, clients: Collection[str], crowd: Crowd, accounts: Accounts) -> None:
+        self._clients, self._crowd, self._accounts = clients, crowd, accounts
         self._throttle = Throttle()
 
     async def intercept_service(
@@ -120,14 +159,18 @@ class Guard(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         inner: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-        kind = "_".join(
-            "stream" if each else "unary" for each in (handler.request_streaming, handler.response_streaming)
+        # On the wire it is the same whether a method takes a message or many, and gRPC reads a single one by itself.
+        make: Any = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
         )
-        make: Any = getattr(grpc, f"{kind}_rpc_method_handler")
-        checked = _checked_stream if handler.request_streaming else _checked
         method, throttle = handler_call_details.method, self._throttle
-        clients = () if method.startswith(OPEN) else self._clients
-        is_fact = method.startswith(FACTS)
+        is_open, is_fact = method.startswith(OPEN), method.startswith(FACTS)
+        clients = () if is_open else self._clients
+        arrival: Arrival = partial(self._stream, is_open)
+        if not handler.request_streaming and handler.request_deserializer is not None:
+            arrival = partial(self._message, is_open, handler.request_deserializer)
 
         async def admit(context: Context) -> None:
             if is_fact:
@@ -138,41 +181,147 @@ class Guard(grpc.aio.ServerInterceptor):
         wrap = _generator if inspect.isasyncgenfunction(inner) else _coroutine
         wrapped: Handler = make(
             # One turn is enough for a call.
-            wrap(inner, checked, admit, None if is_fact else throttle),
-            request_deserializer=_tolerant(handler.request_deserializer),
+            wrap(inner, arrival, admit, partial(rpc_errors, throttle=None if is_fact else throttle, crowd=self._crowd)),
+            request_deserializer=_tolerant(handler.request_deserializer) if handler.request_streaming else None,
             response_serializer=handler.response_serializer,
         )
         return wrapped
 
+    @asynccontextmanager
+    async def _stream(
+        self, is_open: bool, messages: AsyncIterator[object], context: Context
+    ) -> AsyncIterator[list[Any]]:
+        async with self._present(is_open, context):
+            yield [_checked_stream(messages)]
+
+    @asynccontextmanager
+    async def _message(
+        self, is_open: bool, parse: Callable[[bytes], Any], _messages: object, context: Context
+    ) -> AsyncIterator[list[Any]]:
+        """The one message of a call, alone in a list, so that whoever takes it out is the only one to have it."""
+        metadata, memory = context.invocation_metadata(), self._accounts.memory
+        whose = "" if is_open else self._accounts.name(metadata)
+        with memory.coming.share(whose) as coming, memory.kept.share(whose) as kept:
+            await coming.take(MAX_MESSAGE_BYTES)
+            try:
+                async with asyncio.timeout(MESSAGE_WAIT_S):
+                    data: Any = await context.read()
+            except TimeoutError:
+                raise InvalidRequest("message", "absent", f"here within {MESSAGE_WAIT_S:g} seconds") from None
+            if not isinstance(data, bytes):
+                raise InvalidRequest("message", "absent", "a message of this method")
+            await kept.take(HELD_TIMES * len(data))
+            coming.give_back()
+            try:
+                holder = [_parsed(parse, data)]
+            except InvalidRequest:
+                if not is_open:
+                    self._accounts.refused(metadata, len(data))
+                raise
+            del data
+            async with self._present(is_open, context):
+                yield holder
+
+    @asynccontextmanager
+    async def _present(self, is_open: bool, context: Context) -> AsyncIterator[None]:
+        """While a call runs; one that everybody may make says nothing for its caller."""
+        if is_open:
+            yield
+            return
+        known, was_let_in = self._crowd.begin(context.peer()), True
+        try:
+            yield
+        except InvalidKey:
+            was_let_in = False
+            raise
+        finally:
+            self._crowd.end(known, was_let_in=was_let_in)
+
+
+Errors = Callable[[Context], AbstractAsyncContextManager[None]]
+
 
 def _coroutine(
-    inner: Function, checked: Function, admit: Callable[[Context], Awaitable[None]], throttle: Throttle | None
+    inner: Function, arrival: Arrival, admit: Callable[[Context], Awaitable[None]], errors: Errors
 ) -> Callable[[Any, Context], Awaitable[Any]]:
     async def call(request: object, context: Context) -> object:
-        async with rpc_errors(context, throttle):
+        async with errors(context):
             await admit(context)
-            return await inner(checked(request), context)
+            async with arrival(request, context) as messages:
+                return await inner(messages.pop(), context)
         return None
 
     return call
 
 
 def _generator(
-    inner: Function, checked: Function, admit: Callable[[Context], Awaitable[None]], throttle: Throttle | None
+    inner: Function, arrival: Arrival, admit: Callable[[Context], Awaitable[None]], errors: Errors
 ) -> Callable[[Any, Context], AsyncIterator[Any]]:
     async def stream(request: object, context: Context) -> AsyncIterator[Any]:
-        async with rpc_errors(context, throttle):
+        async with errors(context):
             await admit(context)
-            async for response in inner(checked(request), context):
-                yield response
+            async with arrival(request, context) as messages:
+                async for response in inner(messages.pop(), context):
+                    yield response
 
     return stream
 
 
-def _tolerant(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:  # noqa: ANN401 - whatever a method takes
+    """A message from its bytes; raises InvalidRequest about what is none, and about one with too many fields."""
+    if len(data) > SHORT_BYTES:
+        kind: Any = getattr(parse, "__self__", None)
+        check_count("message", num_fields(data, kind.DESCRIPTOR), MAX_FIELDS, "fields")
+    message = _tolerant(parse)(data)
+    if isinstance(message, Unparsed):
+        raise _no_message(message)
+    return message
+
+
+def num_fields(data: bytes, kind: Descriptor) -> int:
+    """How many fields a message of that kind and the messages in it have, but no more than one too many; of what is no
+    message, up to where that shows.
+    """
+    count, stack = 0, [(0, len(data), kind)]
+    while stack:
+        place, end, kind = stack.pop()
+        fields = kind.fields_by_number
+        while place < end and count <= MAX_FIELDS:
+            count += 1
+            tag, place = _varint(data, place)
+            match tag & 7:
+                case 0:
+                    _, place = _varint(data, place)
+                case 1:
+                    place += 8
+                case 2:
+                    size, place = _varint(data, place)
+                    field = fields.get(tag >> 3)
+                    if field is not None and field.message_type is not None:
+                        stack.append((place, min(place + size, end), field.message_type))
+                    place += size
+                case 5:
+                    place += 4
+    return count
+
+
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    """A number of variable length, and where it ends; what is cut off or too long for one ends somewhere."""
+    value = shift = 0
+    while place < len(data) and shift < MAX_NUMBER_BITS:
+        byte = data[place]
+        value |= (byte & 127) << shift
+        place += 1
+        if byte < 128:
+            break
+        shift += 7
+    return value, place
+
+
+def _tolerant(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
     """A deserializer that returns Unparsed where the original raises: grpc would send the exception's text."""
     if deserializer is None:
-        return None
+        return lambda data: data
 
     def parse(data: bytes) -> object:
         try:
@@ -183,12 +332,12 @@ def _tolerant(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], 
     return parse
 
 
-def _checked(message: object) -> object:
-    if isinstance(message, Unparsed):
-        raise InvalidRequest("message", f"{message.size} bytes", "a valid protobuf message of this method")
-    return message
+def _no_message(unparsed: Unparsed) -> InvalidRequest:
+    return InvalidRequest("message", f"{unparsed.size} bytes", "a valid protobuf message of this method")
 
 
 async def _checked_stream(messages: AsyncIterator[object]) -> AsyncIterator[object]:
     async for message in messages:
-        yield _checked(message)
+        if isinstance(message, Unparsed):
+            raise _no_message(message)
+        yield message

@@ -150,7 +150,7 @@ async def _post_bodies(address: str, document: Mapping[str, Any], count: int, se
                 # A few ask for as many tokens as there is room for, eight times; that is left, as clients leave.
                 tally.add("left", None)
                 continue
-            status, fault = _fault_in(reply)
+            status, fault = fault_in(reply)
             tally.add(str(status), fault and f"{fault} for {path} {body[:2000]!r}: {reply[-500:]!r}")
 
     await asyncio.gather(*(post() for _ in range(AT_A_TIME)))
@@ -158,7 +158,7 @@ async def _post_bodies(address: str, document: Mapping[str, Any], count: int, se
     return tally
 
 
-def _fault_in(reply: bytes) -> tuple[int, str | None]:
+def fault_in(reply: bytes) -> tuple[int, str | None]:
     """The status of a reply to whatever was sent, 0 for none, and what is wrong with it."""
     head, _, body = reply.partition(b"\r\n\r\n")
     status, text = int(head.split()[1]) if head else 0, body.decode(errors="replace")

@@ -31,6 +31,13 @@ def num_descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
+def peak_bytes(pid: int) -> int:
+    """The most memory that a running process has had in use."""
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) << 10
+
+
 def thread_names(pid: int) -> list[str]:
     """The names of a running process's threads, as the system knows them."""
     names = []

@@ -1,12 +1,11 @@
 """A gateway in a process of its own, in front of the tiny model's services, which are in this one."""
 
-import re
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from support.observability import peak_bytes
 from support.services.markov import MarkovModel
 from support.services.markov_services import TargetServicer, serving
 
@@ -35,9 +34,7 @@ class GatewayProcess:
     @property
     def peak_bytes(self) -> int:
         """The most memory that it has had in use."""
-        found = re.search(r"^VmHWM:\s+(\d+) kB$", Path(f"/proc/{self.process.pid}/status").read_text(), re.MULTILINE)
-        assert found is not None
-        return int(found[1]) << 10
+        return peak_bytes(self.process.pid)
 
 
 @asynccontextmanager
