@@ -96,7 +96,11 @@ def deviation(model: Path, answers: Sequence[Answer]) -> float:
 
 
 async def deviations(
-    pair: tuple[Path, Path], rule: str, sources: Sequence[str] = SOURCES, num_runs: int = NUM_RUNS
+    pair: tuple[Path, Path],
+    rule: str,
+    sources: Sequence[str] = SOURCES,
+    num_runs: int = NUM_RUNS,
+    num_seeds: int = NUM_SEEDS,
 ) -> list[float]:
     """Those of each run of all seeds, which take turns to use the sources."""
     slots = asyncio.Semaphore(AT_A_TIME)
@@ -116,7 +120,7 @@ async def deviations(
                 )
 
         found: list[float] = []
-        answers: list[Answer | None] = [None] * NUM_SEEDS
+        answers: list[Answer | None] = [None] * num_seeds
         for run in range(num_runs):
             answers = [*await asyncio.gather(*(answer(seed, run, each) for seed, each in enumerate(answers)))]
             found.append(deviation(pair[0], [each for each in answers if each is not None]))
@@ -127,7 +131,7 @@ async def deviations(
                 for figures in each.completion.speculation.drafters
                 if figures.drafter in {"lookup", "prediction"}
             )
-            assert not run or looked > NUM_SEEDS
+            assert not run or looked > num_seeds
     return found
 
 
@@ -147,6 +151,16 @@ async def test_guesses_that_know_the_noise_of_their_seed_are_found(
     """Tested with the uniforms that decided what a memory holds, as it once was: the likelier token comes too often."""
     repeatable(monkeypatch, is_shared=True)
     assert max(await deviations(pair, rule, SOURCES[1:2], num_runs=3)) > 1.2 * MOST
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("rule", ["ratio", "block"])
+async def test_each_repetition_of_many_seeds_follows_the_law(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    """Five runs of 4,000 seeds, a third of them with each source."""
+    repeatable(monkeypatch, is_shared=False)
+    assert max(map(abs, await deviations(pair, rule, num_seeds=4 * NUM_SEEDS))) < MOST
 
 
 @pytest.mark.grid
