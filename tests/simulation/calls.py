@@ -227,12 +227,14 @@ class ServerCall:
                 return
             yield deserialize(data)
 
-    async def request(self, deserialize: Callable[[bytes], Any]) -> Any:
-        """The one message of a unary call."""
+    async def read(self) -> Any:
+        """The next message as it came; EOF after a half-close or a cancellation."""
         data = await self._requests.get()
-        if data is None:
-            raise asyncio.CancelledError
-        return deserialize(data)
+        return grpc.aio.EOF if data is None else data
+
+    def peer(self) -> str:
+        """No address: nobody is connected."""
+        return ""
 
     async def send_initial_metadata(self, metadata: tuple[()]) -> None:
         """There is none that anybody would look at; raises when the call has ended."""

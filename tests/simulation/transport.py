@@ -17,7 +17,8 @@ import structlog
 from simulation.calls import LOST, OK, Call, ServerCall, Ways
 from simulation.loop import VirtualLoop, context_of
 
-from outrider.rpc.guard import Guard
+from outrider.rpc.crowd import Crowd
+from outrider.rpc.guard import Accounts, Guard
 
 log = structlog.get_logger()
 
@@ -43,13 +44,14 @@ class Server:
 
     async def guarded(self) -> "Server":
         """Puts the guard before every handler; called once, when all are added."""
+        guard = Guard((), Crowd(), Accounts())
         for method, handler in list(self.handlers.items()):
 
             async def continuation(details: object, handler: Any = handler) -> Any:
                 return handler
 
             details = SimpleNamespace(method=method, invocation_metadata=())
-            self.handlers[method] = await Guard().intercept_service(continuation, details)
+            self.handlers[method] = await guard.intercept_service(continuation, details)
         return self
 
     def begin(self, call: ServerCall) -> None:
@@ -73,12 +75,12 @@ class Server:
             call.end((grpc.StatusCode.UNKNOWN, "Unexpected", ()))
 
     async def _handle(self, call: ServerCall, handler: Any) -> None:
-        parse = handler.request_deserializer
-        if handler.unary_unary:
-            await call.write(await handler.unary_unary(await call.request(parse), call))
+        # The guard reads the one message of a call by itself.
+        requests = call.requests(handler.request_deserializer or bytes)
+        if handler.stream_unary:
+            await call.write(await handler.stream_unary(requests, call))
             return
-        argument = call.requests(parse) if handler.request_streaming else await call.request(parse)
-        answers = (handler.stream_stream or handler.unary_stream)(argument, call)
+        answers = handler.stream_stream(requests, call)
         if inspect.isawaitable(answers):
             await answers
             return
