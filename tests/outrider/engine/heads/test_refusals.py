@@ -1,11 +1,12 @@
 """Heads that are refused: what is no head here, and what does not fit, each in one sentence and before it is loaded."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.heads import tiny_heads
 from support.heads.tiny_heads import (
     DRAFT_VOCAB,
@@ -466,3 +467,15 @@ def test_theta_needs_a_layout_with_positions(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(checkpoint, "LAYOUTS", (checkpoint.Layout(lambda _, __: True, read_eagle1),))
     words = "(eagle1) has no rotary embedding, so theta must be left out"
     assert refusal(eagle1(tmp_path / "head"), 5.0) == f"{{folder}} {words}"
+
+
+@pytest.mark.parametrize("write", [eagle1, eagle3, specforge])
+def test_numbers_that_are_none_are_found_when_a_head_is_loaded(tmp_path: Path, write: Writer) -> None:
+    """The file and its tensor are named; reading what a head is looks at no numbers."""
+    folder = write(tmp_path / "head")
+    name, tensor = max(load_file(folder / "model.safetensors").items(), key=lambda item: item[1].numel())
+    tensor.view(-1)[7] = torch.nan
+    change(folder, tensors={name: tensor})
+    head = read_head(folder, tiny_target())
+    with pytest.raises(ModelRefused, match=rf"model\.safetensors: {re.escape(name)} holds NaN or infinity as float32"):
+        head.load(tiny_target(), CPU, torch.float32, ReferenceOps())

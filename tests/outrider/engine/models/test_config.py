@@ -96,10 +96,11 @@ def test_families_differ_in_biases_and_norms(
 
 
 @pytest.mark.parametrize(
-    ("generation", "expected"), [({"eos_token_id": [7, 9]}, {5, 7, 9}), ({"eos_token_id": 0}, {0, 5}), ({}, {5})]
+    ("generation", "expected"),
+    [({"eos_token_id": [7, 9]}, {5, 7, 9}), ({"eos_token_id": 0}, {0, 5}), ({}, {5}), ({"eos_token_id": -1}, {5})],
 )
 def test_both_configurations_name_ends(tmp_path: Path, generation: dict[str, object], expected: set[int]) -> None:
-    """None overrules the other, be it an integer or a list."""
+    """None overrules the other, be it an integer or a list; -1 is no token."""
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert read(tmp_path, eos_token_id=5).eos_token_ids == expected
 
@@ -133,7 +134,7 @@ def test_both_configurations_name_ends(tmp_path: Path, generation: dict[str, obj
         ({"rope_theta": float("nan")}, "rope_theta", "positive"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings", "true or false"),
         ({"quantization_config": {}}, "quantization_config", "unquantized"),
-        ({"eos_token_id": [-1]}, "eos_token_id", "token id"),
+        ({"eos_token_id": [-2]}, "eos_token_id", "token id"),
         ({"eos_token_id": 2**31}, "eos_token_id", "token id"),
     ],
 )

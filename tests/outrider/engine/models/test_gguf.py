@@ -8,7 +8,7 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.models.model_cases import LLAMA3, THETA, YARN, all_logits, logits_and_reach, random_ids, reference
 from support.models.tiny_gguf import F32, Metadata, Tensors, metadata_of, tensors_of, write_gguf, write_parts
 from support.models.tiny_models import TARGET, TRAINED, write_tiny_model
@@ -194,3 +194,15 @@ def test_the_order_of_queries_would_be_noticed(tmp_path: Path) -> None:
 
     file = write_gguf(folder, tmp_path / "tiny.gguf", edit=leave)
     assert (logits(file) - logits(folder)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_numbers_that_are_none_are_found_when_a_file_is_loaded(tmp_path: Path, value: float) -> None:
+    """The file and its tensor are named."""
+    folder = write_tiny_model(tmp_path / "tiny", "llama")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    file = write_gguf(folder, tmp_path / "tiny.gguf")
+    with pytest.raises(ModelRefused, match=r"tiny\.gguf: blk\.0\.ffn_up\.weight holds NaN or infinity as float32"):
+        logits(file)
