@@ -298,11 +298,14 @@ def test_every_rule_is_about_something(modules: dict[str, Module]) -> None:
 
 
 def row(rule: Rule) -> str:
-    """A rule as a line of the table in docs/architecture.md."""
+    """A rule as a line of the table in docs/architecture.md, where siblings of the package begin with a dot."""
     groups = {"shared": SHARED, "plumbing": PLUMBING, "the frame": SERVICE[-3:]}
     named = [word for word, group in groups.items() if set(group) <= set(rule.may_import)]
     grouped = {name for word in named for name in groups[word]}
-    may_import = ", ".join([*named, *(f"`{name}`" for name in rule.may_import if name not in grouped)]) or "nothing"
+    parent = rule.package.rpartition(".")[0]
+    others = [name for name in rule.may_import if name not in grouped]
+    short = [name.removeprefix(parent) if parent and name.startswith(f"{parent}.") else name for name in others]
+    may_import = ", ".join([*named, *(f"`{name}`" for name in short)]) or "nothing"
     return f"| `{rule.package}` | {may_import} | {'yes' if rule.torch else ''} | {'yes' if rule.protobuf else ''} |"
 
 

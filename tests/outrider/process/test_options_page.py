@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from options_page import PAGE, page, table
+from options_page import PAGE, WIDTH, entries, page
 from outrider.process.options import Setting, addresses, within
 from outrider.process.run import LogLevel
 
@@ -27,14 +27,37 @@ def test_the_page_is_what_is_declared() -> None:
     assert PAGE.read_text(encoding="utf-8") == page()
 
 
-def test_an_option_is_a_row() -> None:
+def test_an_option_is_an_entry() -> None:
     """With its flag, its variable, its default, its range and its sentence."""
-    assert table(Settings).splitlines()[2:] == [
-        "| `--peer` | `OUTRIDER_PEER` | required | HOST:PORT, or several with commas | Who is asked. |",
-        "| `--max-places` | `OUTRIDER_MAX_PLACES` | all | in [1, 9] | Places. |",
-        "| `--name` | `OUTRIDER_NAME` | empty |  | What it is called. |",
-        "| `--level` | `OUTRIDER_LEVEL` | `info` | debug, info, warning, error | What is logged. |",
-        "| `--deaf` | `OUTRIDER_DEAF` | off |  | Hears nothing. |",
-        "| `--eager`, `--no-eager` | `OUTRIDER_EAGER` | on |  | Begins at once. |",
-        "| `--patience` | `OUTRIDER_PATIENCE` | `1.0` | at least 0 | How long to wait. |",
+    assert entries(Settings).splitlines() == [
+        "- `--peer` (`OUTRIDER_PEER`; required; HOST:PORT, or several with commas):",
+        "  Who is asked.",
+        "- `--max-places` (`OUTRIDER_MAX_PLACES`; default all; in [1, 9]):",
+        "  Places.",
+        "- `--name` (`OUTRIDER_NAME`; default empty):",
+        "  What it is called.",
+        "- `--level` (`OUTRIDER_LEVEL`; default `info`; one of debug, info, warning, error):",
+        "  What is logged.",
+        "- `--deaf` (`OUTRIDER_DEAF`; default off):",
+        "  Hears nothing.",
+        "- `--eager`, `--no-eager` (`OUTRIDER_EAGER`; default on):",
+        "  Begins at once.",
+        "- `--patience` (`OUTRIDER_PATIENCE`; default `1.0`; at least 0):",
+        "  How long to wait.",
     ]
+
+
+@dataclass(frozen=True)
+class Wordy:
+    """An option of which neither part fits into a line."""
+
+    source: Annotated[str, Setting("word " * 30 + "end.", default="word " * 30 + "end")] = ""
+
+
+def test_long_entries_are_wrapped() -> None:
+    """At words, and below the flag that they belong to."""
+    first, *rest = entries(Wordy).splitlines()
+    assert first.startswith("- `--source` (`OUTRIDER_SOURCE`; default word word")
+    assert all(line.startswith("  ") for line in rest)
+    assert max(map(len, [first, *rest])) <= WIDTH
+    assert " ".join([first, *rest]).count("word") == 60
