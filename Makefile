@@ -63,16 +63,16 @@ test-slow: $(SETUP) ## training runs, benchmarks, processes that die, distributi
 	$(BIN)/python -m pytest -m "slow and not grid" $(SIDE_BY_SIDE)
 
 test-assistant: $(SETUP) ## the assistant of `outrider up`, fetched if it is not there yet
-	$(BIN)/python -m pytest -m assistant
+	$(BIN)/python -m pytest -m assistant tests/assistant
 
 test-grid: $(SETUP) ## the full exactness grid, 400 schemas, beams of thirty prompts: half an hour
 	$(BIN)/python -m pytest -m grid $(SIDE_BY_SIDE)
 
 test-page: $(SETUP) ## the page in Chromium, which Debian's package chromium provides
-	$(BIN)/python -m pytest -m page
+	$(BIN)/python -m pytest -m page tests/page
 
 test-surface: $(SETUP) $(LITELLM_SETUP) $(STRUCTURED_SETUP) ## the full conformance tests with real clients: some minutes
-	$(BIN)/python -m pytest -m "surface and not grid" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "surface and not grid" $(SIDE_BY_SIDE) tests/surface
 
 # An environment, its constraints, and what it is for: packages, and the words that are printed.
 define environment
@@ -91,10 +91,10 @@ $(eval $(call environment,AIDER,aider,aider-chat,aider))
 $(eval $(call environment,INSPECT,inspect,inspect-ai openai,inspect-ai))
 
 test-harness: $(SETUP) $(LM_EVAL_SETUP) $(GUIDELLM_SETUP) $(AIPERF_SETUP) $(AIDER_SETUP) $(INSPECT_SETUP) ## lm-eval, GuideLLM, AIPerf, aider and inspect-ai, whose environments take 4 GB
-	$(BIN)/python -m pytest -m harness
+	$(BIN)/python -m pytest -m harness tests/surface
 
 test-agents: $(SETUP) $(AGENTS_SETUP) $(NPM_CLIENTS_SETUP) ## agents and libraries of npm at small tasks, without a way to the network; they take 2 GB
-	$(BIN)/python -m pytest -m agents
+	$(BIN)/python -m pytest -m agents tests/surface
 
 $(AGENTS_SETUP): Makefile
 	npm install --silent --no-audit --no-fund --prefix $(AGENTS) @anthropic-ai/claude-code@2.1.332 @openai/codex@0.169.0
@@ -108,7 +108,7 @@ $(NPM_CLIENTS_SETUP): Makefile
 	@touch $@
 
 test-docker: $(SETUP) ## the compose stack on a Docker engine; BASE_IMAGE and PIP_OPTIONS as compose takes them
-	$(BIN)/python -m pytest -m docker
+	$(BIN)/python -m pytest -m docker tests/deploy
 
 test-fencing: $(SETUP) ## gateway and services in 20,000 worlds where messages and processes fail; ten minutes
 	OUTRIDER_FENCING_EXAMPLES=20000 $(BIN)/python -m pytest tests/gateway/sessions/test_fencing_model.py -k weather --timeout=7200

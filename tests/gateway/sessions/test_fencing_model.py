@@ -19,7 +19,7 @@ from outrider.model_service.session_store import LeaseTable
 from outrider.rpc.fencing import Fence, MessageStatus, SessionView, classify
 from outrider.v1 import target_service_pb2 as pb
 
-USUAL_EXAMPLES = 500
+USUAL_EXAMPLES = 250
 EXAMPLES = int(os.environ.get("OUTRIDER_FENCING_EXAMPLES", USUAL_EXAMPLES))
 PLANTED_EXAMPLES = 400
 

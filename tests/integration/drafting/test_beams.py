@@ -143,6 +143,7 @@ async def test_bodies_are_refused_in_their_own_names() -> None:
             await rest.stack.generate(text="Once", beam_search=pb.BeamSearch(width=9))
 
 
+@pytest.mark.slow
 async def test_searches_and_others_share_a_full_pool() -> None:
     """None is refused in the middle; the stack checks at its end that no block is lost."""
 

@@ -20,11 +20,13 @@ PROMPTS = [
     "Long ago, in a deep forest",
 ] * 2
 CASCADES = [
-    {"cascade": "lookup"},
-    {"cascade": DRAFT},
     {"cascade": f"{DRAFT}+lookup"},
-    {"cascade": "lookup", "cascade_depth": 2},
-    {"cascade": DRAFT, "cascade_depth": 2},
+    *slow(
+        {"cascade": "lookup"},
+        {"cascade": DRAFT},
+        {"cascade": "lookup", "cascade_depth": 2},
+        {"cascade": DRAFT, "cascade_depth": 2},
+    ),
 ]
 # A draft larger than the model that guesses for it.
 LARGE = "sized:draft-10m"

@@ -59,7 +59,8 @@ DRAFTERS: Mapping[str, dict[str, Any]] = {
 # Each much like another one that `make test` has.
 FURTHER = (
     *("whoever, with four guesses", "lookup of eight", "sampled", "fixed trees", "shallow trees"),
-    *("the target's weights", "two of one service", "three drafts"),
+    *("the target's weights", "two of one service", "three drafts", "random weights", "wide trees"),
+    *("trees whose shape says their size", "lookup and model"),
 )
 RATIO, BLOCK = types_pb2.ACCEPTANCE_RULE_RATIO, types_pb2.ACCEPTANCE_RULE_BLOCK
 LENIENT, TYPICAL = types_pb2.ACCEPTANCE_RULE_LENIENT, types_pb2.ACCEPTANCE_RULE_TYPICAL

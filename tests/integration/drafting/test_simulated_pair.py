@@ -47,7 +47,8 @@ async def test_the_draft_is_accepted_as_often_as_its_name_says(rule: str, accept
     assert abs(kept - acceptance * looked_at) <= 5 * (looked_at * acceptance * (1 - acceptance)) ** 0.5
 
 
-@pytest.mark.parametrize("temperature", [0.8, *slow(0.0)])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.8, 0.0])
 async def test_a_tree_keeps_more_than_a_chain_as_deep(temperature: float) -> None:
     """And both, like whatever the gateway chooses, say what plain decoding says."""
     async with running_stack(*PAIR, gateway=PATIENT) as stack:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from support.basics import PATIENCE_S
+from support.basics import PATIENCE_S, slow
 from support.models.tiny_models import TARGET, write_tiny_model
 
 
@@ -88,7 +88,7 @@ async def test_a_model_that_transformers_computes_is_refused_in_one_sentence_too
     assert "is not a sound safetensors file" in await refused(str(folder))
 
 
-@pytest.mark.parametrize("is_offline", [True, False])
+@pytest.mark.parametrize("is_offline", [True, *slow(False)])
 async def test_a_hub_that_cannot_be_reached_is_one_sentence(tmp_path: Path, is_offline: bool) -> None:
     """With the command that fetches the model elsewhere."""
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:

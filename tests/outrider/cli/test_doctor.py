@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from support.basics import slow
 from support.services.markov import MarkovModel
 from support.services.markov_services import DraftServicer, serving
 from support.stack import RunningStack, running_stack
@@ -275,6 +276,7 @@ def test_a_missing_model_fails_without_starting_anything(tmp_path: Path) -> None
     assert (found["target model"], found["draft model"], found["self test"]) == ("failed", "skipped", "skipped")
 
 
+@pytest.mark.slow
 def test_nothing_is_downloaded(tmp_path: Path) -> None:
     """Nobody asks the hub for a draft that is not here: what needs it is skipped with the reason, nothing failed."""
     with socket.create_server(("127.0.0.1", 0)) as hub:
@@ -294,7 +296,7 @@ def test_nothing_is_downloaded(tmp_path: Path) -> None:
         assert (found[check]["status"], "someone/something" in found[check]["sentence"]) == ("skipped", True)
 
 
-@pytest.mark.parametrize("words", [(), ("--pair", "tales")])
+@pytest.mark.parametrize("words", [(), *slow(("--pair", "tales"))])
 def test_the_pair_that_up_would_fetch_is_named(tmp_path: Path, words: tuple[str, ...]) -> None:
     """Before it is there: another one is looked at, and the report says so, unless that one was asked for."""
     environment = {name: value for name, value in os.environ.items() if name != "OUTRIDER_PAIR"}

@@ -102,7 +102,14 @@ def flags(*words: str, app: typer.Typer = app) -> Iterator[str]:
         yield from option.opts
 
 
-@pytest.mark.parametrize(("line", "beginning"), REFUSED, ids=[beginning for _, beginning in REFUSED])
+# Each is a process of its own; `make test` has one of four.
+@pytest.mark.parametrize(
+    ("line", "beginning"),
+    [
+        pytest.param(*each, marks=[pytest.mark.slow] if number % 4 else [], id=each[1])
+        for number, each in enumerate(REFUSED)
+    ],
+)
 async def test_a_refusal_names_the_option(stack: RunningStack, line: str, beginning: str) -> None:
     """It is the only line, also where JSON was asked for, and its exit code is that of wrong usage."""
     code, output, notes = await outrider("generate", "Once", *line.split(), "--json", "--address", stack.address)

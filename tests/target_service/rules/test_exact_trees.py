@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from support.basics import slow
 from support.drafting.rules import Floats
 from support.drafting.trees import (
     MOST,
@@ -114,7 +115,7 @@ def test_a_lenient_output_is_bounded(lenience: float, scheme: Scheme) -> None:
         assert mean_kept(rule, PAIR, forest) > mean_kept(recursive_rejection, PAIR, forest) + 1e-3
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 5, *slow(1, 2, 3, 4)])
 def test_traversal_keeps_as_many_tokens_as_recursive_rejection_and_more(seed: int) -> None:
     """In expectation; the same where no row has a child that could speak for it."""
     pair = TreePair.random(seed=seed)
