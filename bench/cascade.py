@@ -28,7 +28,7 @@ from outrider.errors import OutriderError
 from outrider.model_names import embedded_model
 from outrider.model_service.settings import check_cascade, split_cascade
 from outrider.parameters import Rule, SessionSpec
-from outrider.rpc.fencing import Meter
+from outrider.timing import Meter
 from outrider.token_tree import TokenTree
 
 TOKENS, SENTENCE, REPETITIONS = 160, 24, 8

@@ -19,7 +19,8 @@ from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest
 from outrider.model_service.session_store import LeaseTable, Outbox, SessionAnswer, SessionState, SessionStore
 from outrider.parameters import SessionSpec
-from outrider.rpc.fencing import Fence, MessageStatus, Meter, classify
+from outrider.rpc.fencing import Fence, MessageStatus, classify
+from outrider.timing import Meter
 from outrider.token_tree import TokenTree, TreeShape
 
 

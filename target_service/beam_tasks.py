@@ -20,7 +20,7 @@ from outrider.engine.session import Session
 from outrider.engine.walk import child_with
 from outrider.errors import OutriderError
 from outrider.parameters import FinishReason, SessionSpec
-from outrider.rpc.fencing import ComputeTimes, Meter
+from outrider.timing import ComputeTimes, Meter
 from outrider.token_tree import EMPTY
 from target_service.acceptance import TargetVerdict
 from target_service.block_allocator import BlockAllocator

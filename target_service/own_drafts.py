@@ -27,7 +27,7 @@ from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N
 from outrider.engine.session import Session
 from outrider.errors import CacheFull, OutriderError
 from outrider.parameters import Rule, SessionSpec
-from outrider.rpc.fencing import ComputeTimes, Meter
+from outrider.timing import ComputeTimes, Meter
 from outrider.token_tree import EMPTY, TokenTree, TreeShape
 
 log = structlog.get_logger()

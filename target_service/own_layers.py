@@ -19,7 +19,7 @@ from outrider.engine.runner import ModelRunner
 from outrider.engine.session import LowerRows, Session
 from outrider.errors import CacheFull, OutriderError
 from outrider.parameters import Rule, SessionSpec
-from outrider.rpc.fencing import Meter
+from outrider.timing import Meter
 from target_service.own_drafts import (
     NO_PROPOSAL,
     FeatureCopy,

@@ -18,7 +18,7 @@ from typing import Protocol
 from outrider.engine.session import Session
 from outrider.errors import InvalidRequest
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
-from outrider.rpc.fencing import ComputeTimes
+from outrider.timing import ComputeTimes
 from outrider.token_tree import EMPTY, TokenTree
 from target_service.own_drafts import NO_PROPOSAL, OwnProposal
 

@@ -16,7 +16,8 @@ from outrider.errors import Field, InvalidRequest, ProtocolViolation
 from outrider.grammar import Grammar
 from outrider.model_service.session_store import LeaseTable, Outbox, SessionAnswer, SessionState, SessionStore
 from outrider.parameters import FinishReason, SessionSpec
-from outrider.rpc.fencing import ComputeTimes, Fence, MessageStatus, Meter, classify
+from outrider.rpc.fencing import Fence, MessageStatus, classify
+from outrider.timing import ComputeTimes, Meter
 from outrider.token_tree import EMPTY, TokenTree, TreeShape
 from target_service.acceptance import TargetVerdict
 from target_service.beam_tasks import BeamTask

@@ -24,7 +24,7 @@ from outrider.engine.worker import own_fault
 from outrider.errors import OutriderError
 from outrider.model_service.session_store import LeaseTable
 from outrider.parameters import SessionSpec, TokenLogprob
-from outrider.rpc.fencing import ComputeTimes, Meter
+from outrider.timing import ComputeTimes, Meter
 from outrider.token_tree import EMPTY, TokenTree
 from target_service.acceptance import TargetVerdict, commit_walk, decide
 from target_service.beam_tasks import BeamTask

@@ -48,6 +48,7 @@ SHARED = (
     "outrider.generation_defaults",
     "outrider.grammar",
     "outrider.deltas",
+    "outrider.timing",
 )
 PLUMBING = ("outrider.rpc", "outrider.process")
 SERVICE = (*SHARED, *PLUMBING, "outrider.engine", "outrider.drafters", "outrider.model_service")
@@ -69,11 +70,12 @@ RULES = (
     Rule("outrider.beams", ("outrider.errors", "outrider.token_tree")),
     Rule("outrider.grammar", ("outrider.errors",)),
     Rule("outrider.deltas"),
+    Rule("outrider.timing"),
     Rule("outrider.v1", protobuf=True),
     Rule("outrider.rpc", SHARED, protobuf=True),
     Rule("outrider.process", (*SHARED, "outrider.rpc")),
     Rule("outrider.engine", SHARED, torch=True),
-    Rule("outrider.drafters", (*SHARED, "outrider.rpc", "outrider.engine"), torch=True),
+    Rule("outrider.drafters", (*SHARED, "outrider.engine"), torch=True),
     Rule("outrider.model_service", (*SHARED, *PLUMBING, "outrider.engine"), torch=True, protobuf=True),
     Rule("outrider.model_service.settings", (*SHARED, *PLUMBING)),
     Rule("outrider.client", (*SHARED, "outrider.rpc"), protobuf=True),

@@ -20,7 +20,8 @@ from outrider.engine.walk import Walk
 from outrider.errors import CacheFull, OutriderError
 from outrider.parameters import Acceptance, Rule, SessionSpec
 from outrider.rpc import messages
-from outrider.rpc.fencing import ComputeTimes, Fence
+from outrider.rpc.fencing import Fence
+from outrider.timing import ComputeTimes
 from outrider.token_tree import EMPTY, TokenTree
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import target_service_pb2 as target_pb

@@ -19,7 +19,7 @@ from outrider.engine.noise import Purpose
 from outrider.engine.session import Session
 from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec
-from outrider.rpc.fencing import Meter
+from outrider.timing import Meter
 from outrider.token_tree import TokenTree, TreeShape
 from target_service.own_drafts import without_room
 

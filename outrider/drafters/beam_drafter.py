@@ -22,7 +22,7 @@ from outrider.engine.sharing import Pace
 from outrider.engine.worker import own_fault
 from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec
-from outrider.rpc.fencing import Meter
+from outrider.timing import Meter
 from outrider.token_tree import EMPTY, TokenTree
 
 # Of the draft's beams over the search's. A step of the target stands only where all that it keeps is among them, so

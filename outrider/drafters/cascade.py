@@ -30,7 +30,7 @@ from outrider.engine.session import Session
 from outrider.engine.worker import own_fault
 from outrider.errors import CacheFull, OutriderError
 from outrider.parameters import Acceptance, DraftDistribution, SessionSpec
-from outrider.rpc.fencing import Meter
+from outrider.timing import Meter
 from outrider.token_tree import TokenTree
 
 log = structlog.get_logger()

@@ -30,7 +30,7 @@ from outrider.engine.walk import walk
 from outrider.engine.worker import own_fault
 from outrider.errors import InvalidRequest, NoTokenLeft, OutriderError
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
-from outrider.rpc.fencing import Meter
+from outrider.timing import Meter
 from outrider.token_tree import TokenTree
 
 # Draws as the rule of a session needs it.

@@ -20,7 +20,7 @@ from outrider.engine.worker import DeviceWorker
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.session_store import ServiceCounts
 from outrider.process.metrics import ProcessTime, Tally, new_registry, tally_of
-from outrider.rpc.fencing import ComputeTimes
+from outrider.timing import ComputeTimes
 
 PREFIX = "outrider_"
 JOB_S = (

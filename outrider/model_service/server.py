@@ -31,7 +31,7 @@ from outrider.process.metrics import LoopTasks, RunningMetrics, serve_metrics
 from outrider.process.run import exit_now
 from outrider.process.streams import LostLines
 from outrider.rpc import channels
-from outrider.rpc.fencing import ComputeTimes
+from outrider.timing import ComputeTimes
 from outrider.vocabulary import Vocabulary, tokenizer_doubt, tokenizer_in
 
 log = structlog.get_logger()

@@ -23,7 +23,8 @@ from outrider.errors import CacheFull, OutriderError, Overloaded
 from outrider.parameters import SessionSpec
 from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
-from outrider.rpc.fencing import ComputeTimes, Fence, MessageStatus, SessionView, classify_open
+from outrider.rpc.fencing import Fence, MessageStatus, SessionView, classify_open
+from outrider.timing import ComputeTimes
 
 log = structlog.get_logger()
 

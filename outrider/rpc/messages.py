@@ -29,7 +29,8 @@ from outrider.parameters import (
     SessionSpec,
     TokenLogprob,
 )
-from outrider.rpc.fencing import ComputeTimes, Fence
+from outrider.rpc.fencing import Fence
+from outrider.timing import ComputeTimes
 from outrider.token_tree import MAX_CHILDREN, MAX_DEPTH, MAX_LEVEL_ROWS, TokenTree, TreeShape
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import target_service_pb2 as target_pb

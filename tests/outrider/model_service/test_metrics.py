@@ -7,7 +7,7 @@ from outrider.engine.runner import ForwardCounts
 from outrider.model_service.metrics import ServiceMetrics
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.session_store import ServiceCounts
-from outrider.rpc.fencing import ComputeTimes
+from outrider.timing import ComputeTimes
 
 FACTS = ServiceFacts(
     role="target",

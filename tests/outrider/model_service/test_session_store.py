@@ -17,7 +17,8 @@ from outrider.model_service.session_store import (
     Outboxes,
     SessionAnswer,
 )
-from outrider.rpc.fencing import ComputeTimes, Fence
+from outrider.rpc.fencing import Fence
+from outrider.timing import ComputeTimes
 
 
 @dataclass

@@ -5,16 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import InvalidRequest
-from outrider.rpc.fencing import (
-    ComputeTimes,
-    Fence,
-    MessageStatus,
-    Meter,
-    SessionView,
-    check_fence,
-    classify,
-    classify_open,
-)
+from outrider.rpc.fencing import Fence, MessageStatus, SessionView, check_fence, classify, classify_open
 
 ID = bytes(16)
 # Ten tokens are committed in epoch 3; verdicts on 7 and 9 are kept, everything below has been acknowledged.
@@ -113,11 +104,3 @@ def test_the_ends_of_the_range_pass() -> None:
     """1 and the context are lengths."""
     for base_len in (1, 100):
         assert check_fence(Fence(ID, 1, base_len), 100).base_len == base_len
-
-
-def test_a_meter_adds_up_what_an_answer_cost() -> None:
-    """It waits until its first forward begins; times and rows are those of all forwards."""
-    meter = Meter(arrived_ns=1_000_000)
-    meter.add(1_250_000, 1_300_000, 7)
-    meter.add(1_400_000, 1_410_000, 64)
-    assert meter.times() == ComputeTimes(queue_us=250, compute_us=60, forward_count=2, row_count=71)

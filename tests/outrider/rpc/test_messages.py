@@ -9,7 +9,7 @@ from support.basics import spec_of
 from outrider.errors import InvalidRequest
 from outrider.parameters import Acceptance, FinishReason, Rule, SamplingParameters
 from outrider.rpc import messages
-from outrider.rpc.fencing import ComputeTimes
+from outrider.timing import ComputeTimes
 from outrider.v1 import types_pb2 as pb
 
 SAMPLING = spec_of(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from outrider.engine.session import Session
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
-from outrider.rpc.fencing import ComputeTimes
+from outrider.timing import ComputeTimes
 from outrider.token_tree import TokenTree
 from target_service.own_drafts import NO_PROPOSAL, OwnProposal
 

@@ -1,0 +1,42 @@
+"""What an answer cost to compute: the times and rows of its forwards."""
+
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class ComputeTimes(NamedTuple):
+    """Plain form of the message: waiting and device time in microseconds and rows, shared batches counted whole."""
+
+    queue_us: int = 0
+    compute_us: int = 0
+    forward_count: int = 0
+    row_count: int = 0
+
+
+@dataclass(slots=True)
+class Meter:
+    """Adds up the cost of one answer. `arrived_ns` is when its request came, on time.perf_counter_ns."""
+
+    arrived_ns: int = field(default_factory=time.perf_counter_ns)
+    _queue_ns: int | None = None
+    _compute_ns: int = 0
+    _forward_count: int = 0
+    _row_count: int = 0
+
+    def add(self, started_ns: int, ended_ns: int, num_rows: int) -> None:
+        """Counts one forward over so many rows, with the sampling that followed it."""
+        if self._queue_ns is None:
+            self._queue_ns = max(0, started_ns - self.arrived_ns)
+        self._compute_ns += ended_ns - started_ns
+        self._forward_count += 1
+        self._row_count += num_rows
+
+    def extend(self, num_ns: int) -> None:
+        """Counts more time on the device, with no forward."""
+        self._compute_ns += num_ns
+
+    def times(self) -> ComputeTimes:
+        return ComputeTimes(
+            (self._queue_ns or 0) // 1000, self._compute_ns // 1000, self._forward_count, self._row_count
+        )
