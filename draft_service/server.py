@@ -14,9 +14,10 @@ from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, MAX_TOP_N
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import ModelRefused
+from outrider.model_service.leases import LeaseTable
+from outrider.model_service.outbox import Outboxes
 from outrider.model_service.server import LoadedModel, RunningModelService, describe, load_model_aside, serve_model
 from outrider.model_service.servicer import MAX_DRAFT_COUNT
-from outrider.model_service.session_store import LeaseTable, Outboxes
 from outrider.model_service.settings import Listen, ModelServiceSettings, check_cascade, split_cascade
 from outrider.process.options import Setting, within
 

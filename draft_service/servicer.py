@@ -9,8 +9,8 @@ from outrider.engine.growth import check_rows
 from outrider.errors import InvalidRequest, check_range, check_token_ids
 from outrider.grammar import Grammar, GrammarEngine
 from outrider.model_service.link import Arrived, Job, LinkServicer
+from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import MAX_DRAFT_COUNT
-from outrider.model_service.session_store import Outbox
 from outrider.rpc import channels, messages
 from outrider.token_tree import TokenTree
 from outrider.v1 import draft_service_pb2 as pb

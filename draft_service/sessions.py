@@ -17,7 +17,10 @@ from outrider.drafters.tree_drafter import as_tree
 from outrider.engine.beams import Beams
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest
-from outrider.model_service.session_store import LeaseTable, Outbox, SessionAnswer, SessionState, SessionStore
+from outrider.model_service.leases import LeaseTable
+from outrider.model_service.outbox import Outbox, SessionAnswer
+from outrider.model_service.session_state import SessionState
+from outrider.model_service.sessions import SessionStore
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence, MessageStatus, classify
 from outrider.timing import Meter

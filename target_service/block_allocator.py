@@ -20,7 +20,7 @@ from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner, reserve
 from outrider.engine.session import Session
 from outrider.errors import CacheFull, PromptTooLong
-from outrider.model_service.session_store import LeaseTable
+from outrider.model_service.leases import LeaseTable
 from outrider.token_tree import EMPTY, TokenTree
 
 # A session whose draft is guessing has no job for the time of some steps, and would come back to an empty cache.

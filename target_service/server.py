@@ -16,8 +16,9 @@ from outrider.engine.ops import choose_ops
 from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import ModelRefused
+from outrider.model_service.leases import LeaseTable
+from outrider.model_service.outbox import Outboxes
 from outrider.model_service.server import LoadedModel, RunningModelService, describe, load_model_aside, serve_model
-from outrider.model_service.session_store import LeaseTable, Outboxes
 from outrider.model_service.settings import MAX_THREADS, Listen, ModelServiceSettings, check_model
 from outrider.process.options import Setting, within
 from target_service.own_drafts import HOSTED, HostedModel, Hosting, host_head

@@ -9,8 +9,8 @@ from outrider.engine.growth import check_rows
 from outrider.errors import InvalidRequest, PromptTooLong, check_range
 from outrider.grammar import Grammar, GrammarEngine
 from outrider.model_service.link import Arrived, Job, LinkServicer
+from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import MAX_DRAFT_COUNT
-from outrider.model_service.session_store import Outbox
 from outrider.parameters import SessionSpec
 from outrider.rpc import channels, messages
 from outrider.rpc.fencing import Fence

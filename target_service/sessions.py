@@ -14,7 +14,10 @@ from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 from outrider.errors import Field, InvalidRequest, ProtocolViolation
 from outrider.grammar import Grammar
-from outrider.model_service.session_store import LeaseTable, Outbox, SessionAnswer, SessionState, SessionStore
+from outrider.model_service.leases import LeaseTable
+from outrider.model_service.outbox import Outbox, SessionAnswer
+from outrider.model_service.session_state import SessionState
+from outrider.model_service.sessions import SessionStore
 from outrider.parameters import FinishReason, SessionSpec
 from outrider.rpc.fencing import Fence, MessageStatus, classify
 from outrider.timing import ComputeTimes, Meter

@@ -22,7 +22,7 @@ from outrider.engine.sharing import Pace
 from outrider.engine.walk import Walk
 from outrider.engine.worker import own_fault
 from outrider.errors import OutriderError
-from outrider.model_service.session_store import LeaseTable
+from outrider.model_service.leases import LeaseTable
 from outrider.parameters import SessionSpec, TokenLogprob
 from outrider.timing import ComputeTimes, Meter
 from outrider.token_tree import EMPTY, TokenTree

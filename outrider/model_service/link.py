@@ -25,17 +25,10 @@ import structlog
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
 from outrider.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarEngine
+from outrider.model_service.leases import IDLE_S, MAX_SESSIONS
+from outrider.model_service.outbox import MAX_UNSENT_OF_SESSION, PONG, Outbox, Outboxes, SessionAnswer
 from outrider.model_service.servicer import ServiceFacts
-from outrider.model_service.session_store import (
-    IDLE_S,
-    MAX_SESSIONS,
-    MAX_UNSENT_OF_SESSION,
-    PONG,
-    Outbox,
-    Outboxes,
-    SessionAnswer,
-    SessionStore,
-)
+from outrider.model_service.sessions import SessionStore
 from outrider.parameters import MAX_SALT_BYTES
 from outrider.process.upkeep import Upkeep
 from outrider.rpc import channels

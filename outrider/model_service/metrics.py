@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import (
 from outrider.engine.runner import ForwardCounts
 from outrider.engine.worker import DeviceWorker
 from outrider.model_service.servicer import ServiceFacts
-from outrider.model_service.session_store import ServiceCounts
+from outrider.model_service.sessions import ServiceCounts
 from outrider.process.metrics import ProcessTime, Tally, new_registry, tally_of
 from outrider.timing import ComputeTimes
 

@@ -21,10 +21,11 @@ from outrider.engine.worker import DeviceWorker
 from outrider.errors import ModelRefused, NotReady, OutriderError
 from outrider.generation_defaults import ModelDefaults
 from outrider.grammar import GrammarEngine
+from outrider.model_service.leases import LeaseTable
 from outrider.model_service.link import LinkServicer
 from outrider.model_service.metrics import ServiceMetrics
 from outrider.model_service.servicer import ServiceFacts, model_service
-from outrider.model_service.session_store import LeaseTable, SessionStore
+from outrider.model_service.sessions import SessionStore
 from outrider.model_service.settings import ModelServiceSettings
 from outrider.model_service.watchdog import watch
 from outrider.process.metrics import LoopTasks, RunningMetrics, serve_metrics

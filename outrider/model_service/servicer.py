@@ -15,7 +15,7 @@ from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import Overloaded
 from outrider.grammar import ENGINE, GrammarEngine
-from outrider.model_service.session_store import RolledBack, SessionStore
+from outrider.model_service.sessions import RolledBack, SessionStore
 from outrider.parameters import GenerationDefaults, Rule
 from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix

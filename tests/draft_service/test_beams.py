@@ -15,7 +15,7 @@ from outrider.drafters.beam_drafter import BeamDrafter, BeamDraftTask
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest
-from outrider.model_service.session_store import LeaseTable
+from outrider.model_service.leases import LeaseTable
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import TokenTree
 

@@ -12,7 +12,8 @@ from outrider.drafters.model_drafter import DraftTask, ModelDrafter
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.engine.worker import DeviceWorker
-from outrider.model_service.session_store import LeaseTable, SessionAnswer
+from outrider.model_service.leases import LeaseTable
+from outrider.model_service.outbox import SessionAnswer
 from outrider.rpc.fencing import Fence
 
 DRAFT_COUNT = 6

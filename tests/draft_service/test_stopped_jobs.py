@@ -11,7 +11,7 @@ from support.models.tiny_models import write_tiny_model
 from draft_service.sessions import DraftSessions, DraftState, Wanted
 from outrider.drafters.model_drafter import DraftTask, ModelDrafter
 from outrider.engine.runner import ModelRunner
-from outrider.model_service.session_store import LeaseTable
+from outrider.model_service.leases import LeaseTable
 from outrider.rpc.fencing import Fence
 
 SPEC = spec_of((5, 17, 200, 3, 90), 60, eos=())

@@ -21,10 +21,11 @@ from draft_service.sessions import DraftSessions
 from outrider.drafters.model_drafter import DRAFTERS, ModelDrafter
 from outrider.engine.runner import ModelRunner
 from outrider.engine.worker import DeviceWorker
+from outrider.model_service.leases import LeaseTable
 from outrider.model_service.link import LinkServicer
+from outrider.model_service.outbox import Outboxes
 from outrider.model_service.server import LoadedModel, describe
 from outrider.model_service.servicer import model_service
-from outrider.model_service.session_store import LeaseTable, Outboxes
 from outrider.rpc.channels import Services
 from target_service import sessions as target_sessions
 from target_service.own_drafts import HOSTED, HostedDraft, HostedModel, Hosting

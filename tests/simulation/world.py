@@ -35,7 +35,7 @@ from gateway.rounds.policy import Choice, SpeculationPolicy
 from gateway.sessions.link import BREAKERS, CircuitBreaker, Replicas, ServiceLink, Targets
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.text.chat_template import ChatTemplate
-from outrider.model_service.session_store import IDLE_S
+from outrider.model_service.leases import IDLE_S
 from outrider.parameters import Rule
 from outrider.rpc.errors import error_from
 from outrider.rpc.messages import RULES

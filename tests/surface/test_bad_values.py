@@ -11,7 +11,7 @@ from support.requests.garbage import PYTHON_TEXT
 from support.rest.bad_bodies import GOOD, HARMLESS, HARMLESS_EVERYWHERE, ONLY, UNSUPPORTED, faults, with_fault
 from support.rest.rest_stack import CHAT, COMPLETIONS, RestStack, rest_stack
 
-from outrider.model_service.session_store import LeaseTable
+from outrider.model_service.leases import LeaseTable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 # Those of every day; all others are for the full tests.

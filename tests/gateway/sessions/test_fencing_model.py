@@ -15,7 +15,7 @@ from simulation.world import Scenario, simulate
 
 from gateway.sessions.stream import LinkStream
 from gateway.sessions.target import TargetOpening
-from outrider.model_service.session_store import LeaseTable
+from outrider.model_service.leases import LeaseTable
 from outrider.rpc.fencing import Fence, MessageStatus, SessionView, classify
 from outrider.v1 import target_service_pb2 as pb
 
@@ -70,7 +70,7 @@ PLANTS = {
     "a session ends without a word": ("gateway.sessions.stream.LinkStream.detach", end_silently),
     "the target takes repetitions": ("target_service.sessions.classify", taking_repetitions),
     "the gateway matches by order": ("gateway.sessions.target.TargetOpening.receive", receive_in_order),
-    "no lease ends": ("outrider.model_service.session_store.LeaseTable.sweep", free_nothing),
+    "no lease ends": ("outrider.model_service.leases.LeaseTable.sweep", free_nothing),
     "a close frees no blocks": ("outrider.engine.session.Session.free", lambda self: None),
 }
 

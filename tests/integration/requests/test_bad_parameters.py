@@ -14,7 +14,7 @@ from support.requests.garbage import PYTHON_TEXT
 from support.stack import RunningStack, running_stack
 
 from outrider.errors import InvalidRequest, OutriderError, PromptTooLong
-from outrider.model_service.session_store import LeaseTable
+from outrider.model_service.leases import LeaseTable
 from outrider.rpc.errors import error_from
 from outrider.v1 import generation_service_pb2 as pb
 

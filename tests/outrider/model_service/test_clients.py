@@ -26,7 +26,7 @@ from draft_service.server import DraftSettings
 from draft_service.server import start_with as start_draft_with
 from outrider.errors import OutriderError
 from outrider.model_service.server import LoadedModel, RunningModelService
-from outrider.model_service.session_store import MAX_REMEMBERED, SessionRefused
+from outrider.model_service.sessions import MAX_REMEMBERED, SessionRefused
 from outrider.rpc.channels import open_channel
 from outrider.rpc.errors import error_from
 from outrider.rpc.tls import ClientRefused, TlsFiles

@@ -22,8 +22,8 @@ from tokenizers import Tokenizer
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
 from outrider.grammar import Grammar, GrammarEngine, GrammarRefused
 from outrider.model_service.link import MAX_UNFINISHED_FRAMES
+from outrider.model_service.outbox import MAX_UNSENT
 from outrider.model_service.server import LoadedModel, RunningModelService
-from outrider.model_service.session_store import MAX_UNSENT
 from outrider.rpc.channels import FRAME_BYTES, MAX_OF_SESSION, open_link_channel
 from outrider.rpc.fencing import Fence
 from outrider.rpc.messages import logprobs_from

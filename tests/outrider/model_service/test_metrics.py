@@ -6,7 +6,7 @@ from support.observability import families, findings
 from outrider.engine.runner import ForwardCounts
 from outrider.model_service.metrics import ServiceMetrics
 from outrider.model_service.servicer import ServiceFacts
-from outrider.model_service.session_store import ServiceCounts
+from outrider.model_service.sessions import ServiceCounts
 from outrider.timing import ComputeTimes
 
 FACTS = ServiceFacts(

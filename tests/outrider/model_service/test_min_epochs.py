@@ -1,6 +1,6 @@
-"""Tests of outrider.model_service.session_store: what is remembered of sessions that were not known."""
+"""Tests of outrider.model_service.sessions: what is remembered of sessions that were not known."""
 
-from outrider.model_service.session_store import MinEpochs
+from outrider.model_service.sessions import MinEpochs
 
 
 def test_the_newest_epoch_counts() -> None:

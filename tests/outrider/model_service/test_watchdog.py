@@ -103,7 +103,7 @@ async def test_a_stuck_device_ends_its_process() -> None:
 
 DEAD = STUCK.replace(
     "Verifier.advance = lambda self, tasks: threading.Event().wait()",
-    "from outrider.model_service.session_store import Outboxes\nOutboxes.flush = lambda self: sys.exit()",
+    "from outrider.model_service.outbox import Outboxes\nOutboxes.flush = lambda self: sys.exit()",
 ).replace("stall_seconds=0.3", "stall_seconds=1000")
 
 

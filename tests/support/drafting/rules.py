@@ -21,7 +21,7 @@ from outrider.engine.sampling.draft_distribution import DraftDistributions, quan
 from outrider.engine.sampling.draw import DrawInput, draw_from, row_contexts
 from outrider.engine.sampling.transforms import RowContext, transform
 from outrider.engine.walk import walk
-from outrider.model_service.session_store import SessionAnswer
+from outrider.model_service.outbox import SessionAnswer
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec, TokenLogprob
 from outrider.token_tree import TokenTree
 from target_service.rules.outcome import ChainOutcome

@@ -11,7 +11,8 @@ from draft_service.sessions import DraftSessions, DraftState, Wanted
 from outrider.drafters.cascade import Cascade
 from outrider.drafters.model_drafter import MODEL, DraftTask, ModelDrafter
 from outrider.engine.runner import ModelRunner
-from outrider.model_service.session_store import LeaseTable, SessionAnswer
+from outrider.model_service.leases import LeaseTable
+from outrider.model_service.outbox import SessionAnswer
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import TokenTree, TreeShape

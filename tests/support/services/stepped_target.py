@@ -12,7 +12,8 @@ from support.models.engine_cases import kv_state
 
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
-from outrider.model_service.session_store import LeaseTable, SessionAnswer
+from outrider.model_service.leases import LeaseTable
+from outrider.model_service.outbox import SessionAnswer
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree, TreeShape

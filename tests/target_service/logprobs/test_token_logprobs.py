@@ -12,7 +12,7 @@ from support.models.tiny_models import TARGET
 from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, Target, plain
 
 from outrider.engine.runner import ModelRunner
-from outrider.model_service.session_store import SessionAnswer
+from outrider.model_service.outbox import SessionAnswer
 from outrider.parameters import Acceptance, DraftDistribution, Rule, SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree

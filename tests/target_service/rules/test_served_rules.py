@@ -9,7 +9,7 @@ from support.services.stepped_target import PROMPT, Target, assert_like_fresh
 
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest
-from outrider.model_service.session_store import SessionAnswer
+from outrider.model_service.outbox import SessionAnswer
 from outrider.parameters import DraftDistribution, FinishReason, Rule, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
 from target_service.sessions import Step

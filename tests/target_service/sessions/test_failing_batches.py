@@ -18,7 +18,8 @@ from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.walk import Walk
 from outrider.engine.worker import DeviceWorker
 from outrider.errors import OutriderError
-from outrider.model_service.session_store import LeaseTable, SessionAnswer
+from outrider.model_service.leases import LeaseTable
+from outrider.model_service.outbox import SessionAnswer
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree

@@ -6,7 +6,7 @@ import time
 from support.basics import Answers, spec_of
 from support.services.stepped_target import PROMPT, Target, plain
 
-from outrider.model_service.session_store import SessionAnswer
+from outrider.model_service.outbox import SessionAnswer
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY
 from target_service.sessions import Step

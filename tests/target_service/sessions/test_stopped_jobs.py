@@ -9,7 +9,7 @@ from support.basics import Answers, SteppedDevice, spec_of
 from support.models.tiny_models import write_tiny_model
 
 from outrider.engine.runner import ModelRunner
-from outrider.model_service.session_store import LeaseTable
+from outrider.model_service.leases import LeaseTable
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY
 from target_service.sessions import Step, TargetSessions, TargetState
