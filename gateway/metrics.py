@@ -19,7 +19,7 @@ from gateway.generation.request import CheckedRequest
 from gateway.generation.transcript import counts_by_drafter
 from gateway.keys.door import Door
 from gateway.rounds.round import FallbackReason, Round, TokenOrigin
-from gateway.sessions.link import ROLLBACK_S
+from gateway.sessions.peer import ROLLBACK_S
 from outrider.errors import OutriderError
 from outrider.parameters import FinishReason
 from outrider.process.metrics import Count, Figures, Tally
@@ -275,11 +275,11 @@ class Watched:
         rollback_times = HistogramMetricFamily(PREFIX + "rollback_rpc_seconds", meaning, labels=["peer"])
         for service, all_replicas in (("target", [backend.target]), ("draft", [*backend.drafts.values()])):
             num_tokens, seconds = self._rejected_tokens(), Tally(ROLLBACK_S)
-            for of, link in ((each, link) for each in all_replicas for link in each.links):
-                up.add_metric([service, link.address], of.fits(link))
-                faults.add_metric([service, link.address], link.faults)
-                num_tokens += link.rolled_back_tokens
-                seconds.add_tally(link.rollback_seconds)
+            for of, peer in ((each, peer) for each in all_replicas for peer in each.peers):
+                up.add_metric([service, peer.address], of.fits(peer))
+                faults.add_metric([service, peer.address], peer.faults)
+                num_tokens += peer.rolled_back_tokens
+                seconds.add_tally(peer.rollback_seconds)
             rolled_back.add_metric([service], num_tokens)
             rollback_times.add_metric([service], seconds.buckets, seconds.total)
         yield from (up, faults, rolled_back, rollback_times)

@@ -30,7 +30,8 @@ from gateway.rest.app import build_app
 from gateway.rest.middleware import RestSettings
 from gateway.rest.server import RunningRest, serve_rest
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.sessions.link import ModelInfo, Replicas, ServiceLink, Targets
+from gateway.sessions.peer import ModelInfo, ServicePeer
+from gateway.sessions.replicas import Replicas, Targets
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.settings import IGNORE, GatewaySettings
 from gateway.text.chat_template import ChatTemplate
@@ -211,13 +212,13 @@ def _backend(
 ) -> Backend:
     fits = partial(_check_vocabulary, tokenizer, settings.tokenizer)
 
-    def link(role: str, address: str, defaults: OperatorDefaults | None = None) -> ServiceLink:
+    def peer(role: str, address: str, defaults: OperatorDefaults | None = None) -> ServicePeer:
         # Each looks for itself whether files have been replaced.
-        return ServiceLink(role, address, fits, tls=settings.service_tls(), defaults=defaults, upkeep=upkeep)
+        return ServicePeer(role, address, fits, tls=settings.service_tls(), defaults=defaults, upkeep=upkeep)
 
-    target = Targets([link("target", address, settings.defaults) for address in listed(settings.target)])
+    target = Targets([peer("target", address, settings.defaults) for address in listed(settings.target)])
     drafts = {
-        name: Replicas([link("draft", address) for address in each])
+        name: Replicas([peer("draft", address) for address in each])
         for name, each in named_addresses(settings.draft).items()
     }
     return Backend(
@@ -284,7 +285,7 @@ async def _await_target(target: Replicas, timeout_s: float) -> None:
             message = f"{target} did not answer within {timeout_s:g} seconds{reason}"
             # A refusal of certificates is of its own kind, whose exit code keeps supervisors from trying for ever.
             kind = NotReady if target.refusal is None else type(target.refusal)
-            raise kind(message, address=target.links[0].address)
+            raise kind(message, address=target.peers[0].address)
         log.warning("waiting", service=str(target), seconds_left=round(until_s - time.monotonic()))
     target.present()
 

@@ -5,8 +5,8 @@ from typing import cast
 from gateway.beams.record import BeamRecord
 from gateway.rounds.round import OwnGuesses, Proposal, Verdict
 from gateway.sessions.draft import DrafterSeat, DraftOpening, RemoteDraftSession
-from gateway.sessions.link import ServiceLink
-from gateway.sessions.stream import opening_of
+from gateway.sessions.link import opening_of
+from gateway.sessions.peer import ServicePeer
 from gateway.sessions.target import RemoteTargetSession, TargetOpening
 from outrider.beams import BeamStep, LiveBeam, split
 from outrider.errors import InvalidRequest
@@ -19,8 +19,8 @@ from outrider.v1 import draft_service_pb2, target_service_pb2, types_pb2
 class BeamTargetOpening(TargetOpening):
     """One opening of a search on a target; every pass is asked for."""
 
-    def __init__(self, link: ServiceLink, spec: SessionSpec, record: BeamRecord, fence: types_pb2.Fence) -> None:
-        super().__init__(link, spec, record, fence)
+    def __init__(self, peer: ServicePeer, spec: SessionSpec, record: BeamRecord, fence: types_pb2.Fence) -> None:
+        super().__init__(peer, spec, record, fence)
         self._record = record
         self.steps: tuple[BeamStep, ...] = ()
         """Of the last answer."""
@@ -45,8 +45,8 @@ class BeamTargetOpening(TargetOpening):
 class BeamTargetSession(RemoteTargetSession):
     """A search on a target service, which outlives targets like any session."""
 
-    def _opened_on(self, link: ServiceLink) -> BeamTargetOpening:
-        return BeamTargetOpening(link, self._spec, cast("BeamRecord", self._log), self._fence())
+    def _opened_on(self, peer: ServicePeer) -> BeamTargetOpening:
+        return BeamTargetOpening(peer, self._spec, cast("BeamRecord", self._log), self._fence())
 
     async def advance(self, proposal: Proposal) -> tuple[Verdict, tuple[BeamStep, ...]]:
         """The steps of a pass, whatever happens to targets meanwhile; raises as `verify`."""
@@ -58,9 +58,9 @@ class BeamDraftOpening(DraftOpening):
     """One opening of a search on a draft, which is told all beams each time."""
 
     def __init__(
-        self, link: ServiceLink, spec: SessionSpec, record: BeamRecord, session_id: bytes, seat: DrafterSeat
+        self, peer: ServicePeer, spec: SessionSpec, record: BeamRecord, session_id: bytes, seat: DrafterSeat
     ) -> None:
-        super().__init__(link, spec, record, session_id, seat)
+        super().__init__(peer, spec, record, session_id, seat)
         self._record = record
 
     def ask(self, fence: types_pb2.Fence, draft_count: int, _shape: TreeShape | None = None) -> None:
@@ -103,8 +103,8 @@ class BeamDraftOpening(DraftOpening):
 class BeamDraftSession(RemoteDraftSession):
     """A search on a draft service, whose faults cost no request anything."""
 
-    def _opened_on(self, link: ServiceLink) -> BeamDraftOpening:
-        return BeamDraftOpening(link, self._spec, cast("BeamRecord", self._log), self._session_id, self._seat)
+    def _opened_on(self, peer: ServicePeer) -> BeamDraftOpening:
+        return BeamDraftOpening(peer, self._spec, cast("BeamRecord", self._log), self._session_id, self._seat)
 
 
 def last_tokens(live: tuple[LiveBeam, ...]) -> list[int]:

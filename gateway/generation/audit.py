@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter
 from gateway.generation.request import CheckedRequest
 from gateway.generation.transcript import Transcript
 from gateway.rounds.round import Round
-from gateway.sessions.link import ModelInfo
+from gateway.sessions.peer import ModelInfo
 from outrider.errors import OutriderError
 from outrider.parameters import FinishReason, Rule
 

@@ -10,7 +10,8 @@ from gateway.rounds.planner import Drafting
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import LOOKUP
 from gateway.sessions.draft import DrafterSeat
-from gateway.sessions.link import ModelInfo, Replicas, Targets
+from gateway.sessions.peer import ModelInfo
+from gateway.sessions.replicas import Replicas, Targets
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.text.tokenizer import Tokenizer
 from outrider.parameters import Rule

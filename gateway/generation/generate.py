@@ -23,7 +23,7 @@ from gateway.rounds.planner import Drafting, RoundPlanner
 from gateway.rounds.round import Round, TokenLog
 from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
 from gateway.sessions.draft_team import DraftTeam
-from gateway.sessions.link import ModelInfo
+from gateway.sessions.peer import ModelInfo
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
 from gateway.text.tokenizer import Tokenizer

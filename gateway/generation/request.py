@@ -10,7 +10,7 @@ from typing import Self
 
 from gateway.keys.tenant import salt_of
 from gateway.rounds.round import LOOKUP
-from gateway.sessions.link import ModelInfo
+from gateway.sessions.peer import ModelInfo
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.reader import Reading
 from outrider.beams import BeamSearch, cache_tokens

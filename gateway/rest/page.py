@@ -35,7 +35,7 @@ from gateway.rest.responses import Sampling
 from gateway.rest.schemas import GenerationFields, Messages, Seed, Text, Unserved
 from gateway.rest.sse import EventStream, typed
 from gateway.rounds.estimates import MAX_DRAFT_COUNT
-from gateway.sessions.link import Replicas
+from gateway.sessions.replicas import Replicas
 from gateway.text.chat_template import RenderedPrompt
 from outrider.deltas import reasoning_of
 from outrider.errors import InvalidRequest, OutriderError

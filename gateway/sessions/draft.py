@@ -19,9 +19,10 @@ import structlog
 
 from gateway.rounds.planner import DraftOutlook
 from gateway.rounds.round import NOTHING, FallbackReason, HopCost, Proposal, TokenLog
-from gateway.sessions.link import Replicas, ServiceLink
+from gateway.sessions.link import Mailbox, opening_of
+from gateway.sessions.peer import ServicePeer
+from gateway.sessions.replicas import Replicas
 from gateway.sessions.session import MAX_DRIFT_REPAIRS, DraftDeadline, RemoteSession
-from gateway.sessions.stream import Mailbox, opening_of
 from outrider.errors import (
     CacheFull,
     InvalidRequest,
@@ -73,14 +74,14 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
     max_unread: ClassVar[int] = 4
 
     def __init__(
-        self, link: ServiceLink, spec: SessionSpec, token_log: TokenLog, session_id: bytes, seat: DrafterSeat
+        self, peer: ServicePeer, spec: SessionSpec, token_log: TokenLog, session_id: bytes, seat: DrafterSeat
     ) -> None:
         """Raises PeerLost when the draft is away."""
-        super().__init__(link.stream(), str(link), session_id)
-        self.link = link
+        super().__init__(peer.link(), str(peer), session_id)
+        self.peer = peer
         self.known_len = 0  # committed tokens that were sent
         self.cached_len = 0  # those that the draft has read, as it said last
-        info = link.present()
+        info = peer.present()
         # A draft that cannot read grammars guesses without, and is right less often.
         self._spec = spec if info.grammar_engine else replace(spec, grammar=None)
         self._log = token_log
@@ -128,11 +129,11 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
             if answered == asked:
                 if not 0 <= response.cached_len <= fence.base_len:
                     count = f"{response.cached_len} of {fence.base_len} tokens"
-                    raise ProtocolViolation(f"{self.link} says that it has cached {count}")
+                    raise ProtocolViolation(f"{self.peer} says that it has cached {count}")
                 self.cached_len = response.cached_len
                 return response
             if answered > asked:
-                raise ProtocolViolation(f"{self.link} answered a message that was never sent")
+                raise ProtocolViolation(f"{self.peer} answered a message that was never sent")
 
     def proposal(
         self,
@@ -149,22 +150,22 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
             wanted = self._spec.draft_logprobs
             tree = tree_from(response.proposal, self._vocabulary_size, draft_count, with_logprobs=wanted)
         except InvalidRequest as error:
-            raise ProtocolViolation(f"{self.link} sent a malformed proposal: {error.message}") from None
+            raise ProtocolViolation(f"{self.peer} sent a malformed proposal: {error.message}") from None
         # What the target would refuse, and so end a request that is not at fault. No token is looked at: what is
         # refused for its tokens biases the rules that test with uniforms.
         if tree and bool(tree.distributions) != rule.needs_distributions:
             fault = "with distributions" if tree.distributions else "without distributions"
-            raise ProtocolViolation(f"{self.link} sent a proposal {fault}, which does not fit the rule {rule}")
+            raise ProtocolViolation(f"{self.peer} sent a proposal {fault}, which does not fit the rule {rule}")
         fault = self._fault_of(tree, shape or TreeShape())
         if fault:
-            raise ProtocolViolation(f"{self.link} sent a proposal {fault}")
+            raise ProtocolViolation(f"{self.peer} sent a proposal {fault}")
         times = response.times
         most_us = wait_us + CLOCK_SLACK_US
         if not (0 <= times.queue_us <= most_us and 0 <= times.compute_us <= most_us):
             spent = f"{times.queue_us} and {times.compute_us} us in an answer that took {wait_us} us"
-            raise ProtocolViolation(f"{self.link} says that it has waited and computed for {spent}")
+            raise ProtocolViolation(f"{self.peer} says that it has waited and computed for {spent}")
         if times.forward_count < 0 or times.row_count < 0:
-            raise ProtocolViolation(f"{self.link} counts {times.forward_count} forwards of {times.row_count} rows")
+            raise ProtocolViolation(f"{self.peer} counts {times.forward_count} forwards of {times.row_count} rows")
         return Proposal(
             tree,
             compute_us=times.compute_us,
@@ -213,7 +214,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         self._draft_deadline = draft_deadline
         self._warm = warm
         self._seat = seat
-        self._last = replicas.links[0]  # the draft that was asked last
+        self._last = replicas.peers[0]  # the draft that was asked last
         self._faults = 0.0  # in a row; an answer halves them, because every fault may cost reading all tokens again
         self._resume_len = 0
         self._resting_for = FallbackReason.DRAFT_ABSENT
@@ -222,7 +223,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
     @property
     def outlook(self) -> DraftOutlook:
         """What to expect of the draft now: why not to ask it, if there is a reason, and its limits."""
-        info = (self._opening.link.info if self._opening is not None else None) or self._replicas.info
+        info = (self._opening.peer.info if self._opening is not None else None) or self._replicas.info
         if info is None:
             return DraftOutlook(FallbackReason.DRAFT_ABSENT)
         obstacle = None
@@ -245,11 +246,11 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         return outlook.obstacle is None and fits
 
     async def __aenter__(self) -> Self:
-        link = self._candidate()
-        if self._warm and link is not None and link.info is not None and not link.breaker.is_open:
+        peer = self._candidate()
+        if self._warm and peer is not None and peer.info is not None and not peer.breaker.is_open:
             try:
-                if len(self._log) <= link.info.context_len:
-                    self._ask(link, 0)
+                if len(self._log) <= peer.info.context_len:
+                    self._ask(peer, 0)
             except OutriderError as error:
                 self._drop(error)
         return self
@@ -287,7 +288,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         except OutriderError as error:
             return self._drop(error)
         self._draft_deadline.observe(wait_us / 1e6, catch_up_count)
-        opening.link.breaker.answered()
+        opening.peer.breaker.answered()
         self._faults /= 2
         if response.cached_len == len(self._log) or self._num_repairs >= MAX_DRIFT_REPAIRS:
             return proposal
@@ -302,31 +303,31 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
     ) -> tuple[DraftOpening, pb.ProposeResponse]:
         """One request and its answer; a draft that lacks tokens gets them all, once."""
         for _ in range(2):
-            link = self._candidate()
-            if link is None:
+            peer = self._candidate()
+            if peer is None:
                 raise PeerLost(f"{self._replicas} cannot be asked")
-            opening = self._ask(link, draft_count, shape)
+            opening = self._ask(peer, draft_count, shape)
             response = await opening.answer(self._fence(), until_s)
             if response.WhichOneof("answer") == "proposal":
                 return opening, response
             self._forget()
-        raise ProtocolViolation(f"{link} lacks tokens of a session that has just been opened")
+        raise ProtocolViolation(f"{peer} lacks tokens of a session that has just been opened")
 
-    def _ask(self, link: ServiceLink, draft_count: int, shape: TreeShape | None = None) -> DraftOpening:
+    def _ask(self, peer: ServicePeer, draft_count: int, shape: TreeShape | None = None) -> DraftOpening:
         """Sends a request, on a new opening if there is none or the old one was on another stream."""
-        self._last = link
-        stream = link.stream()
-        if self._opening is not None and self._opening.stream is not stream:
+        self._last = peer
+        link = peer.link()
+        if self._opening is not None and self._opening.link is not link:
             self._forget()
-        link.breaker.enter(self._session_id)
+        peer.breaker.enter(self._session_id)
         if self._opening is None:
-            self._opening = self._opened_on(link)
+            self._opening = self._opened_on(peer)
             self._epoch += 1
         self._opening.ask(self._fence(), draft_count, shape)
         return self._opening
 
-    def _opened_on(self, link: ServiceLink) -> DraftOpening:
-        return DraftOpening(link, self._spec, self._log, self._session_id, self._seat)
+    def _opened_on(self, peer: ServicePeer) -> DraftOpening:
+        return DraftOpening(peer, self._spec, self._log, self._session_id, self._seat)
 
     def _begin_rollback(self, base_len: int, asked_s: float) -> None:
         """Takes the draft's session back in the background; until that is done it is not asked for anything."""
@@ -334,19 +335,19 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         rolling_back = self._roll_back(self._last, self._fence(base_len), asked_s)
         self._rollback = asyncio.create_task(rolling_back, name="draft rollback")
 
-    async def _roll_back(self, link: ServiceLink, fence: types_pb2.Fence, asked_s: float) -> None:
+    async def _roll_back(self, peer: ServicePeer, fence: types_pb2.Fence, asked_s: float) -> None:
         try:
-            response = await link.rollback(fence, self._opening.cached_len if self._opening is not None else 0)
+            response = await peer.rollback(fence, self._opening.cached_len if self._opening is not None else 0)
         except OutriderError as error:
             self._drop(error)
             return
         except Exception:
             # Nobody waits for this task; what the draft has now, nobody knows.
-            log.exception("rollback failed", service=str(link))
+            log.exception("rollback failed", service=str(peer))
             self._forget()
             return
         if self._opening is not None:
-            self._opening.stream.suspect(asked_s)
+            self._opening.link.suspect(asked_s)
             # Length 0 says that the draft does not know the session: the next request opens it with all tokens.
             self._opening.known_len = min(self._opening.known_len, response.fence.base_len)
             self._opening.cached_len = response.cached_len
@@ -356,7 +357,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
     def _drop(self, error: OutriderError) -> Proposal:
         """Gives the session up after a fault; returns the empty proposal that says why."""
         self._log_event("draft session lost", reason=str(error)[:MAX_REASON_LEN])
-        stream = self._opening.stream if self._opening is not None else None
+        link = self._opening.link if self._opening is not None else None
         self._forget()
         if isinstance(error, HONEST_REFUSALS):
             self._last.breaker.left(self._session_id)
@@ -365,15 +366,15 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         if not isinstance(error, LOST):
             self._last.faults += 1
             return self._fault(FallbackReason.DRAFT_REFUSED)
-        if stream is not None:
-            self._last.report_lost(stream)
+        if link is not None:
+            self._last.report_lost(link)
         return self._fault(FallbackReason.DRAFT_LOST)
 
-    def _candidate(self) -> ServiceLink | None:
+    def _candidate(self) -> ServicePeer | None:
         """The draft that has the session, or the one that would get it; None while none may be asked."""
-        link = self._opening.link if self._opening is not None else None
-        if link is not None and link.info is not None and not link.breaker.blocks(self._session_id):
-            return link
+        peer = self._opening.peer if self._opening is not None else None
+        if peer is not None and peer.info is not None and not peer.breaker.blocks(self._session_id):
+            return peer
         return self._replicas.pick(self._session_id)
 
     def _fault(self, reason: FallbackReason) -> Proposal:

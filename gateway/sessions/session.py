@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, Self, TypeVar
 
 from gateway.rounds.round import TokenLog
-from gateway.sessions.link import Replicas
+from gateway.sessions.replicas import Replicas
 from outrider.errors import OutriderError, PeerLost
 from outrider.parameters import SessionSpec
 from outrider.v1 import types_pb2
@@ -45,8 +45,8 @@ class RemoteSession(Generic[OpeningT]):
         return self
 
     async def __aexit__(self, *_exit: object) -> None:
-        for link in self._replicas.links:
-            link.breaker.left(self._session_id)
+        for peer in self._replicas.peers:
+            peer.breaker.left(self._session_id)
         self._forget()
 
     def _forget(self) -> None:

@@ -12,9 +12,10 @@ import asyncio
 import structlog
 
 from gateway.rounds.round import NO_OWN_GUESSES, NOTHING, HopCost, OwnGuesses, Proposal, TokenLog, Verdict
-from gateway.sessions.link import Need, Replicas, ServiceLink
+from gateway.sessions.link import Mailbox, opening_of
+from gateway.sessions.peer import ServicePeer
+from gateway.sessions.replicas import Need, Replicas
 from gateway.sessions.session import MAX_DRIFT_REPAIRS, RemoteSession, RetryBudget, TargetTimeouts
-from gateway.sessions.stream import Mailbox, opening_of
 from outrider.errors import InvalidRequest, NotReady, OutriderError, PeerLost, ProtocolViolation
 from outrider.grammar import ENGINE
 from outrider.parameters import SessionSpec
@@ -43,19 +44,19 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
     """One opening of a session on a target, with how far the target may go on unasked."""
 
     def __init__(
-        self, link: ServiceLink, spec: SessionSpec, token_log: TokenLog, fence: types_pb2.Fence, drafter: str = ""
+        self, peer: ServicePeer, spec: SessionSpec, token_log: TokenLog, fence: types_pb2.Fence, drafter: str = ""
     ) -> None:
         """`fence` names the session and its epoch here; `drafter` guesses in the target's process, where it has that.
 
         Raises PeerLost when the target is away.
         """
-        super().__init__(link.stream(), str(link), fence.session_id)
-        self.link = link
+        super().__init__(peer.link(), str(peer), fence.session_id)
+        self.peer = peer
         self.is_opening = True  # the open has no answer yet
         self._spec = spec
         self._log = token_log
         self._session_id, self._epoch = fence.session_id, fence.epoch
-        info = link.present()
+        info = peer.present()
         self._max_budget = max(0, info.unacknowledged_window - 1)
         self._max_own_count = info.max_draft_count
         self.drafter = drafter if drafter in info.drafters else ""
@@ -118,7 +119,7 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
             if fence.epoch == self._epoch and base_len <= fence.base_len < max(self._largest_limit, base_len + 1):
                 self._early[fence.base_len] = response
             elif (fence.epoch, fence.base_len) > (self._epoch, base_len):
-                log.warning("answer to nothing", service=str(self.link), base_len=fence.base_len, log_len=base_len)
+                log.warning("answer to nothing", service=str(self.peer), base_len=fence.base_len, log_len=base_len)
         self.is_opening = False
         answer = self._early.pop(base_len)
         # What is left of repetitions must not pile up.
@@ -135,7 +136,7 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
             wanted = self._spec.draft_logprobs
             tree = tree_from(response.verdict.proposal, self.vocabulary_size, self._max_own_count, with_logprobs=wanted)
         except InvalidRequest as error:
-            raise ProtocolViolation(f"{self.link} named a malformed proposal of its own: {error.message}") from None
+            raise ProtocolViolation(f"{self.peer} named a malformed proposal of its own: {error.message}") from None
         times = response.draft_times
         return Proposal(
             tree,
@@ -191,7 +192,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         self._drafter = drafter
         self._timeouts = timeouts
         self._need = Need(model_hash, spec.max_len, ENGINE if spec.grammar is not None else "")
-        self._failed: ServiceLink | None = None  # the target that served the session last, and no longer does
+        self._failed: ServicePeer | None = None  # the target that served the session last, and no longer does
         self._has_drifted = False
         self._has_worked = False  # the target was found working since the session was opened on it
         self._num_unanswered = 0  # in a row
@@ -241,8 +242,8 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
             compute_us=times.compute_us,
             forward_count=times.forward_count,
             row_count=times.row_count,
-            session_count=opening.stream.session_count,
-            numerics_id=opening.stream.numerics_id,
+            session_count=opening.link.session_count,
+            numerics_id=opening.link.numerics_id,
             hop=HopCost(times.queue_us, wait_us, opening.take_bytes()),
             reopens=self._num_opens - opens,
             drift_repairs=self._num_repairs - repairs,
@@ -279,7 +280,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
                 response = await self._attempt(opening, proposal, plain_budget, own)
                 if response.WhichOneof("answer") == "verdict":  # 1
                     self._num_unanswered = 0
-                    opening.link.breaker.answered()
+                    opening.peer.breaker.answered()
                     return opening, response
             except (Unanswered, PeerLost, NotReady) as error:
                 self._abandon(error)
@@ -287,8 +288,8 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
                     budget, num_budgets = RetryBudget(self._timeouts.rebuild_budget_s, loop.time()), num_budgets + 1
                 if not isinstance(error, Unanswered):  # 3
                     # Another session may try this target, wherever this one goes on.
-                    opening.link.breaker.left(self._session_id)
-                    opening.link.report_lost(opening.stream)
+                    opening.peer.breaker.left(self._session_id)
+                    opening.peer.report_lost(opening.link)
                     await asyncio.sleep(budget.pause_s(error, loop.time()))
             except InvalidRequest as error:  # 5
                 field = error.metadata.get("field", "")
@@ -304,21 +305,21 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
             else:  # 4
                 num_refusals += 1
                 if num_refusals > MAX_REFUSALS:
-                    raise PeerLost(f"{opening.link} lost the session {num_refusals} times in one round")
-                self._abandon(PeerLost(f"{opening.link} does not know the session"))
+                    raise PeerLost(f"{opening.peer} lost the session {num_refusals} times in one round")
+                self._abandon(PeerLost(f"{opening.peer} does not know the session"))
 
     async def _open(self, until_s: float) -> TargetOpening:
         """An opening on the first target that can take the session; raises PeerLost when time is up."""
-        link = await self._replicas.wait(self._session_id, self._need, until_s, self._failed)
-        link.breaker.enter(self._session_id)
+        peer = await self._replicas.wait(self._session_id, self._need, until_s, self._failed)
+        peer.breaker.enter(self._session_id)
         self._epoch += 1
-        self._opening = self._opened_on(link)
+        self._opening = self._opened_on(peer)
         self._num_opens += 1
         self._has_worked = False
         return self._opening
 
-    def _opened_on(self, link: ServiceLink) -> TargetOpening:
-        return TargetOpening(link, self._spec, self._log, self._fence(), self._drafter)
+    def _opened_on(self, peer: ServicePeer) -> TargetOpening:
+        return TargetOpening(peer, self._spec, self._log, self._fence(), self._drafter)
 
     async def _attempt(
         self, opening: TargetOpening, proposal: Proposal, plain_budget: int, own: OwnGuesses
@@ -333,7 +334,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         3. It works, and may take its time, for a long prompt or in a full pool. After long enough a message must have
            been lost. Raises Unanswered, and PeerLost when that happens again and again.
         """
-        loop, link, deadline_s = asyncio.get_running_loop(), opening.link, self._timeouts.deadline.seconds()
+        loop, peer, deadline_s = asyncio.get_running_loop(), opening.peer, self._timeouts.deadline.seconds()
         started_s, was_opening = loop.time(), opening.is_opening
         allowance_s = deadline_s + PROMPT_TOKEN_S * len(self._log) * was_opening
         ask_at_s, num_asked = started_s, 0
@@ -345,25 +346,25 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
                     ask_at_s, num_asked = loop.time() + 2**num_asked * allowance_s, num_asked + 1
                 response = await opening.receive(min(deadline_s, max(ask_at_s - loop.time(), MIN_WAIT_S)))
             except TimeoutError:
-                waited_s, stalled_s = loop.time() - started_s, await link.stalled_s()
+                waited_s, stalled_s = loop.time() - started_s, await peer.stalled_s()
                 if stalled_s is None:  # 1
-                    spare = self._replicas.pick(self._session_id, self._need, failed=link)
-                    if waited_s >= allowance_s and spare not in {None, link}:
-                        raise Unanswered(f"{link} takes no calls, and a spare is there") from None
+                    spare = self._replicas.pick(self._session_id, self._need, failed=peer)
+                    if waited_s >= allowance_s and spare not in {None, peer}:
+                        raise Unanswered(f"{peer} takes no calls, and a spare is there") from None
                 elif stalled_s > self._timeouts.stall_s:  # 2
-                    lost = PeerLost(f"{link} does not answer requests")
-                    link.breaker.failed(self._session_id, lost)
+                    lost = PeerLost(f"{peer} does not answer requests")
+                    peer.breaker.failed(self._session_id, lost)
                     raise lost from None
                 else:  # 3
-                    link.breaker.answered()
+                    peer.breaker.answered()
                     self._has_worked = True
                     answer_s = min(2**self._num_unanswered, MAX_TIMES_AS_LONG) * self._timeouts.answer_s
                     if waited_s >= answer_s + allowance_s:
-                        opening.stream.suspect(started_s)
+                        opening.link.suspect(started_s)
                         self._num_unanswered += 1
                         if self._num_unanswered > MAX_UNANSWERED:
-                            raise PeerLost(f"{link} works, but leaves the session without an answer") from None
-                        raise Unanswered(f"{link} left a request unanswered") from None
+                            raise PeerLost(f"{peer} works, but leaves the session without an answer") from None
+                        raise Unanswered(f"{peer} left a request unanswered") from None
             else:
                 if num_asked == 1 and not was_opening:
                     # Prompts and repetitions say nothing about how long a round takes.
@@ -377,17 +378,17 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
             return
         self._num_repairs += 1
         self._epoch += 1
-        link = self._opening.link
+        peer = self._opening.peer
         try:
-            await link.rollback(self._fence(base_len=1), cached_len=len(self._log) - 1)
+            await peer.rollback(self._fence(base_len=1), cached_len=len(self._log) - 1)
         except OutriderError as error:
-            self._log_event("rollback failed", service=str(link), reason=error.message)
+            self._log_event("rollback failed", service=str(peer), reason=error.message)
         self._forget()
 
     def _abandon(self, error: OutriderError) -> None:
         self._log_event("target session lost", reason=error.message, log_len=len(self._log))
         if self._opening is not None:
-            self._failed = self._opening.link
+            self._failed = self._opening.peer
         self._forget()
 
     def _log_event(self, event: str, **values: str | int) -> None:

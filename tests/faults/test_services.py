@@ -23,7 +23,7 @@ from draft_service.server import DraftSettings
 from draft_service.server import start as start_draft
 from gateway.server import RunningGateway
 from gateway.server import start as start_gateway
-from gateway.sessions.link import ServiceLink
+from gateway.sessions.peer import ServicePeer
 from gateway.settings import GatewaySettings
 from outrider.rpc.channels import open_channel
 from target_service.server import TargetSettings
@@ -127,12 +127,12 @@ class World:
         async with open_channel(self.sound_address) as channel:
             await until_quiet(channel)
 
-    def _link(self) -> ServiceLink:
+    def _link(self) -> ServicePeer:
         """The gateway's tie to the first process."""
         assert self.running is not None
         replicas = self.running.backend.target if self.role == "target" else self.running.backend.draft
         assert replicas is not None
-        return replicas.links[0]
+        return replicas.peers[0]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["target", "draft"])

@@ -79,7 +79,7 @@ async def test_a_misfit_draft_is_no_reason_not_to_serve(
     misfit: str, life: AsyncExitStack, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever names its drafter or K has plain decoding; one warning says why, until a fitting one is there."""
-    monkeypatch.setattr("gateway.sessions.link.MISFIT_LOOK_S", 0.01)
+    monkeypatch.setattr("gateway.sessions.peer.MISFIT_LOOK_S", 0.01)
     draft = draft_of(tokenizer)
     (name, wrong), right = MISFITS[misfit], getattr(draft, MISFITS[misfit][0])
     setattr(draft, name, wrong)
@@ -143,14 +143,14 @@ async def test_a_running_gateway_does_without_a_draft_that_comes_back_as_another
     running = await start(GatewaySettings(target_address, tokenizer, address, listen="127.0.0.1:0", rest_listen=""))
     life.push_async_callback(running.stop, 0)
     assert running.backend.draft is not None
-    link = running.backend.draft.links[0]
+    peer = running.backend.draft.peers[0]
     calls = GenerationServiceStub(await life.enter_async_context(open_channel(running.address)))
     before = [each async for each in calls.Generate(request())]
     await first.aclose()
     other = draft_of(tokenizer)
     other.digests, other.instance_id = (7,), 2
     await life.enter_async_context(serving(other, address))
-    await eventually(lambda: link.mismatch is not None)
+    await eventually(lambda: peer.mismatch is not None)
     after = [each async for each in calls.Generate(request())]
     assert [t.token_id for each in after for t in each.round.tokens] == [
         t.token_id for each in before for t in each.round.tokens

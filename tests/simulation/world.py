@@ -32,7 +32,9 @@ from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
 from gateway.rounds.drafter_estimates import SessionEstimates
 from gateway.rounds.policy import Choice, SpeculationPolicy
-from gateway.sessions.link import BREAKERS, CircuitBreaker, Replicas, ServiceLink, Targets
+from gateway.sessions.breaker import BREAKERS, CircuitBreaker
+from gateway.sessions.peer import ServicePeer
+from gateway.sessions.replicas import Replicas, Targets
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.text.chat_template import ChatTemplate
 from outrider.model_service.leases import IDLE_S
@@ -173,8 +175,8 @@ class World:
         return self._outcomes
 
     async def _start_gateway(self) -> Backend:
-        def link(role: str, address: str) -> ServiceLink:
-            made = ServiceLink(role, address, lambda info: None, Channel(self._network, address))  # type: ignore[arg-type]
+        def link(role: str, address: str) -> ServicePeer:
+            made = ServicePeer(role, address, lambda info: None, Channel(self._network, address))  # type: ignore[arg-type]
             made.breaker = CircuitBreaker(*BREAKERS[role], clock_s=self._loop.time)
             return made
 
@@ -189,7 +191,7 @@ class World:
             add(server)  # type: ignore[arg-type]
         await server.guarded()
         self._network.listen(GATEWAY, server)
-        for each in (*target.links, *drafts[""].links):
+        for each in (*target.peers, *drafts[""].peers):
             hold(await each.settled(60.0), f"{each} was not found")
         return backend
 

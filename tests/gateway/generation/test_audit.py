@@ -15,7 +15,7 @@ from gateway.generation import audit
 from gateway.generation.request import CheckedRequest
 from gateway.generation.transcript import StopScanner, Transcript
 from gateway.rounds.round import Round
-from gateway.sessions.link import ModelInfo
+from gateway.sessions.peer import ModelInfo
 from outrider.errors import PeerLost
 from outrider.v1 import types_pb2
 

@@ -113,7 +113,7 @@ async def test_those_who_wait_for_a_target_are_bounded(tokenizer: str, monkeypat
     async with markov_stack(tokenizer, max_requests=1, max_queue=1) as stack:
         frontend, _ = frontend_of(stack)
         with monkeypatch.context() as away:
-            away.setattr(stack.gateway.backend.target.links[0], "_info", None)
+            away.setattr(stack.gateway.backend.target.peers[0], "_info", None)
             waiting = [asyncio.create_task(texts(frontend, [request()])) for _ in range(2)]
             await asyncio.sleep(0)
             with pytest.raises(Overloaded):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gateway.generation.request import CheckedRequest, GenerationRequest, Offers, check_request
-from gateway.sessions.link import ModelInfo
+from gateway.sessions.peer import ModelInfo
 from gateway.text.tokenizer import Tokenizer
 from outrider.beams import BeamSearch
 from outrider.errors import InvalidRequest, PromptTooLong

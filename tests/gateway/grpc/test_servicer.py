@@ -122,8 +122,8 @@ async def test_a_request_that_never_fits_the_targets_cache_is_refused(tokenizer:
     """The cache of 64 blocks of 16 tokens would hold it, one of 2 blocks does not, and nothing is sent."""
     async with markov_stack(tokenizer) as stack:
         stack.target.block_count = 2
-        link = stack.gateway.backend.target.links[0]
-        link.report_lost(link.stream())
+        peer = stack.gateway.backend.target.peers[0]
+        peer.report_lost(peer.link())
         with pytest.raises(PromptTooLong, match=r"2 tokens and max_tokens 31 .* the key-value cache of 32 tokens"):
             await stack.run(request(31))
         assert stack.target.answers == stack.draft.answers == 0

@@ -196,7 +196,7 @@ async def test_status_tells_who_is_there(stack: MarkovStack, client: httpx.Async
     assert status["draft"]["up"]
     assert 0 <= status["policy"]["draft_count"] <= status["policy"]["max_draft_count"]
     assert status["gateway"]["running"] == status["gateway"]["waiting"] == 0
-    assert stack.gateway.backend.target.links[0].address not in response.text
+    assert stack.gateway.backend.target.peers[0].address not in response.text
     assert response.headers["cache-control"] == "no-store"
 
 

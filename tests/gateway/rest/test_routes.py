@@ -40,15 +40,15 @@ async def test_probes_answer(http: httpx.AsyncClient, markov: MarkovStack, monke
             "left_out": [],
         }
         assert (await http.head(path)).status_code == 200
-    link = markov.gateway.backend.target.links[0]
-    monkeypatch.setattr(link, "_info", None)
-    monkeypatch.setattr(link, "mismatch", PeerLost("away"))
+    peer = markov.gateway.backend.target.peers[0]
+    monkeypatch.setattr(peer, "_info", None)
+    monkeypatch.setattr(peer, "mismatch", PeerLost("away"))
     for path in ("/ready", "/health"):
         reply = await http.get(path)
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
         assert reply.json()["error"]["code"] == "peer_lost"
     assert (await http.head("/live")).status_code == 200
-    monkeypatch.setattr(link, "mismatch", VocabularyMismatch("another model"))
+    monkeypatch.setattr(peer, "mismatch", VocabularyMismatch("another model"))
     reply = await http.get("/ready")
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "not_ready")
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gateway.sessions.link import CircuitBreaker
+from gateway.sessions.breaker import CircuitBreaker
 
 LATE = TimeoutError()
 

@@ -14,7 +14,8 @@ from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Round, TokenLog
 from gateway.sessions.draft import AbsentDraftSession, DrafterSeat, RemoteDraftSession
 from gateway.sessions.draft_team import DraftTeam
-from gateway.sessions.link import ModelInfo, Replicas, ServiceLink
+from gateway.sessions.peer import ModelInfo, ServicePeer
+from gateway.sessions.replicas import Replicas
 from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
@@ -43,7 +44,7 @@ class Team:
 
     target: TargetServicer
     drafts: list[DraftServicer]
-    links: list[ServiceLink]
+    links: list[ServicePeer]
     lives: list[AsyncExitStack]
 
     async def rounds(
@@ -94,7 +95,7 @@ async def team() -> AsyncIterator[Team]:
         links = []
         for service, life in zip((target, *drafts), lives, strict=True):
             address = await life.enter_async_context(serving(service))
-            links.append(ServiceLink("target" if service is target else "draft", address, accept))
+            links.append(ServicePeer("target" if service is target else "draft", address, accept))
             stack.push_async_callback(links[-1].close)
             assert await links[-1].settled(5)
         yield Team(target, drafts, links, lives)

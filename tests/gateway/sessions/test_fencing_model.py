@@ -13,7 +13,7 @@ from simulation.loop import Deadlock, Livelock
 from simulation.scenarios import rough_ways, scenarios
 from simulation.world import Scenario, simulate
 
-from gateway.sessions.stream import LinkStream
+from gateway.sessions.link import Link
 from gateway.sessions.target import TargetOpening
 from outrider.model_service.leases import LeaseTable
 from outrider.rpc.fencing import Fence, MessageStatus, SessionView, classify
@@ -56,7 +56,7 @@ async def receive_in_order(self: TargetOpening, timeout_s: float) -> pb.VerifyRe
     return response
 
 
-def end_silently(self: LinkStream, session_id: bytes, mailbox: object, close: object) -> None:
+def end_silently(self: Link, session_id: bytes, mailbox: object, close: object) -> None:
     """A gateway that forgets a session without a word to the service."""
     self._mailboxes.pop(session_id, None)
 
@@ -67,7 +67,7 @@ def free_nothing(self: LeaseTable[object]) -> float:
 
 
 PLANTS = {
-    "a session ends without a word": ("gateway.sessions.stream.LinkStream.detach", end_silently),
+    "a session ends without a word": ("gateway.sessions.link.Link.detach", end_silently),
     "the target takes repetitions": ("target_service.sessions.classify", taking_repetitions),
     "the gateway matches by order": ("gateway.sessions.target.TargetOpening.receive", receive_in_order),
     "no lease ends": ("outrider.model_service.leases.LeaseTable.sweep", free_nothing),

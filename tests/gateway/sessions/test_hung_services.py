@@ -13,8 +13,10 @@ from support.services.markov_services import DraftServicer, Mischief, TargetServ
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import NOTHING, FallbackReason, Proposal, Round, TokenLog
+from gateway.sessions.breaker import CircuitBreaker
 from gateway.sessions.draft import RemoteDraftSession
-from gateway.sessions.link import CircuitBreaker, ModelInfo, Replicas, ServiceLink
+from gateway.sessions.peer import ModelInfo, ServicePeer
+from gateway.sessions.replicas import Replicas
 from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
@@ -30,7 +32,7 @@ SPEC = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), 9, MAX_LEN, frozen
 @pytest.fixture(autouse=True)
 def _short_closings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Services that hang do not take note of a close."""
-    monkeypatch.setattr("gateway.sessions.stream.CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("gateway.sessions.link.CLOSE_TIMEOUT_S", 0.05)
 
 
 @dataclass
@@ -50,8 +52,8 @@ class Pair:
 
     target: TargetServicer
     draft: DraftServicer
-    target_link: ServiceLink
-    draft_link: ServiceLink
+    target_link: ServicePeer
+    draft_link: ServicePeer
     clock: Clock = field(default_factory=Clock)
     deadline: DraftDeadline = field(default_factory=lambda: DraftDeadline(0.05, 0.05))
     timeouts: TargetTimeouts = field(
@@ -79,7 +81,7 @@ class Pair:
         return [committed async for committed in speculate(log, planner, self.target_session(log), draft)]
 
 
-class Link(ServiceLink):
+class Link(ServicePeer):
     """A link that closes with a context."""
 
     async def __aenter__(self) -> Self:
@@ -159,7 +161,7 @@ async def test_another_incarnation_of_the_draft_is_asked_at_once() -> None:
         pair.draft.answer = right  # type: ignore[method-assign]
         for instance_id, is_open in ((1, True), (2, False)):
             pair.draft.instance_id = instance_id
-            pair.draft_link.report_lost(pair.draft_link.stream())
+            pair.draft_link.report_lost(pair.draft_link.link())
             await eventually(lambda: pair.draft_link.info is not None)
             assert pair.draft_link.breaker.is_open == is_open
         assert any(committed.draft_count for committed in await pair.run())

@@ -9,7 +9,8 @@ from support.services.markov import MarkovModel
 from support.services.markov_services import Mischief, TargetServicer, serving
 
 from gateway.rounds.round import NOTHING, TokenLog
-from gateway.sessions.link import ModelInfo, Need, Replicas, ServiceLink
+from gateway.sessions.peer import ModelInfo, ServicePeer
+from gateway.sessions.replicas import Need, Replicas
 from gateway.sessions.session import RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from outrider.errors import CacheFull, PeerLost
@@ -22,7 +23,7 @@ PROMPT = (3, 5)
 class Patient(Replicas):
     """Replicas whose link is open whenever a session looks for one, however busy the machine is."""
 
-    async def wait(self, session: object, need: Need, until_s: float, failed: ServiceLink | None = None) -> ServiceLink:
+    async def wait(self, session: object, need: Need, until_s: float, failed: ServicePeer | None = None) -> ServicePeer:
         """As always."""
         await eventually(lambda: self.info is not None)
         return await super().wait(session, need, until_s, failed)
@@ -38,7 +39,7 @@ class Request:
 
     async def __aenter__(self) -> "Request":
         self.address = await self._life.enter_async_context(serving(self.target))
-        link = ServiceLink("target", self.address, _accept)
+        link = ServicePeer("target", self.address, _accept)
         self._parts.push_async_callback(link.close)
         assert await link.settled(5)
         spec = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), 9, 60, frozenset({0}), frozenset())

@@ -13,7 +13,7 @@ from support.services.markov import MarkovModel
 from support.services.markov_services import TargetServicer, serving
 
 from gateway.server import start
-from gateway.sessions.link import ModelInfo, ServiceLink
+from gateway.sessions.peer import ModelInfo, ServicePeer
 from gateway.settings import GatewaySettings
 from outrider.errors import InvalidRequest
 from outrider.process.upkeep import Upkeep
@@ -92,7 +92,7 @@ async def test_a_spare_with_other_weights_gets_no_request() -> None:
             await stack.enter_async_context(serving(first, address))
             await eventually(lambda: is_(200, "ready", left_out=False))
             # And the spare is one now.
-            assert [each.model_hash for each in gateway.backend.target.links] == ["two", "two"]
+            assert [each.model_hash for each in gateway.backend.target.peers] == ["two", "two"]
     reasons = [line["reason"] for line in logs if line["event"] == "target left out"]
     assert reasons == [f"{sentence} (model hash two, not one)"]
     [changed] = [line for line in logs if line["event"] == "service has other weights"]
@@ -110,7 +110,7 @@ async def test_a_watch_outlives_whatever_comes_in_between() -> None:
 
     async with AsyncExitStack() as life:
         address = await life.enter_async_context(serving(target))
-        link = ServiceLink("target", address, check, upkeep=upkeep)
+        link = ServicePeer("target", address, check, upkeep=upkeep)
         try:
             assert await link.settled(PATIENCE_S)
             assert link.info is not None

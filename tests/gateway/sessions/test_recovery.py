@@ -16,7 +16,8 @@ from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import NOTHING, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
-from gateway.sessions.link import ModelInfo, Replicas, ServiceLink
+from gateway.sessions.peer import ModelInfo, ServicePeer
+from gateway.sessions.replicas import Replicas
 from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
@@ -45,15 +46,15 @@ class Links:
 
     async def to(
         self, service: Service, check: Callable[[ModelInfo], None] = lambda info: None
-    ) -> tuple[ServiceLink, AsyncExitStack]:
+    ) -> tuple[ServicePeer, AsyncExitStack]:
         """A settled link, and the life of its service, which ends when that is closed."""
         life = await self._all.enter_async_context(AsyncExitStack())
         address = await life.enter_async_context(serving(service))
         role = "target" if isinstance(service, TargetServicer) else "draft"
-        link = ServiceLink(role, address, check)
-        self._all.push_async_callback(link.close)
-        assert await link.settled(5)
-        return link, life
+        peer = ServicePeer(role, address, check)
+        self._all.push_async_callback(peer.close)
+        assert await peer.settled(5)
+        return peer, life
 
 
 def target(**fields: Any) -> TargetServicer:
@@ -62,7 +63,7 @@ def target(**fields: Any) -> TargetServicer:
 
 
 def session(
-    links: list[ServiceLink], log: TokenLog | None = None, timeouts: TargetTimeouts = TIMEOUTS
+    links: list[ServicePeer], log: TokenLog | None = None, timeouts: TargetTimeouts = TIMEOUTS
 ) -> RemoteTargetSession:
     """A session of a request of its own, unless a log is given."""
     return RemoteTargetSession(Replicas(links), timeouts, SPEC, log or TokenLog(PROMPT), os.urandom(16), "hash")
@@ -72,13 +73,13 @@ async def test_a_trial_ends_with_its_link() -> None:
     """A session that was on trial at a target and goes on at another one does not keep the first from the others."""
     async with Links() as links:
         first = target(instance_id=1, mischief={1: Mischief.BROKEN})
-        (link, _), (spare, spare_life) = await links.to(first), await links.to(target(instance_id=2))
-        link.breaker.failed(b"earlier", PeerLost("hung"))
-        async with session([link, spare]) as moved:
+        (peer, _), (spare, spare_life) = await links.to(first), await links.to(target(instance_id=2))
+        peer.breaker.failed(b"earlier", PeerLost("hung"))
+        async with session([peer, spare]) as moved:
             await moved.verify(NOTHING, 0)
-            await eventually(lambda: link.info is not None)
+            await eventually(lambda: peer.info is not None)
             await spare_life.aclose()
-            async with session([link, spare]) as other:
+            async with session([peer, spare]) as other:
                 assert (await other.verify(NOTHING, 0)).next_token_id is not None
 
 
@@ -86,14 +87,14 @@ async def test_a_target_that_works_is_open_to_all() -> None:
     """While the one on trial still waits for its answer, the target is found working, and the others are let in."""
     async with Links() as links:
         slow = target(mischief={1: Mischief.FROZEN})
-        link, _ = await links.to(slow)
-        link.breaker.failed(b"earlier", PeerLost("hung"))
+        peer, _ = await links.to(slow)
+        peer.breaker.failed(b"earlier", PeerLost("hung"))
         timeouts = TargetTimeouts(RoundDeadline(0.3, 0.3), rebuild_budget_s=5.0, answer_s=0.5)
-        async with session([link], timeouts=timeouts) as on_trial, session([link], timeouts=timeouts) as other:
+        async with session([peer], timeouts=timeouts) as on_trial, session([peer], timeouts=timeouts) as other:
             waiting = asyncio.create_task(on_trial.verify(NOTHING, 0))
             await eventually(lambda: slow.answers == 1)
             await other.verify(NOTHING, 0)
-            assert not link.breaker.is_open
+            assert not peer.breaker.is_open
             await waiting
 
 
@@ -101,15 +102,15 @@ async def test_the_budget_is_for_the_time_without_a_target() -> None:
     """A session that lost its link, and waited for a target that worked until it hung, has its whole budget again."""
     async with Links() as links:
         service = target(mischief={2: Mischief.BROKEN, 3: Mischief.FROZEN})
-        link, _ = await links.to(service)
+        peer, _ = await links.to(service)
         log = TokenLog(PROMPT)
-        async with session([link], log) as one:
+        async with session([peer], log) as one:
             log.commit(NOTHING, await one.verify(NOTHING, 0))
             waiting = asyncio.create_task(one.verify(NOTHING, 0))
             await eventually(lambda: service.answers == 3)
             # Longer than the budget, which the broken link has begun.
             asyncio.get_running_loop().call_later(0.7, setattr, service, "stalled_us", 60_000_000)
-            await eventually(lambda: link.breaker.is_open)
+            await eventually(lambda: peer.breaker.is_open)
             service.stalled_us = 0
             assert (await waiting).reopens == 2
 
@@ -118,9 +119,9 @@ async def test_a_target_that_leaves_a_session_unanswered_was_there_too() -> None
     """A lost link begins the budget, and a target that works for longer without an answer ends it; the next has one."""
     async with Links() as links:
         service = target(mischief={2: Mischief.BROKEN, 3: Mischief.FROZEN, 4: Mischief.BROKEN})
-        link, _ = await links.to(service)
+        peer, _ = await links.to(service)
         log, timeouts = TokenLog(PROMPT), TargetTimeouts(RoundDeadline(0.1, 0.1), rebuild_budget_s=0.5, answer_s=0.7)
-        async with session([link], log, timeouts) as one:
+        async with session([peer], log, timeouts) as one:
             log.commit(NOTHING, await one.verify(NOTHING, 0))
             assert (await one.verify(NOTHING, 0)).reopens == 3
 
@@ -139,14 +140,14 @@ async def test_a_draft_that_sends_no_valid_message_costs_no_request(monkeypatch:
     monkeypatch.setattr(draft_service_pb2_grpc, "add_DraftServiceServicer_to_server", add)
     async with Links() as links:
         serves = target()
-        (link, _), (draft_link, _) = (
+        (peer, _), (draft_link, _) = (
             await links.to(serves),
             await links.to(DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())),
         )
         log = TokenLog(PROMPT)
         draft = RemoteDraftSession(Replicas([draft_link]), DraftDeadline(), SPEC, log, os.urandom(16), warm=True)
         planner = RoundPlanner(SpeculationPolicy(), 4, MAX_LEN, max_draft_count=8)
-        rounds = [committed async for committed in speculate(log, planner, session([link], log), draft)]
+        rounds = [committed async for committed in speculate(log, planner, session([peer], log), draft)]
         assert log.tokens() == plain_decoding(serves.model, PROMPT, SEED, MAX_LEN)
         assert {committed.draft_count for committed in rounds} == {0}
 
@@ -167,11 +168,11 @@ async def test_a_handshake_that_is_no_valid_message_is_not_the_last(monkeypatch:
 
     monkeypatch.setattr(model_service_pb2_grpc, "add_ModelServiceServicer_to_server", add)
     async with Links() as links:
-        link, life = await links.to(target())
-        assert "message that is not valid" in str(link.mismatch)
+        peer, life = await links.to(target())
+        assert "message that is not valid" in str(peer.mismatch)
         await life.aclose()
-        async with serving(target(), link.address):
-            await eventually(lambda: link.info is not None)
+        async with serving(target(), peer.address):
+            await eventually(lambda: peer.info is not None)
 
 
 async def test_a_drain_lets_a_slow_round_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,17 +195,17 @@ async def test_a_drain_lets_a_slow_round_end(monkeypatch: pytest.MonkeyPatch) ->
             "target": lambda server: target_service_pb2_grpc.add_TargetServiceServicer_to_server(service, server),
         },
     )
-    link = ServiceLink("target", running.address, lambda info: None)
-    assert await link.settled(5)
-    async with session([link]) as slow_session:
+    peer = ServicePeer("target", running.address, lambda info: None)
+    assert await peer.settled(5)
+    async with session([peer]) as slow_session:
         round_ = asyncio.create_task(slow_session.verify(NOTHING, 0))
         await begun.wait()
         stopping = asyncio.create_task(running.stop(20))
         # Several deadlines pass, each with a look at the target.
-        await eventually(lambda: link.info is None)
+        await eventually(lambda: peer.info is None)
         asyncio.get_running_loop().call_later(0.35, may_end.set)
         assert (await round_).reopens == 0
-    await link.close()
+    await peer.close()
     await stopping
 
 
@@ -218,23 +219,23 @@ async def test_a_draft_that_refuses_is_not_lost() -> None:
             yield
 
         draft.answer = refuse  # type: ignore[method-assign, assignment]
-        link, _ = await links.to(draft)
+        peer, _ = await links.to(draft)
         for _ in range(3):
             one = RemoteDraftSession(
-                Replicas([link]), DraftDeadline(), SPEC, TokenLog(PROMPT), os.urandom(16), warm=False
+                Replicas([peer]), DraftDeadline(), SPEC, TokenLog(PROMPT), os.urandom(16), warm=False
             )
             async with one:
                 assert (await one.propose(4)).fallback_reason is not None
-            assert link.info is not None
-            assert not link.breaker.is_open
+            assert peer.info is not None
+            assert not peer.breaker.is_open
 
 
 async def test_a_spare_without_room_is_not_asked() -> None:
     """A request that has begun is never refused for its length in the middle."""
     async with Links() as links:
         small = target(instance_id=2, context_len=MAX_LEN - 1)
-        (link, life), (spare, _) = await links.to(target(instance_id=1)), await links.to(small)
-        async with session([link, spare], log := TokenLog(PROMPT)) as one:
+        (peer, life), (spare, _) = await links.to(target(instance_id=1)), await links.to(small)
+        async with session([peer, spare], log := TokenLog(PROMPT)) as one:
             log.commit(NOTHING, await one.verify(NOTHING, 0))
             await life.aclose()
             with pytest.raises(PeerLost, match="none has room for the 40 tokens of the request"):
@@ -246,9 +247,9 @@ async def test_a_repair_that_is_interrupted_leaves_no_session() -> None:
     """The close carries the newest epoch, though the session was opened in an older one."""
     async with Links() as links:
         service = target()
-        link, _ = await links.to(service)
+        peer, _ = await links.to(service)
         log = TokenLog(PROMPT)
-        async with session([link], log) as one:
+        async with session([peer], log) as one:
             service.drift = 1
             log.commit(NOTHING, await one.verify(NOTHING, 0))
             service.frozen = True
@@ -264,14 +265,14 @@ async def test_a_rollback_that_is_refused_costs_no_request() -> None:
     """The session is opened again all the same."""
     async with Links() as links:
         service = target()
-        link, _ = await links.to(service)
+        peer, _ = await links.to(service)
 
         async def refuse(*_: object) -> object:
             raise Overloaded("too many jobs wait for the device")
 
         service.Rollback = refuse  # type: ignore[method-assign, assignment]
         log = TokenLog(PROMPT)
-        async with session([link], log) as one:
+        async with session([peer], log) as one:
             service.drift = 1
             log.commit(NOTHING, await one.verify(NOTHING, 0))
             service.drift = 0
@@ -282,9 +283,9 @@ async def test_a_rollback_that_is_refused_costs_no_request() -> None:
 async def test_a_session_begins_while_the_handshake_with_its_target_is_repeated() -> None:
     """A loss that another session reports in the meantime is no reason to fail."""
     async with Links() as links:
-        link, _ = await links.to(target())
-        link.report_lost(link.stream())
-        async with session([link]) as one:
+        peer, _ = await links.to(target())
+        peer.report_lost(peer.link())
+        async with session([peer]) as one:
             await one.verify(NOTHING, 0)
 
 
@@ -297,12 +298,12 @@ async def test_a_misfit_ends_with_its_service() -> None:
             if not fits:
                 raise VocabularyMismatch("another vocabulary")
 
-        link, life = await links.to(target(), check)
+        peer, life = await links.to(target(), check)
         with pytest.raises(VocabularyMismatch):
-            await Replicas([link]).after_handshake(5)
+            await Replicas([peer]).after_handshake(5)
         await life.aclose()
-        await eventually(lambda: link.mismatch is None)
-        waiting = asyncio.create_task(Replicas([link]).after_handshake(20))
+        await eventually(lambda: peer.mismatch is None)
+        waiting = asyncio.create_task(Replicas([peer]).after_handshake(20))
         fits = True
-        async with serving(target(instance_id=2), link.address):
+        async with serving(target(instance_id=2), peer.address):
             assert (await waiting).instance_id == 2

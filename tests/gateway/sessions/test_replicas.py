@@ -13,7 +13,8 @@ from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import Round, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
-from gateway.sessions.link import ModelInfo, Replicas, ServiceLink
+from gateway.sessions.peer import ModelInfo, ServicePeer
+from gateway.sessions.replicas import Replicas
 from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
@@ -69,7 +70,7 @@ async def world() -> AsyncIterator[World]:
         links = []
         for service, life in zip((*targets, *drafts), lives, strict=True):
             address = await life.enter_async_context(serving(service))
-            links.append(ServiceLink("target" if service in targets else "draft", address, accept))
+            links.append(ServicePeer("target" if service in targets else "draft", address, accept))
             stack.push_async_callback(links[-1].close)
             assert await links[-1].settled(5)
         timeouts = TargetTimeouts(RoundDeadline(0.1, 0.1), rebuild_budget_s=0.5)
@@ -115,8 +116,8 @@ async def test_another_model_never_goes_on_with_a_session() -> None:
     """A spare target with other weights is no replica: the request ends with a sentence that says so."""
     async with world() as here:
         here.targets[1].model_hash = "another"
-        here.target.links[1].report_lost(here.target.links[1].stream())
-        await eventually(lambda: here.target.links[1].info is not None)
+        here.target.peers[1].report_lost(here.target.peers[1].link())
+        await eventually(lambda: here.target.peers[1].info is not None)
         rounds = here.rounds(0)
         await anext(rounds)
         await here.lives[0].aclose()

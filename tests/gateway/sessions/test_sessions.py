@@ -25,7 +25,8 @@ from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Round, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
-from gateway.sessions.link import ModelInfo, Replicas, ServiceLink, WrongService
+from gateway.sessions.peer import ModelInfo, ServicePeer, WrongService
+from gateway.sessions.replicas import Replicas
 from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
@@ -48,8 +49,8 @@ class Pair:
 
     target: TargetServicer
     draft: DraftServicer
-    target_link: ServiceLink
-    draft_link: ServiceLink
+    target_link: ServicePeer
+    draft_link: ServicePeer
     deadline: DraftDeadline
     timeouts: TargetTimeouts = field(default_factory=TargetTimeouts)
 
@@ -266,7 +267,7 @@ async def test_a_draft_that_is_killed_and_comes_back() -> None:
         target_link = await stack.enter_async_context(linked(target))
         life = await stack.enter_async_context(AsyncExitStack())
         address = await life.enter_async_context(serving(first))
-        draft_link = ServiceLink("draft", address, accept)
+        draft_link = ServicePeer("draft", address, accept)
         stack.push_async_callback(draft_link.close)
         assert await draft_link.settled(5)
         pair = Pair(target, second, target_link, draft_link, DraftDeadline(0.05, 0.2))
@@ -338,7 +339,7 @@ async def test_a_model_that_does_not_fit_is_absent() -> None:
         raise VocabularyMismatch("different")
 
     async with serving(DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())) as address:
-        link = ServiceLink("draft", address, refuse)
+        link = ServicePeer("draft", address, refuse)
         assert await link.settled(5)
         assert link.info is None
         with pytest.raises(VocabularyMismatch):
@@ -349,7 +350,7 @@ async def test_a_model_that_does_not_fit_is_absent() -> None:
 async def test_a_service_of_the_other_kind_does_not_fit() -> None:
     """A target where a draft is expected is refused with a sentence that says so."""
     async with serving(TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel())) as address:
-        link = ServiceLink("draft", address, accept)
+        link = ServicePeer("draft", address, accept)
         assert await link.settled(5)
         assert str(link.mismatch) == f"A target service answers at {address}, but a draft service is wanted there"
         assert isinstance(link.mismatch, WrongService)
@@ -370,7 +371,7 @@ async def test_a_service_that_fits_later_is_taken_though_the_connection_stays(
     field: str, wrong: object, right: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind one address another may come; that it does not fit is said once, however often it is looked at."""
-    monkeypatch.setattr("gateway.sessions.link.MISFIT_LOOK_S", 0.01)
+    monkeypatch.setattr("gateway.sessions.peer.MISFIT_LOOK_S", 0.01)
     draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())
     setattr(draft, field, wrong)
 
@@ -380,7 +381,7 @@ async def test_a_service_that_fits_later_is_taken_though_the_connection_stays(
 
     with structlog.testing.capture_logs() as logged:
         async with serving(draft) as address:
-            link = ServiceLink("draft", address, check)
+            link = ServicePeer("draft", address, check)
             for _ in range(3):
                 await eventually(link._settled.is_set)
                 await eventually(lambda: not link._settled.is_set())
@@ -396,7 +397,7 @@ async def test_a_service_of_another_version_does_not_fit() -> None:
     """Both versions are named."""
     draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(), protocol_version=1)
     async with serving(draft) as address:
-        link = ServiceLink("draft", address, accept)
+        link = ServicePeer("draft", address, accept)
         assert await link.settled(5)
         assert f"speaks version 1 of the protocol, but version {PROTOCOL_VERSION} is needed" in str(link.mismatch)
         assert isinstance(link.mismatch, WrongService)
@@ -420,7 +421,7 @@ async def test_a_recommendation_that_no_request_could_have_is_told_of_its_target
     """By its field, its value and its limit, before a client could hear of it; a draft's is for nobody."""
     number = model_pb.SERVICE_ROLE_TARGET if role == "target" else model_pb.SERVICE_ROLE_DRAFT
     async with serving(Recommending(number, MarkovModel())) as address:
-        link = ServiceLink(role, address, accept)
+        link = ServicePeer(role, address, accept)
         assert await link.settled(5)
         sentence = "generation_defaults.temperature is -1.0, but must be greater than or equal to 0"
         assert str(link.mismatch) == (sentence if role == "target" else "None")

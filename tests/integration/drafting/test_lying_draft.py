@@ -18,7 +18,7 @@ from support.services.lying_draft import ANSWERS, FAULTY, MANNERS, Lie, LyingDra
 from support.stack import RunningStack, request_of, running_stack
 
 from gateway.server import RunningGateway, start
-from gateway.sessions.link import ServiceLink
+from gateway.sessions.peer import ServicePeer
 from gateway.settings import GatewaySettings
 from outrider.rpc.channels import open_channel
 from outrider.v1 import model_service_pb2 as model_pb
@@ -46,10 +46,10 @@ class Lied:
     calls: GenerationServiceStub
 
     @property
-    def link(self) -> ServiceLink:
+    def link(self) -> ServicePeer:
         """The gateway's link to the liar."""
         assert self.gateway.backend.draft is not None
-        return self.gateway.backend.draft.links[0]
+        return self.gateway.backend.draft.peers[0]
 
     async def said(self, *names: str) -> dict[str, tuple[int, ...]]:
         """What the gateway says to some requests that come at once; fails when one has an error."""
@@ -94,7 +94,7 @@ async def told(here: Lied, lie: Lie, asked: tuple[str, ...]) -> tuple[str, ...]:
     here.draft.lie, here.draft.told = lie, 0
     if lie.path[0].containing_type is model_pb.GetModelInfoResponse.DESCRIPTOR:
         # A handshake hears it.
-        here.link.report_lost(here.link.stream())
+        here.link.report_lost(here.link.link())
         await eventually(lambda: here.draft.told > 0)
         await here.link.settled(1.0)
         return ("auto",)
@@ -111,8 +111,8 @@ async def test_no_lie_about_any_field_costs_a_token_or_an_error(
     answer: Descriptor, asked: tuple[str, ...], step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each field of each message, those of later versions too, with values of all kinds that its type can have."""
-    monkeypatch.setattr("gateway.sessions.link.BACKOFF_S", (0.01, 0.02))
-    monkeypatch.setattr("gateway.sessions.link.MISFIT_LOOK_S", 0.01)
+    monkeypatch.setattr("gateway.sessions.peer.BACKOFF_S", (0.01, 0.02))
+    monkeypatch.setattr("gateway.sessions.peer.MISFIT_LOOK_S", 0.01)
     async with lied() as here:
         plain = (await here.said("tree"))["tree"]
         assert len(plain) == NUM_TOKENS

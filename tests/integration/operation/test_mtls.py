@@ -27,7 +27,7 @@ from support.stack import PATIENT, TARGET, RunningStack, running_stack, token_id
 
 from bench.common import REPOSITORY
 from gateway.server import start
-from gateway.sessions.link import ServiceLink
+from gateway.sessions.peer import ServicePeer
 from gateway.settings import GatewaySettings
 from outrider.cli.doctor.checks import check_gateway
 from outrider.cli.doctor.report import Status
@@ -175,7 +175,7 @@ async def test_a_gateway_that_is_refused_says_why_and_comes_back(
     shutil.copytree(folder / "authority", expired / "authority")
     used = shown_by(issue(expired, "gateway", lifetime=-DAY), "gateway")
     with capture_logs() as logs:
-        link = ServiceLink("target", stack.target.address, lambda info: None, tls=TlsFiles(used))
+        link = ServicePeer("target", stack.target.address, lambda info: None, tls=TlsFiles(used))
         await eventually(lambda: link.refusal is not None)
         reason = f"{stack.target.address} does not accept the certificate in {used.cert}: certificate has expired."
         with pytest.raises(PeerLost) as raised:

@@ -18,7 +18,7 @@ from support.services.markov import EOS, NUM_TOKENS, MarkovModel, branching_tree
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gateway.server import RunningGateway, start
-from gateway.sessions.link import ServiceLink
+from gateway.sessions.peer import ServicePeer
 from gateway.settings import GatewaySettings
 from outrider.errors import CacheFull, InvalidRequest, OutriderError, PeerLost
 from outrider.rpc import channels
@@ -575,10 +575,10 @@ async def serving(service: Service, listen: str = "127.0.0.1:0") -> AsyncIterato
 
 
 @asynccontextmanager
-async def linked(service: Service) -> AsyncIterator[ServiceLink]:
+async def linked(service: Service) -> AsyncIterator[ServicePeer]:
     """A link to a served service that fits, after its handshake."""
     async with serving(service) as address:
-        link = ServiceLink("target" if isinstance(service, TargetServicer) else "draft", address, lambda info: None)
+        link = ServicePeer("target" if isinstance(service, TargetServicer) else "draft", address, lambda info: None)
         assert await link.settled(5)
         try:
             yield link

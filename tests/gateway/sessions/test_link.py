@@ -15,9 +15,10 @@ from support.services.markov import EOS, NUM_TOKENS, MarkovModel, plain_decoding
 from support.services.markov_services import Mischief, TargetServicer, linked
 
 from gateway.rounds.round import NOTHING, TokenLog
-from gateway.sessions.link import Replicas, ServiceLink
+from gateway.sessions.link import MAX_UNREAD, PART_TOKENS, TURN_ANSWERS
+from gateway.sessions.peer import ServicePeer
+from gateway.sessions.replicas import Replicas
 from gateway.sessions.session import TargetTimeouts
-from gateway.sessions.stream import MAX_UNREAD, PART_TOKENS, TURN_ANSWERS
 from gateway.sessions.target import RemoteTargetSession
 from outrider.errors import Overloaded, ProtocolViolation
 from outrider.parameters import SamplingParameters, SessionSpec
@@ -49,13 +50,13 @@ def target(**fields: Any) -> TargetServicer:
 class Request:
     """A plain request on one target, with a seed of its own; leaving its context ends the session."""
 
-    def __init__(self, link: ServiceLink, seed: int, prompt: tuple[int, ...] = PROMPT) -> None:
+    def __init__(self, peer: ServicePeer, seed: int, prompt: tuple[int, ...] = PROMPT) -> None:
         self.seed, self.prompt, self.max_len = seed, prompt, len(prompt) + MAX_LEN
         self.session_id = seed.to_bytes(16)
         self.log = TokenLog(prompt)
         self.reopens = 0
         spec = SessionSpec(prompt, len(prompt), SamplingParameters(), seed, self.max_len, frozenset({0}), frozenset())
-        self.session = RemoteTargetSession(Replicas([link]), TargetTimeouts(), spec, self.log, self.session_id, "hash")
+        self.session = RemoteTargetSession(Replicas([peer]), TargetTimeouts(), spec, self.log, self.session_id, "hash")
 
     async def __aenter__(self) -> "Request":
         await self.session.__aenter__()
@@ -92,9 +93,9 @@ def kinds(service: TargetServicer, request: Request) -> list[str]:
 async def test_a_link_says_something_before_there_is_a_session() -> None:
     """Once, because a service keeps no link that says nothing."""
     service = target()
-    async with linked(service) as link:
+    async with linked(service) as peer:
         await eventually(lambda: service.greetings == 1)
-        async with Request(link, 1) as request:
+        async with Request(peer, 1) as request:
             await request.round()
         assert service.greetings == 1
 
@@ -102,8 +103,8 @@ async def test_a_link_says_something_before_there_is_a_session() -> None:
 async def test_what_is_said_in_one_turn_of_the_loop_leaves_in_one_frame() -> None:
     """Opens, steps and closes of eight sessions are one frame each."""
     service = target()
-    async with linked(service) as link, AsyncExitStack() as life:
-        requests = [await life.enter_async_context(Request(link, seed)) for seed in range(8)]
+    async with linked(service) as peer, AsyncExitStack() as life:
+        requests = [await life.enter_async_context(Request(peer, seed)) for seed in range(8)]
         for _ in range(2):
             await asyncio.gather(*(request.round() for request in requests))
         await life.aclose()
@@ -115,11 +116,11 @@ async def test_what_is_said_in_one_turn_of_the_loop_leaves_in_one_frame() -> Non
 async def test_no_frame_has_more_of_a_session_than_its_service_takes() -> None:
     """A gateway that was held up has many acknowledgements at once; they come in order, and none is refused."""
     service = target()
-    async with linked(service) as link, Request(link, 1) as request:
+    async with linked(service) as peer, Request(peer, 1) as request:
         await request.round()
         for base_len in range(3, 3 + 2 * channels.MAX_OF_SESSION + 1):
             fence = types_pb2.Fence(session_id=request.session_id, epoch=1, base_len=base_len)
-            link.stream().send(request.session_id, [pb.VerifyRequest(fence=fence, acknowledge=pb.Acknowledge())])
+            peer.link().send(request.session_id, [pb.VerifyRequest(fence=fence, acknowledge=pb.Acknowledge())])
         await eventually(lambda: len(list(messages(service))) == 2 * channels.MAX_OF_SESSION + 2)
         _, *frames = ([message.fence.base_len for message in frame.requests] for frame in service.frames)
     assert [len(frame) for frame in frames] == [channels.MAX_OF_SESSION, channels.MAX_OF_SESSION, 1]
@@ -129,7 +130,7 @@ async def test_no_frame_has_more_of_a_session_than_its_service_takes() -> None:
 async def test_a_target_that_may_go_on_to_the_end_is_not_told_so_again() -> None:
     """A request of 48 tokens in stretches of 15 is an open and four messages that let the target go on."""
     service = target()
-    async with linked(service) as link, Request(link, 1) as request:
+    async with linked(service) as peer, Request(peer, 1) as request:
         while request.log.finish_reason is None:
             await request.round(plain_budget=15)
         assert kinds(service, request) == ["open", *["acknowledge"] * 4]
@@ -138,8 +139,8 @@ async def test_a_target_that_may_go_on_to_the_end_is_not_told_so_again() -> None
 async def test_a_large_frame_is_answered_in_parts() -> None:
     """The first sessions of a frame say what comes next before the last ones have been heard."""
     service = target()
-    async with linked(service) as link, AsyncExitStack() as life:
-        requests = [await life.enter_async_context(Request(link, seed)) for seed in range(2 * TURN_ANSWERS + 3)]
+    async with linked(service) as peer, AsyncExitStack() as life:
+        requests = [await life.enter_async_context(Request(peer, seed)) for seed in range(2 * TURN_ANSWERS + 3)]
 
         async def two_rounds(request: Request) -> None:
             for _ in range(2):
@@ -163,7 +164,7 @@ def _small_window(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_step_overtakes_a_long_open() -> None:
     """A long open comes in pieces, one a frame, and what another session has to say does not wait for the last."""
     service = target()
-    async with linked(service) as link, Request(link, 1) as short, Request(link, 2, LONG_PROMPT) as long:
+    async with linked(service) as peer, Request(peer, 1) as short, Request(peer, 2, LONG_PROMPT) as long:
         await short.round()
         service.reading.clear()
         opening = asyncio.create_task(long.round())
@@ -188,10 +189,10 @@ async def test_a_step_overtakes_a_long_open() -> None:
 async def test_a_session_that_ends_says_no_more_of_its_open() -> None:
     """The close takes the place of all pieces that have not left; others are as before."""
     service = target()
-    async with linked(service) as link, Request(link, 1) as short:
+    async with linked(service) as peer, Request(peer, 1) as short:
         await short.round()
         service.reading.clear()
-        async with Request(link, 2, LONG_PROMPT) as leaving:
+        async with Request(peer, 2, LONG_PROMPT) as leaving:
             opening = asyncio.create_task(leaving.round())
             await eventually(lambda: "part" in kinds(service, leaving))
             opening.cancel()
@@ -208,10 +209,10 @@ async def test_a_session_that_ends_says_no_more_of_its_open() -> None:
 async def test_answers_without_end_harm_one_session() -> None:
     """The session whose service floods it ends with a sentence; sixteen others run to the tokens of plain decoding."""
     service = target(mischief={1: Mischief.FLOOD})
-    async with linked(service) as link, AsyncExitStack() as life:
-        flooded, *others = [await life.enter_async_context(Request(link, seed)) for seed in range(17)]
+    async with linked(service) as peer, AsyncExitStack() as life:
+        flooded, *others = [await life.enter_async_context(Request(peer, seed)) for seed in range(17)]
         await flooded.round()
-        mailbox = link.stream()._mailboxes[flooded.session_id]
+        mailbox = peer.link()._mailboxes[flooded.session_id]
         await eventually(lambda: len(mailbox._unread) == MAX_UNREAD)
         await asyncio.gather(*(request.run() for request in others))
         assert len(mailbox._unread) == MAX_UNREAD
@@ -222,27 +223,27 @@ async def test_answers_without_end_harm_one_session() -> None:
 
 async def test_a_broken_link_is_opened_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a pause; all its sessions go on there, each opened once more, to the tokens of plain decoding."""
-    monkeypatch.setattr("gateway.sessions.link.BACKOFF_S", (600.0, 600.0))
+    monkeypatch.setattr("gateway.sessions.peer.BACKOFF_S", (600.0, 600.0))
     service = target(mischief={60: Mischief.BROKEN})
-    async with linked(service) as link, AsyncExitStack() as life:
-        requests = [await life.enter_async_context(Request(link, seed)) for seed in range(16)]
-        first = link.stream()
+    async with linked(service) as peer, AsyncExitStack() as life:
+        requests = [await life.enter_async_context(Request(peer, seed)) for seed in range(16)]
+        first = peer.link()
         await asyncio.gather(*(request.round() for request in requests))
         await asyncio.gather(*(request.run() for request in requests))
         assert [request.reopens for request in requests] == [1] * 16
         assert (service.links, len(service.opens)) == (2, 32)
         # What a session says late about the first one is no news.
-        link.report_lost(first)
-        assert link.info is not None
+        peer.report_lost(first)
+        assert peer.info is not None
 
 
 async def test_a_broken_link_keeps_nothing_of_its_sessions() -> None:
     """All raise the same end of it, which is known as long as the service is away; at most the last one is in there."""
     service = target(mischief={60: Mischief.BROKEN})
-    async with linked(service) as link:
-        first = link.stream()
+    async with linked(service) as peer:
+        first = peer.link()
         async with AsyncExitStack() as life:
-            requests = [await life.enter_async_context(Request(link, seed)) for seed in range(16)]
+            requests = [await life.enter_async_context(Request(peer, seed)) for seed in range(16)]
             await asyncio.gather(*(request.run() for request in requests))
             assert [request.reopens for request in requests] == [1] * 16
             sessions = [weakref.ref(request.session) for request in requests]
@@ -270,11 +271,11 @@ class GivingUp(TargetServicer):
 async def test_a_link_that_its_service_ends_is_lost_for_no_session() -> None:
     """What a service says about the link is no session's fault, so that they go on elsewhere, or here."""
     service = GivingUp(model_pb.SERVICE_ROLE_TARGET, talker())
-    async with linked(service) as link, AsyncExitStack() as life:
-        requests = [await life.enter_async_context(Request(link, seed)) for seed in range(4)]
-        stream = link.stream()
+    async with linked(service) as peer, AsyncExitStack() as life:
+        requests = [await life.enter_async_context(Request(peer, seed)) for seed in range(4)]
+        link = peer.link()
         await asyncio.gather(*(request.run() for request in requests))
-        assert "ended the link: the gateway leaves its answers unread" in str(stream.end)
+        assert "ended the link: the gateway leaves its answers unread" in str(link.end)
         assert [request.reopens for request in requests] == [1] * 4
 
 
@@ -299,13 +300,13 @@ async def test_a_link_that_always_ends_is_opened_ever_more_seldom(monkeypatch: p
     sleep = asyncio.sleep
 
     async def note(pause_s: float) -> None:
-        if asyncio.current_task() is link._monitor:
+        if asyncio.current_task() is peer._monitor:
             pauses.append(pause_s)
         await sleep(0 if pause_s > 0.1 else pause_s)
 
-    monkeypatch.setattr("gateway.sessions.link.random.uniform", lambda low, high: high)
-    async with linked(service) as link, Request(link, 1) as request:
-        monkeypatch.setattr("gateway.sessions.link.asyncio.sleep", note)
+    monkeypatch.setattr("gateway.sessions.peer.random.uniform", lambda low, high: high)
+    async with linked(service) as peer, Request(peer, 1) as request:
+        monkeypatch.setattr("gateway.sessions.peer.asyncio.sleep", note)
         pauses.clear()
         await eventually(lambda: len(pauses) > 6)
         assert pauses[-1] == 2.0
@@ -317,8 +318,8 @@ async def test_a_link_that_always_ends_is_opened_ever_more_seldom(monkeypatch: p
 async def test_answers_to_sessions_that_have_ended_are_dropped() -> None:
     """The link keeps nothing of them, and nobody else gets them."""
     service = target()
-    async with linked(service) as link, Request(link, 1) as going:
-        async with Request(link, 2) as ended:
+    async with linked(service) as peer, Request(peer, 1) as going:
+        async with Request(peer, 2) as ended:
             await ended.round()
         await going.round()
         await eventually(lambda: service.closed == 1)
@@ -327,36 +328,36 @@ async def test_answers_to_sessions_that_have_ended_are_dropped() -> None:
         for _ in range(100):
             await service.link.unsent.put(pb.VerifyResponse(fence=fence, verdict=pb.Verdict(next_token_id=1)))
         await going.run()
-        assert list(link.stream()._mailboxes) == [going.session_id]
+        assert list(peer.link()._mailboxes) == [going.session_id]
         assert service.links == 1
 
 
 async def test_a_frame_of_another_incarnation_ends_the_link() -> None:
     """Its answers are not taken; after a handshake with whoever is there, the session goes on."""
     service = target()
-    async with linked(service) as link, Request(link, 1) as request:
+    async with linked(service) as peer, Request(peer, 1) as request:
         await request.round()
-        first = link.stream()
+        first = peer.link()
         service.instance_id = 2
         await request.round()
         assert "is another one than the handshake was made with" in str(first.end)
         assert (request.reopens, service.links) == (1, 2)
-        assert link.present().instance_id == 2
+        assert peer.present().instance_id == 2
         await request.run()
 
 
 async def test_a_gateway_that_closes_says_its_last_words() -> None:
     """Sessions that end with it are closed by a message, though nobody waits for each of them."""
     service = target()
-    async with linked(service) as link, AsyncExitStack() as life:
-        requests = [await life.enter_async_context(Request(link, seed)) for seed in range(64)]
+    async with linked(service) as peer, AsyncExitStack() as life:
+        requests = [await life.enter_async_context(Request(peer, seed)) for seed in range(64)]
         await asyncio.gather(*(request.round() for request in requests))
-        stream = link.stream()
+        link = peer.link()
         service.reading.clear()
         await requests[0].round()
         await life.aclose()
-        closing = asyncio.create_task(link.close())
-        await eventually(lambda: stream._is_closing)
+        closing = asyncio.create_task(peer.close())
+        await eventually(lambda: link._is_closing)
         assert service.closed == 0
         service.reading.set()
         await closing
@@ -377,17 +378,17 @@ class Broken:
 async def test_a_fault_of_this_side_ends_the_link_and_no_request(side: str) -> None:
     """The link is begun again, and the sessions on it are opened there; the log says that it was our fault."""
     async with AsyncExitStack() as life:
-        link = await life.enter_async_context(linked(target()))
-        request = await life.enter_async_context(Request(link, 1))
+        peer = await life.enter_async_context(linked(target()))
+        request = await life.enter_async_context(Request(peer, 1))
         with capture_logs() as logs:
             await request.round()
-            before = link.stream()
+            before = peer.link()
             if side == "writer":
                 before._outgoing.append((object(), 0))  # type: ignore[arg-type]
             else:
-                other = await life.enter_async_context(Request(link, 2))
+                other = await life.enter_async_context(Request(peer, 2))
                 before._mailboxes = {name: Broken() for name in (request.session_id, other.session_id)}  # type: ignore[misc]
             await request.run()
         assert request.reopens == 1
-        assert link.stream() is not before
+        assert peer.link() is not before
         assert "link failed" in [line["event"] for line in logs]

@@ -1,0 +1,378 @@
+"""The gateway's tie to one service: who is there, whether it fits, and the link that carries its sessions.
+
+A peer makes a handshake with its service until it answers, opens the link that carries all sessions, watches it, and
+begins again when it was away, because the next incarnation may be another model. A service that answers but does not
+fit is treated as absent, says why once in the log, and is looked at again now and then. A handshake cannot tell whether
+a service works, because a process whose device hangs still says who it is; see `breaker`.
+"""
+
+import asyncio
+import math
+import random
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import grpc
+import structlog
+
+from gateway.sessions.breaker import BREAKERS, CircuitBreaker
+from gateway.sessions.link import Frame, Link
+from outrider.errors import OutriderError, PeerLost, ProtocolViolation, shown
+from outrider.generation_defaults import OperatorDefaults
+from outrider.parameters import GenerationDefaults, Rule
+from outrider.process import telemetry
+from outrider.process.metrics import Tally
+from outrider.process.upkeep import Upkeep
+from outrider.rpc.channels import (
+    FRAME_BYTES,
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    open_link_channel,
+)
+from outrider.rpc.errors import error_from
+from outrider.rpc.messages import defaults_from, rules_from
+from outrider.rpc.tls import ClientRefused, TlsFailed, TlsFiles, refusal
+from outrider.v1 import model_service_pb2 as pb
+from outrider.v1 import types_pb2
+from outrider.v1.draft_service_pb2 import DraftServiceLinkRequest
+from outrider.v1.draft_service_pb2_grpc import DraftServiceStub
+from outrider.v1.model_service_pb2_grpc import ModelServiceStub
+from outrider.v1.target_service_pb2 import TargetServiceLinkRequest
+from outrider.v1.target_service_pb2_grpc import TargetServiceStub
+
+# Bounds of the time of a Rollback, which waits for the step that is running; the last is longer than its timeout.
+ROLLBACK_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+ROLES = {pb.SERVICE_ROLE_DRAFT: "draft", pb.SERVICE_ROLE_TARGET: "target"}
+# What begins a call of each role on a channel, and its frames.
+CALLS: Mapping[str, tuple[Callable[[grpc.aio.Channel], Any], Frame]] = {
+    "draft": (lambda channel: DraftServiceStub(channel).Link(), DraftServiceLinkRequest),
+    "target": (lambda channel: TargetServiceStub(channel).Link(), TargetServiceLinkRequest),
+}
+HANDSHAKE_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 2.0
+ROLLBACK_TIMEOUT_S = 5.0
+BACKOFF_S = (0.1, 2.0)
+# Most bytes of a message. A draft's answer has up to 32 rows, each with a distribution of 256 entries: 70 KB.
+MAX_BYTES = {"draft": 2 * FRAME_BYTES, "target": MAX_MESSAGE_BYTES}
+# A draft answers what it is asked. How far a target may go on unasked, its sessions know.
+MAX_UNASKED = {"draft": 64.0, "target": math.inf}
+MISFIT_LOOK_S = 5.0  # between two looks at a service that does not fit: behind one address another may come
+MAX_NAME_LEN, MAX_OFFERS = 1024, 64  # of a model, and drafters
+DRAFTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+log = structlog.get_logger()
+
+
+class WrongService(OutriderError):
+    """The operator must give another address, or another version of the service there."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "WRONG_SERVICE"
+    exit_code = 78
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the gateway needs to know of a service; see GetModelInfoResponse."""
+
+    role: str
+    instance_id: int
+    model_name: str
+    model_hash: str
+    numerics_id: str
+    context_len: int
+    vocabulary_size: int
+    vocabulary_digests: tuple[int, ...]
+    eos_token_ids: frozenset[int]
+    max_draft_count: int
+    unacknowledged_window: int
+    kv_tokens: int  # what the key-value cache holds when no other request is in it
+    drafters: Mapping[str, frozenset[Rule]]  # the rules that each can serve
+    tree_drafters: frozenset[str] = frozenset()  # those that make trees
+    grammar_engine: str = ""  # what compiles grammars there; empty where none is served
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)  # its own, under those of the operator
+
+
+class ServicePeer:
+    """Channel, handshake and stream of one service."""
+
+    def __init__(
+        self,
+        role: str,
+        address: str,
+        check: Callable[[ModelInfo], None],
+        channel: grpc.aio.Channel | None = None,
+        tls: TlsFiles | None = None,
+        defaults: OperatorDefaults | None = None,
+        upkeep: Upkeep | None = None,
+    ) -> None:
+        """Takes "draft" or "target", and a check that raises an OutriderError when the service does not fit. `defaults`
+        count over those of its model.
+
+        The link closes its channel, which is made from the address unless one is given, and again when the files of
+        `tls` have been replaced and the service is away.
+        """
+        self.role = role
+        self.address = address
+        self.mismatch: OutriderError | None = None
+        self.refusal: TlsFailed | ClientRefused | None = None
+        """Why there is no connection to a service that is there."""
+        self.breaker = CircuitBreaker(*BREAKERS[role])
+        self.rollback_seconds = Tally(ROLLBACK_S)
+        self.rolled_back_tokens = 0  # that the service's cache lost by Rollback
+        self.model_hash = ""
+        """Of the service when it was there last and did fit; empty before."""
+        self.faults = 0  # of what it sent, that no service may send
+        self._info: ModelInfo | None = None
+        self._instance_id = 0
+        self._link: Link | None = None
+        self._check = check
+        self._defaults = defaults or OperatorDefaults()
+        self._tls = tls
+        # A channel that was given need not lead to the address, so nobody tries a handshake there.
+        self._has_address = channel is None
+        self._use(channel or open_link_channel(address, tls, MAX_BYTES[role]))
+        self._probe: asyncio.Task[float | None] | None = None
+        self._lost = asyncio.Event()
+        self._settled = asyncio.Event()
+        watching = (upkeep or Upkeep()).keep(f"{role} link {address}", self._watch)
+        self._monitor = asyncio.create_task(watching, name=f"{role} link")
+
+    def __str__(self) -> str:
+        return f"The {self.role} service at {self.address}"
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """Who the service is; None while it is away or does not fit."""
+        return self._info if self._link is not None and self._link.end is None else None
+
+    def present(self) -> ModelInfo:
+        """As `info`; raises PeerLost while the service is away, or the reason why it does not fit."""
+        if self.info is None:
+            # Raised for many requests; with what it was raised through before it would keep what each of them held.
+            raise (self.mismatch or self.lost()).with_traceback(None)
+        return self.info
+
+    def lost(self) -> PeerLost:
+        """That it is away, with the reason where there is one that an operator has to mend."""
+        reason = "" if self.refusal is None else f": {self.refusal.message}"
+        return PeerLost(f"{self} cannot be reached{reason}", address=self.address)
+
+    def link(self) -> Link:
+        """The call that carries sessions; raises as `present`."""
+        self.present()
+        if self._link is None:
+            raise self.lost()
+        return self._link
+
+    def report_lost(self, link: Link) -> None:
+        """Tells the link that a session has lost its service there; it counts as away until the next handshake."""
+        if link is self._link:
+            self._info = None
+            self._lost.set()
+
+    async def settled(self, timeout_s: float) -> bool:
+        """Waits while the service is away; tells whether it answered in time, fitting or not."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._settled.wait(), timeout_s)
+        return self._settled.is_set()
+
+    async def rollback(self, fence: types_pb2.Fence, cached_len: int) -> pb.RollbackResponse:
+        """Takes a session back to the fence's length, where so much was cached; raises what the service answered, and
+        ProtocolViolation about what cannot be an answer.
+        """
+        clock_s = asyncio.get_running_loop().time
+        started_s = clock_s()
+        try:
+            with telemetry.span("Rollback", service=self.role, base_len=fence.base_len):
+                request, metadata = pb.RollbackRequest(fence=fence), telemetry.carrier()
+                response = await self._models.Rollback(request, timeout=ROLLBACK_TIMEOUT_S, metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            raise error_from(error) from error
+        finally:
+            self.rollback_seconds.add(clock_s() - started_s)
+        # None is how grpc.aio says that a message could not be parsed.
+        if response is None or not 0 <= response.cached_len <= response.fence.base_len <= fence.base_len:
+            raise ProtocolViolation(f"{self} says after a Rollback to {fence.base_len} tokens what cannot be left")
+        self.rolled_back_tokens += max(0, cached_len - response.cached_len)
+        return response
+
+    async def stalled_s(self) -> float | None:
+        """Seconds for which the device has had work and finished none; no end of them for a service that is not there.
+
+        None when it takes no new calls. It may be draining, and finish what is under way; if it has ended, every stream
+        says so itself.
+        """
+        if self._probe is None or self._probe.done():
+            # All sessions that begin to doubt at the same time share one question.
+            self._probe = asyncio.create_task(self._stalled_s(), name=f"{self.role} probe")
+        return await asyncio.shield(self._probe)
+
+    async def _stalled_s(self) -> float | None:
+        try:
+            answer = await self._models.GetModelInfo(pb.GetModelInfoRequest(), timeout=PROBE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            log.info("service does not answer", service=self.role, address=self.address, status=error.code().name)
+            return None if error.code() is grpc.StatusCode.UNAVAILABLE else math.inf
+        is_same = answer is not None and answer.instance_id == self._instance_id
+        return answer.stalled_us / 1e6 if is_same else math.inf
+
+    async def close(self) -> None:
+        """Ends the watch, lets sessions that are ending say so, and closes the channel."""
+        ending = {self._monitor, *filter(None, [self._probe])}
+        for task in ending:
+            task.cancel()
+        await asyncio.wait(ending)
+        if self._link is not None:
+            await self._link.close()
+        await self.channel.close()
+
+    async def _watch(self) -> None:
+        """For ever: a handshake, tried ever more slowly and not in step with other gateways, and then a wait until a
+        session reports a loss, or stream or connection are no longer up.
+        """
+        loop, (first_s, longest_s) = asyncio.get_running_loop(), BACKOFF_S
+        link_delay_s = 0.0
+        while True:
+            delay_s = first_s
+            while not await self._handshake():
+                await self._renew()
+                await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+                delay_s = min(2 * delay_s, longest_s)
+            began_s = loop.time()
+            # What sessions have reported in the meantime is the loss that is over now.
+            self._lost.clear()
+            self._settled.set()
+            ends = [self._lost.wait(), self.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)]
+            if self._info is None:
+                ends.append(asyncio.sleep(MISFIT_LOOK_S))
+            elif self._link is not None:
+                ends.append(self._link.ended.wait())
+            tasks = {asyncio.ensure_future(end) for end in ends}
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+            misfit, self._info = self.mismatch, None
+            await self._renew()
+            self._settled.clear()
+            if misfit is None:
+                log.warning("service lost", service=self.role, address=self.address)
+                self.faults += self._link is not None and self._link.is_at_fault
+            if loop.time() - began_s > longest_s:
+                link_delay_s = 0.0
+            elif self._link is not None and self._link.end is not None:
+                # A stream that breaks is opened again at once, but not for ever where each ends as soon as it begins.
+                await asyncio.sleep(link_delay_s * random.uniform(0.5, 1.0))
+                link_delay_s = min(max(2 * link_delay_s, first_s), longest_s)
+
+    async def _handshake(self) -> bool:
+        """One handshake; tells whether the service answered, fitting or not."""
+        try:
+            info = self._read(await self._models.GetModelInfo(pb.GetModelInfoRequest(), timeout=HANDSHAKE_TIMEOUT_S))
+            self._check(info)
+        except grpc.aio.AioRpcError as error:
+            log.debug("service not reachable", service=self.role, address=self.address, status=error.code().name)
+            tls = None if self._tls is None else self._tls.tls
+            refused = await refusal(error, self.address, tls) if self._has_address else None
+            if refused is not None and str(refused) != str(self.refusal):
+                log.warning("service refused", service=self.role, address=self.address, reason=refused.message)
+            self.refusal, self.mismatch = refused, None
+            return False
+        except OutriderError as error:
+            if self.mismatch is None or self.mismatch.message != error.message:
+                log.warning("service does not fit", service=self.role, address=self.address, reason=error.message)
+            self.mismatch = error
+            return True
+        if info.instance_id != self._instance_id:
+            self._instance_id = info.instance_id
+            self.breaker.renew()
+        await self._connect(info)
+        if self.model_hash not in {"", info.model_hash}:
+            hashes = {"before": self.model_hash, "now": info.model_hash}
+            log.warning("service has other weights", service=self.role, address=self.address, **hashes)
+        self._info, self.model_hash = info, info.model_hash
+        self.mismatch = self.refusal = None
+        log.info("service present", service=self.role, address=self.address, model=info.model_name)
+        return True
+
+    def _use(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self._models = ModelServiceStub(channel)
+        begin, self._frame_type = CALLS[self.role]
+        self._begin = partial(begin, channel)
+
+    async def _renew(self) -> None:
+        """A channel with the certificate as it is now, unless the one before still carries sessions."""
+        is_carrying = self._link is not None and self._link.end is None
+        if self._tls is None or is_carrying or not self._tls.renew():
+            return
+        before = self.channel
+        self._use(open_link_channel(self.address, self._tls, MAX_BYTES[self.role]))
+        # Calls that have begun there end within their own time.
+        await before.close(ROLLBACK_TIMEOUT_S)
+
+    async def _connect(self, info: ModelInfo) -> None:
+        """A stream to this incarnation; one that works already is kept, with the sessions that it carries."""
+        link = self._link
+        if link is not None and link.end is None and link.instance_id == info.instance_id:
+            return
+        if link is not None:
+            await link.close()
+        max_unasked = MAX_UNASKED[self.role]
+        self._link = Link(self._begin(), self._frame_type, str(self), info.instance_id, max_unasked)
+
+    def _read(self, answer: pb.GetModelInfoResponse | None) -> ModelInfo:
+        if answer is None:
+            # This is how grpc.aio says that a message could not be parsed.
+            raise WrongService(f"{self} answered with a message that is not valid", address=self.address)
+        version = answer.protocol_version
+        if version != PROTOCOL_VERSION:
+            message = f"{self} speaks version {version} of the protocol, but version {PROTOCOL_VERSION} is needed"
+            raise WrongService(message, address=self.address, protocol_version=version)
+        role = ROLES.get(answer.role, "unknown")
+        if role != self.role:
+            message = f"A {role} service answers at {self.address}, but a {self.role} service is wanted there"
+            raise WrongService(message, address=self.address, role=role)
+        # What a draft recommends is for nobody.
+        own = GenerationDefaults() if role == "draft" else defaults_from(answer.generation_defaults)
+        fault = _fault_of(answer)
+        if fault:
+            raise WrongService(f"{self} says of itself what cannot be: {fault}", address=self.address)
+        return ModelInfo(
+            role=role,
+            instance_id=answer.instance_id,
+            model_name=answer.model_name,
+            model_hash=answer.model_hash,
+            numerics_id=answer.numerics_id,
+            context_len=answer.context_len,
+            vocabulary_size=answer.vocabulary_size,
+            vocabulary_digests=tuple(answer.vocabulary_digests),
+            eos_token_ids=frozenset(answer.eos_token_ids),
+            max_draft_count=answer.max_draft_count,
+            unacknowledged_window=answer.unacknowledged_window,
+            kv_tokens=answer.block_count * answer.block_size,
+            drafters={offer.name: rules_from(offer.rules) for offer in answer.drafter_offers},
+            tree_drafters=frozenset(offer.name for offer in answer.drafter_offers if offer.makes_trees),
+            grammar_engine=answer.grammar_engine,
+            defaults=self._defaults.over(own),
+        )
+
+
+def _fault_of(answer: pb.GetModelInfoResponse) -> str:
+    """What a service says of itself that none can say, or that would fill logs and metrics; empty where all is well."""
+    for each, value in answer.ListFields():
+        if isinstance(value, str) and len(value) > MAX_NAME_LEN:
+            return f"its {each.name} has {len(value)} characters"
+    for name in ("context_len", "max_draft_count"):
+        if getattr(answer, name) < 1:
+            return f"its {name} is {getattr(answer, name)}"
+    if len(answer.drafter_offers) > MAX_OFFERS:
+        return f"it offers {len(answer.drafter_offers)} drafters"
+    odd = next((offer.name for offer in answer.drafter_offers if not DRAFTER_NAME.fullmatch(offer.name)), None)
+    return "" if odd is None else f"it offers a drafter {shown(odd)}"
