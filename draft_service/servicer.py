@@ -11,7 +11,9 @@ from outrider.grammar import Grammar, GrammarEngine
 from outrider.model_service.link import Arrived, Job, LinkServicer
 from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import MAX_DRAFT_COUNT
-from outrider.rpc import channels, messages
+from outrider.rpc import channels
+from outrider.rpc.messages.session import live_beams_from, search_spec_from, spec_from
+from outrider.rpc.messages.tree import shape_from, write_tree
 from outrider.token_tree import TokenTree
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1.draft_service_pb2_grpc import DraftServiceServicer, add_DraftServiceServicer_to_server
@@ -39,9 +41,9 @@ class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftService
         if request.HasField("open"):
             size, live = self._facts.vocabulary_size, self._search(request.open, "open.beams")
             if live is None:
-                spec = messages.spec_from(request.open.session, fence.base_len, size, earlier, message.grammar)
+                spec = spec_from(request.open.session, fence.base_len, size, earlier, message.grammar)
             else:
-                spec = messages.search_spec_from(request.open.session, live.beams, fence.base_len, size, earlier)
+                spec = search_spec_from(request.open.session, live.beams, fence.base_len, size, earlier)
             wanted = self._wanted("open", request.open, arrived_ns, live)
             rule, offers = spec.acceptance.rule, self._facts.drafters
             drafter = choose_drafter(request.open.drafter, rule, offers, "open.drafter")
@@ -65,15 +67,15 @@ class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftService
             return Wanted(draft_count, arrived_ns, search=search)
         if search is not None:
             raise InvalidRequest(f"{action}.shape", "present", "absent for a beam search, which has a shape of its own")
-        shape = messages.shape_from(message.shape, f"{action}.shape")
+        shape = shape_from(message.shape, f"{action}.shape")
         check_rows(shape, draft_count, f"{action}.shape", f"{action}.draft_count")
         return Wanted(draft_count, arrived_ns, shape)
 
     def _search(self, message: pb.DraftOpen | pb.DraftAdvance, field: str) -> Search | None:
         if not message.HasField("beams"):
             return None
-        beams = messages.live_beams_from(message.beams, field, self._facts.vocabulary_size)
+        beams = live_beams_from(message.beams, field, self._facts.vocabulary_size)
         return Search(message.beams.width, beams)
 
     def fill(self, response: pb.ProposeResponse, answer: TokenTree) -> None:
-        messages.write_tree(response.proposal, answer, with_logprobs=True)
+        write_tree(response.proposal, answer, with_logprobs=True)

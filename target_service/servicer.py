@@ -12,9 +12,11 @@ from outrider.model_service.link import Arrived, Job, LinkServicer
 from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import MAX_DRAFT_COUNT
 from outrider.parameters import SessionSpec
-from outrider.rpc import channels, messages
+from outrider.rpc import channels
 from outrider.rpc.fencing import Fence
-from outrider.rpc.messages import write_times, write_tree
+from outrider.rpc.messages.round import finish_reason_message, logprob_message, logprob_size, step_message, write_times
+from outrider.rpc.messages.session import live_beams_from, search_spec_from, spec_from
+from outrider.rpc.messages.tree import shape_from, tree_from, write_tree
 from outrider.token_tree import TreeShape
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1.target_service_pb2_grpc import TargetServiceServicer, add_TargetServiceServicer_to_server
@@ -45,7 +47,7 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
             return self._search_job(request.open, fence, arrived_ns, earlier, owner)
         if request.HasField("open"):
             size = self._facts.vocabulary_size
-            spec = messages.spec_from(request.open.session, fence.base_len, size, earlier, message.grammar)
+            spec = spec_from(request.open.session, fence.base_len, size, earlier, message.grammar)
             self._check_lengths(spec)
             step, drafter = self._step(request.open.step, arrived_ns), request.open.drafter
             if drafter:
@@ -62,8 +64,8 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
     ) -> Job:
         """Opens a beam search; raises as `job`."""
         size = self._facts.vocabulary_size
-        live, width = messages.live_beams_from(opening.beams, "open.beams", size), opening.beams.width
-        spec = messages.search_spec_from(opening.session, live, fence.base_len, size, earlier)
+        live, width = live_beams_from(opening.beams, "open.beams", size), opening.beams.width
+        spec = search_spec_from(opening.session, live, fence.base_len, size, earlier)
         self._check_lengths(spec, width)
         step = self._step(opening.step, arrived_ns)
         if opening.drafter:
@@ -79,11 +81,11 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
         verdict.accepted_rows.extend(answer.accepted_rows)
         if answer.next_token_id is not None:
             verdict.next_token_id = answer.next_token_id
-        verdict.finish_reason = messages.finish_reason_message(answer.finish_reason)
+        verdict.finish_reason = finish_reason_message(answer.finish_reason)
         verdict.evaluated_count, verdict.prefix_len = answer.evaluated_count, answer.prefix_len
-        verdict.beam_steps.extend(map(messages.step_message, answer.beam_steps))
-        verdict.logprobs.extend(map(messages.logprob_message, answer.logprobs))
-        verdict.prompt_logprobs.extend(map(messages.logprob_message, answer.prompt_logprobs))
+        verdict.beam_steps.extend(map(step_message, answer.beam_steps))
+        verdict.logprobs.extend(map(logprob_message, answer.logprobs))
+        verdict.prompt_logprobs.extend(map(logprob_message, answer.prompt_logprobs))
 
     def _check_lengths(self, spec: SessionSpec, width: int = 0) -> None:
         """Raises InvalidRequest about a request that the model or a message cannot hold, PromptTooLong as the cache."""
@@ -100,13 +102,13 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
         if spec.prompt_logprobs:
             # They travel in one message.
             room = channels.MAX_MESSAGE_BYTES - OTHER_VERDICT_BYTES
-            maximum = room // messages.logprob_size(spec.logprob_count or 0, facts.vocabulary_size) + 1
+            maximum = room // logprob_size(spec.logprob_count or 0, facts.vocabulary_size) + 1
             if spec.prompt_len > maximum:
                 limit = f"at most {maximum} under prompt_logprobs with logprob_count {spec.logprob_count}"
                 raise InvalidRequest("session.prompt_len", spec.prompt_len, limit)
 
     def _step(self, message: pb.TargetStep, arrived_ns: int) -> Step:
-        tree = messages.tree_from(message.proposal, self._facts.vocabulary_size, MAX_DRAFT_COUNT)
+        tree = tree_from(message.proposal, self._facts.vocabulary_size, MAX_DRAFT_COUNT)
         budget = check_range("step.plain_budget", message.plain_budget, 0, MAX_PLAIN_BUDGET)
         return Step(tree, budget, arrived_ns, *_own("step", message))
 
@@ -116,6 +118,6 @@ def _own(action: str, message: pb.TargetStep | pb.Acknowledge) -> tuple[int, Tre
     count = check_range(f"{action}.own_draft_count", message.own_draft_count, 0, MAX_DRAFT_COUNT)
     if not message.HasField("own_shape"):
         return count, None
-    shape = messages.shape_from(message.own_shape, f"{action}.own_shape")
+    shape = shape_from(message.own_shape, f"{action}.own_shape")
     check_rows(shape, count, f"{action}.own_shape", f"{action}.own_draft_count")
     return count, shape

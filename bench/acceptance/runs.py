@@ -19,8 +19,9 @@ from outrider.engine.session import Session
 from outrider.engine.walk import Walk
 from outrider.errors import CacheFull, OutriderError
 from outrider.parameters import Acceptance, Rule, SessionSpec
-from outrider.rpc import messages
 from outrider.rpc.fencing import Fence
+from outrider.rpc.messages.round import fence_message, times_message
+from outrider.rpc.messages.tree import tree_message
 from outrider.timing import ComputeTimes
 from outrider.token_tree import EMPTY, TokenTree
 from outrider.v1 import draft_service_pb2 as draft_pb
@@ -144,8 +145,8 @@ def hop_bytes(tree: TokenTree, base_len: int) -> int:
     All of the tree is accepted, and so was all of the round before. Each message has a frame of its link to itself.
     """
     request = Fence(SESSION_ID, 9, base_len)
-    fence = messages.fence_message(request)
-    proposal, times = messages.tree_message(tree), messages.times_message(TIMES)
+    fence = fence_message(request)
+    proposal, times = tree_message(tree), times_message(TIMES)
     tokens = (*tree.token_ids, *tree.token_ids[-1:])
     verdict = target_pb.Verdict(
         accepted_rows=range(1, len(tree) + 1), next_token_id=tokens[-1], evaluated_count=len(tree)

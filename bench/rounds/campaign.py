@@ -33,8 +33,8 @@ from outrider.cli.running import note
 from outrider.client import AsyncClient, Speculation
 from outrider.errors import ProtocolViolation
 from outrider.parameters import SessionSpec
-from outrider.rpc import messages
 from outrider.rpc.errors import error_from
+from outrider.rpc.messages.session import open_message
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb
@@ -119,7 +119,7 @@ async def pings(
     call: Any
     frame: Any
     request: Any
-    session = messages.open_message(spec, spec.token_ids)
+    session = open_message(spec, spec.token_ids)
     fence = pb.Fence(session_id=os.urandom(16), epoch=1, base_len=spec.prompt_len)
 
     async def ask(expected: str, **content: Message) -> float:

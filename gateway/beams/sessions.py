@@ -11,7 +11,9 @@ from gateway.sessions.target import RemoteTargetSession, TargetOpening
 from outrider.beams import BeamStep, LiveBeam, split
 from outrider.errors import InvalidRequest
 from outrider.parameters import SessionSpec
-from outrider.rpc.messages import live_beams_message, steps_from, write_tree
+from outrider.rpc.messages.round import steps_from
+from outrider.rpc.messages.session import live_beams_message
+from outrider.rpc.messages.tree import write_tree
 from outrider.token_tree import TokenTree, TreeShape
 from outrider.v1 import draft_service_pb2, target_service_pb2, types_pb2
 

@@ -32,8 +32,10 @@ from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, Reaso
 from outrider.errors import InvalidRequest, check_count
 from outrider.grammar import MAX_CHOICES, Constraint, ConstraintKind
 from outrider.parameters import MAX_BANNED_WORDS, MAX_STOP_TOKEN_IDS, MAX_STOPS
-from outrider.rpc import messages
-from outrider.rpc.messages import RULES, acceptance_from, logprob_message, settings_message, shape_from
+from outrider.rpc.messages.round import finish_reason_message, logprob_message
+from outrider.rpc.messages.rules import RULES, acceptance_from, settings_message
+from outrider.rpc.messages.session import sampling_from, sampling_message
+from outrider.rpc.messages.tree import shape_from
 from outrider.v1 import generation_service_pb2 as pb
 
 ORIGINS = {origin: pb.TokenOrigin.Value(f"TOKEN_ORIGIN_{origin.name}") for origin in TokenOrigin}
@@ -68,7 +70,7 @@ def request_from(message: pb.GenerateRequest) -> GenerationRequest:
         text=message.text if prompt == "text" else None,
         token_ids=message.token_ids.token_ids if prompt == "token_ids" else None,
         max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
-        sampling=messages.sampling_from(message.sampling),
+        sampling=sampling_from(message.sampling),
         seed=message.seed if message.HasField("seed") else None,
         stops=_few("stop", message.stop, MAX_STOPS, "strings"),
         stop_token_ids=_few("stop_token_ids", message.stop_token_ids, MAX_STOP_TOKEN_IDS, "ids"),
@@ -249,7 +251,7 @@ def event_message(event: RoundEvent | CompletionEvent) -> pb.GenerateResponse:
     if isinstance(event, CompletionEvent):
         accepted_count, rejected_count = event.figures.prediction_counts
         completion = pb.Completion(
-            finish_reason=messages.finish_reason_message(event.finish_reason),
+            finish_reason=finish_reason_message(event.finish_reason),
             usage=pb.Usage(
                 prompt_tokens=event.prompt_tokens,
                 completion_tokens=event.completion_tokens,
@@ -272,7 +274,7 @@ def event_message(event: RoundEvent | CompletionEvent) -> pb.GenerateResponse:
             cumulative_logprob=event.cumulative_logprob,
             has_calls=event.has_calls,
             ignored_keywords=event.ignored_keywords,
-            sampling=messages.sampling_message(event.sampling),
+            sampling=sampling_message(event.sampling),
         )
         _write_deltas(completion.deltas, event.deltas)
         return pb.GenerateResponse(completion=completion)

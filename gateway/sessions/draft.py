@@ -37,7 +37,7 @@ from outrider.parameters import SessionSpec
 from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
 from outrider.rpc.errors import session_error_from
-from outrider.rpc.messages import shape_message, tree_from
+from outrider.rpc.messages.tree import shape_message, tree_from
 from outrider.token_tree import TokenTree, TreeShape
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import types_pb2

@@ -22,7 +22,7 @@ from outrider.errors import PeerLost, ProtocolViolation
 from outrider.parameters import SessionSpec
 from outrider.rpc.channels import FRAME_BYTES, MAX_OF_SESSION
 from outrider.rpc.errors import error_from, is_too_large, said_by_peer
-from outrider.rpc.messages import open_message
+from outrider.rpc.messages.session import open_message
 from outrider.v1 import draft_service_pb2, target_service_pb2, types_pb2
 
 CLOSE_TIMEOUT_S = 2.0

@@ -34,7 +34,8 @@ from outrider.rpc.channels import (
     open_link_channel,
 )
 from outrider.rpc.errors import error_from
-from outrider.rpc.messages import defaults_from, rules_from
+from outrider.rpc.messages.rules import rules_from
+from outrider.rpc.messages.session import defaults_from
 from outrider.rpc.tls import ClientRefused, TlsFailed, TlsFiles, refusal
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1 import types_pb2

@@ -21,9 +21,9 @@ from outrider.grammar import ENGINE
 from outrider.parameters import SessionSpec
 from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
-from outrider.rpc import messages
 from outrider.rpc.errors import session_error_from
-from outrider.rpc.messages import logprobs_from, shape_message, tree_from, write_tree
+from outrider.rpc.messages.round import finish_reason, logprobs_from
+from outrider.rpc.messages.tree import shape_message, tree_from, write_tree
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1 import types_pb2
 
@@ -237,7 +237,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
             base_len=response.fence.base_len,
             accepted_rows=accepted_rows,
             next_token_id=next_token_id,
-            finish_reason=messages.finish_reason(verdict.finish_reason),
+            finish_reason=finish_reason(verdict.finish_reason),
             evaluated_count=verdict.evaluated_count,
             compute_us=times.compute_us,
             forward_count=times.forward_count,

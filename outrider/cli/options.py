@@ -31,7 +31,7 @@ from outrider.parameters import (
 )
 from outrider.process.children import MAX_WORKERS
 from outrider.process.options import between, flag_of, grouped, listed, options_of
-from outrider.rpc.messages import MAX_SUPPORT
+from outrider.rpc.messages.tree import MAX_SUPPORT
 from outrider.rpc.tls import Tls
 
 DEFAULTS_VARIABLE = "OUTRIDER_GENERATION_DEFAULTS"

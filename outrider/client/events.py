@@ -10,7 +10,9 @@ from outrider.client.deltas import ToolCall, calls_of, deltas_from
 from outrider.deltas import Delta, reasoning_of
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, SamplingParameters, TokenLogprob
-from outrider.rpc.messages import acceptance_from, logprobs_from, sampling_from
+from outrider.rpc.messages.round import logprobs_from
+from outrider.rpc.messages.rules import acceptance_from
+from outrider.rpc.messages.session import sampling_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 

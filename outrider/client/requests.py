@@ -13,7 +13,7 @@ from outrider.beams import BeamSearch
 from outrider.errors import Field, InvalidRequest, PromptTooLong
 from outrider.parameters import Rule
 from outrider.rpc.channels import MAX_MESSAGE_BYTES
-from outrider.rpc.messages import RULES
+from outrider.rpc.messages.rules import RULES
 from outrider.token_tree import TreeShape
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2

@@ -35,7 +35,7 @@ from outrider.rpc import channels
 from outrider.rpc.channels import FRAME_BYTES, MAX_OF_SESSION
 from outrider.rpc.errors import session_error
 from outrider.rpc.fencing import Fence, check_fence
-from outrider.rpc.messages import fence_from, write_fence, write_times
+from outrider.rpc.messages.round import fence_from, write_fence, write_times
 from outrider.rpc.tls import client_name
 from outrider.timing import ComputeTimes
 from outrider.v1.draft_service_pb2 import (

@@ -19,9 +19,10 @@ from outrider.model_service.sessions import RolledBack, SessionStore
 from outrider.parameters import GenerationDefaults, Rule
 from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
-from outrider.rpc import channels, messages
+from outrider.rpc import channels
 from outrider.rpc.fencing import check_fence
-from outrider.rpc.messages import RULES
+from outrider.rpc.messages.round import fence_from, fence_message
+from outrider.rpc.messages.rules import RULES
 from outrider.rpc.tls import client_name
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
@@ -115,7 +116,7 @@ class ModelServicer(ModelServiceServicer):
     ) -> pb.RollbackResponse:
         """Takes a session back to a length; raises Overloaded when much waits for the device, and SessionRefused."""
         client = client_name(context)
-        fence = check_fence(messages.fence_from(request.fence), self._facts.context_len)
+        fence = check_fence(fence_from(request.fence), self._facts.context_len)
 
         def rollback() -> RolledBack:
             started_s = time.perf_counter()
@@ -131,7 +132,7 @@ class ModelServicer(ModelServiceServicer):
                 raise Overloaded(f"{num_waiting} jobs wait for the device already", limit=MAX_WAITING_JOBS)
             rolled = await self._device.call(rollback)
         return pb.RollbackResponse(
-            fence=messages.fence_message(rolled.fence),
+            fence=fence_message(rolled.fence),
             cached_len=rolled.cached_len,
             job_stopped=rolled.job_stopped,
         )

@@ -12,8 +12,9 @@ from support.services.session_clients import DraftClient, channel_to
 from draft_service.server import DraftSettings, start
 from outrider.errors import InvalidRequest
 from outrider.parameters import Rule
-from outrider.rpc import messages
-from outrider.rpc.messages import RULES_BY_NUMBER, tree_from
+from outrider.rpc.messages.rules import RULES_BY_NUMBER
+from outrider.rpc.messages.session import open_message
+from outrider.rpc.messages.tree import tree_from
 from outrider.v1 import draft_service_pb2 as draft_pb
 
 SPEC = spec_of((1, 2, 3), 40, eos=())
@@ -30,7 +31,7 @@ async def client(tmp_path: Path) -> AsyncIterator[DraftClient]:
 
 async def open_with(client: DraftClient, drafter: str, rule: Rule = Rule.MATCH) -> None:
     """Opens a session with two guesses wanted from a drafter."""
-    session = messages.open_message(ruled(SPEC, rule), SPEC.token_ids)
+    session = open_message(ruled(SPEC, rule), SPEC.token_ids)
     opening = draft_pb.DraftOpen(session=session, draft_count=2, drafter=drafter)
     await client.send(draft_pb.ProposeRequest(fence=client.fence(1, 3), open=opening))
 

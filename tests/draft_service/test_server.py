@@ -15,7 +15,7 @@ from support.services.session_clients import DraftClient, channel_to
 from draft_service.server import DraftSettings, start, start_with
 from outrider.errors import CacheFull, InvalidRequest
 from outrider.model_service.server import LoadedModel, RunningModelService, load_model
-from outrider.rpc import messages
+from outrider.rpc.messages.session import open_message
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import types_pb2 as pb
@@ -153,7 +153,7 @@ async def test_sessions_of_all_sizes_guess_side_by_side(channel: grpc.aio.Channe
 
 def opening(base_len: int = 6, draft_count: int = 2, **session: int) -> draft_pb.ProposeRequest:
     """An open of PROMPT."""
-    message = messages.open_message(spec_of(PROMPT), PROMPT)
+    message = open_message(spec_of(PROMPT), PROMPT)
     for name, value in session.items():
         setattr(message, name, value)
     fence = pb.Fence(session_id=bytes(16), epoch=1, base_len=base_len)

@@ -23,8 +23,8 @@ from outrider.engine.growth import static_shape
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest
 from outrider.parameters import Rule, SamplingParameters, SessionSpec
-from outrider.rpc import messages
 from outrider.rpc.fencing import Fence
+from outrider.rpc.messages.tree import tree_from
 from outrider.token_tree import TreeShape
 from outrider.v1 import types_pb2 as pb
 
@@ -274,7 +274,7 @@ async def test_a_service_makes_the_tree_that_a_message_asks_for() -> None:
         spec = spec_of(PROMPT, 200, seed=3, eos=(), temperature=1.0)
         await client.open(spec, 12, shape=pb.TreeShape(max_children=3))
         proposal = (await client.read()).proposal
-        tree = messages.tree_from(proposal, 4096, 64, with_logprobs=True)
+        tree = tree_from(proposal, 4096, 64, with_logprobs=True)
         expected = fresh_tree(service.runner, spec, 12, TreeShape(max_children=3))
         assert (tree.token_ids, tree.parents) == (expected.token_ids, expected.parents)
         assert tree.values == pytest.approx(expected.values)

@@ -40,7 +40,7 @@ from gateway.text.chat_template import ChatTemplate
 from outrider.model_service.leases import IDLE_S
 from outrider.parameters import Rule
 from outrider.rpc.errors import error_from
-from outrider.rpc.messages import RULES
+from outrider.rpc.messages.rules import RULES
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub

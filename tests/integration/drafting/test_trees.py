@@ -8,7 +8,8 @@ from support.services.session_clients import DraftClient, TargetClient, channel_
 from draft_service import server as draft_server
 from draft_service.server import DraftSettings
 from outrider.parameters import SessionSpec
-from outrider.rpc import messages
+from outrider.rpc.messages.session import open_message
+from outrider.rpc.messages.tree import tree_from, tree_message
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb
 from target_service import server as target_server
@@ -47,12 +48,12 @@ async def speculated(
     """The tokens of a request with proposals of nine rows, and how many rounds they took."""
     tokens, num_rounds, committed = list(spec.token_ids), 0, list[int]()
     await draft.open(spec, 9, shape=shape)
-    session = messages.open_message(spec, spec.token_ids)
+    session = open_message(spec, spec.token_ids)
     while len(tokens) < MAX_LEN:
         if committed:
             await draft.advance(1, len(tokens), committed, 9, shape)
-        tree = messages.tree_from((await draft.read()).proposal, 4096, 64, with_logprobs=True)
-        step = target_pb.TargetStep(proposal=messages.tree_message(tree))
+        tree = tree_from((await draft.read()).proposal, 4096, 64, with_logprobs=True)
+        step = target_pb.TargetStep(proposal=tree_message(tree))
         action = {"step": step} if committed else {"open": target_pb.TargetOpen(session=session, step=step)}
         await target.send(target.request(target.fence(1, len(tokens)), **action))
         base_len, rows, token = await target.verdict()

@@ -26,7 +26,7 @@ from outrider.model_service.outbox import MAX_UNSENT
 from outrider.model_service.server import LoadedModel, RunningModelService
 from outrider.rpc.channels import FRAME_BYTES, MAX_OF_SESSION, open_link_channel
 from outrider.rpc.fencing import Fence
-from outrider.rpc.messages import logprobs_from
+from outrider.rpc.messages.round import logprobs_from
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb
 from target_service.server import start_with

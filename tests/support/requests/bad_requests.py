@@ -13,7 +13,7 @@ from google.protobuf.descriptor import Descriptor
 from hypothesis import strategies as st
 
 from outrider.parameters import SETTINGS, Rule
-from outrider.rpc.messages import RULES
+from outrider.rpc.messages.rules import RULES
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 

@@ -24,7 +24,7 @@ from outrider.errors import CacheFull, InvalidRequest, OutriderError, PeerLost
 from outrider.rpc import channels
 from outrider.rpc.channels import PROTOCOL_VERSION, open_channel
 from outrider.rpc.errors import error_from, session_error
-from outrider.rpc.messages import tree_from
+from outrider.rpc.messages.tree import tree_from
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import draft_service_pb2_grpc, model_service_pb2_grpc, target_service_pb2_grpc, types_pb2
 from outrider.v1 import generation_service_pb2 as pb

@@ -13,9 +13,9 @@ from google.protobuf.message import Message
 from support.basics import PATIENCE_S
 
 from outrider.parameters import SessionSpec
-from outrider.rpc import messages
 from outrider.rpc.channels import open_channel
 from outrider.rpc.errors import error_from, session_error_from
+from outrider.rpc.messages.session import open_message
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import target_service_pb2 as target_pb
@@ -169,7 +169,7 @@ class TargetClient(Client):
         part_len: int = 0,
     ) -> target_pb.VerifyRequest:
         """What opens with all tokens of the spec, of which parts have brought the first part_len."""
-        session = messages.open_message(spec, spec.token_ids[part_len:])
+        session = open_message(spec, spec.token_ids[part_len:])
         session.part_len = part_len
         step = target_pb.TargetStep(proposal=pb.TokenTree(token_ids=proposal), plain_budget=plain_budget)
         message = target_pb.TargetOpen(session=session, step=step)
@@ -222,7 +222,7 @@ class DraftClient(Client):
         self, spec: SessionSpec, draft_count: int, epoch: int = 1, part_len: int = 0, shape: pb.TreeShape | None = None
     ) -> None:
         """Opens with all tokens of the spec, of which parts have brought the first part_len."""
-        session = messages.open_message(spec, spec.token_ids[part_len:])
+        session = open_message(spec, spec.token_ids[part_len:])
         session.part_len = part_len
         message = draft_pb.DraftOpen(session=session, draft_count=draft_count, shape=shape)
         await self.send(self.request(self.fence(epoch, len(spec.token_ids)), open=message))

@@ -11,7 +11,7 @@ from support.services.session_clients import TargetClient
 from outrider.errors import InvalidRequest
 from outrider.parameters import TokenLogprob
 from outrider.rpc import channels
-from outrider.rpc.messages import logprobs_from
+from outrider.rpc.messages.round import logprobs_from
 from target_service import servicer
 
 SPEC = spec_of(PROMPT, 20, eos=())

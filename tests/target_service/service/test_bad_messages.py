@@ -8,7 +8,7 @@ from support.models.tiny_models import PROMPT
 from support.services.session_clients import TargetClient
 
 from outrider.errors import InvalidRequest, ProtocolViolation
-from outrider.rpc import messages
+from outrider.rpc.messages.session import open_message
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb
 
@@ -20,7 +20,7 @@ def fenced(session_id: bytes = bytes(16), epoch: int = 1, base_len: int = 6) -> 
 
 def opening(fence: pb.Fence | None = None, **step: object) -> target_pb.VerifyRequest:
     """An open of PROMPT."""
-    session = messages.open_message(spec_of(PROMPT), PROMPT)
+    session = open_message(spec_of(PROMPT), PROMPT)
     return target_pb.VerifyRequest(
         fence=fence or fenced(), open=target_pb.TargetOpen(session=session, step=target_pb.TargetStep(**step))
     )

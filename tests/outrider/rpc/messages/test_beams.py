@@ -7,7 +7,8 @@ from support.basics import spec_of
 
 from outrider.beams import BeamSearch, BeamStep, BeamTree, Candidate, LiveBeam, plant, split
 from outrider.errors import InvalidRequest
-from outrider.rpc import messages
+from outrider.rpc.messages.round import step_message, steps_from
+from outrider.rpc.messages.session import live_beams_from, live_beams_message, open_message, search_spec_from
 from outrider.token_tree import TokenTree
 from outrider.v1 import types_pb2 as pb
 
@@ -16,11 +17,11 @@ SIZE = 100
 
 
 def test_what_is_written_is_read() -> None:
-    assert messages.live_beams_from(messages.live_beams_message(2, LIVE), "beams", SIZE) == LIVE
+    assert live_beams_from(live_beams_message(2, LIVE), "beams", SIZE) == LIVE
     step = BeamStep((Candidate(1, 9, -2.5),), (Candidate(0, 0, -1.75), Candidate(1, 0, -3.5)))
-    assert messages.steps_from([messages.step_message(step)]) == (step,)
-    message = messages.open_message(spec_of((1, 2, 3), 9, temperature=1.0), (1, 2, 3))
-    assert messages.search_spec_from(message, LIVE, 5, SIZE, ()).token_ids == (1, 2, 3)
+    assert steps_from([step_message(step)]) == (step,)
+    message = open_message(spec_of((1, 2, 3), 9, temperature=1.0), (1, 2, 3))
+    assert search_spec_from(message, LIVE, 5, SIZE, ()).token_ids == (1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_what_is_written_is_read() -> None:
 )
 def test_beams_that_cannot_be_are_refused(width: int, live: tuple[LiveBeam, ...], field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        messages.live_beams_from(messages.live_beams_message(width, live), "beams", SIZE)
+        live_beams_from(live_beams_message(width, live), "beams", SIZE)
     assert refused.value.metadata["field"].startswith(field)
 
 
@@ -54,10 +55,10 @@ def test_beams_that_cannot_be_are_refused(width: int, live: tuple[LiveBeam, ...]
     ],
 )
 def test_what_a_search_cannot_be_is_refused(change: pb.OpenSession, base_len: int, field: str) -> None:
-    message = messages.open_message(spec_of((1, 2, 3), 9, temperature=1.0), (1, 2, 3))
+    message = open_message(spec_of((1, 2, 3), 9, temperature=1.0), (1, 2, 3))
     message.MergeFrom(change)
     with pytest.raises(InvalidRequest) as refused:
-        messages.search_spec_from(message, LIVE, base_len, SIZE, ())
+        search_spec_from(message, LIVE, base_len, SIZE, ())
     assert refused.value.metadata["field"] == field
 
 

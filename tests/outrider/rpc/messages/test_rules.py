@@ -1,4 +1,4 @@
-"""Tests of outrider.rpc.messages: rules with the settings that are theirs, and log-probabilities."""
+"""Tests of outrider.rpc.messages.rules: rules with the settings that are theirs, and log-probabilities."""
 
 import math
 
@@ -6,15 +6,8 @@ import pytest
 
 from outrider.errors import InvalidRequest
 from outrider.parameters import SETTINGS, Acceptance, Rule, TokenLogprob
-from outrider.rpc.messages import (
-    RULES,
-    acceptance_from,
-    logprob_message,
-    logprob_size,
-    logprobs_from,
-    rule_from,
-    settings_message,
-)
+from outrider.rpc.messages.round import logprob_message, logprob_size, logprobs_from
+from outrider.rpc.messages.rules import RULES, acceptance_from, rule_from, settings_message
 from outrider.v1 import types_pb2 as pb
 from outrider.v1.target_service_pb2 import Verdict
 

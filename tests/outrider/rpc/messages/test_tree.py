@@ -1,10 +1,10 @@
-"""Tests of outrider.rpc.messages: trees and distributions arrive as they were sent, or are refused."""
+"""Tests of outrider.rpc.messages.tree: trees and distributions arrive as they were sent, or are refused."""
 
 import pytest
 
 from outrider.errors import InvalidRequest
 from outrider.parameters import DraftDistribution
-from outrider.rpc.messages import MAX_SUPPORT, MAX_WEIGHT, shape_from, shape_message, tree_from, tree_message
+from outrider.rpc.messages.tree import MAX_SUPPORT, MAX_WEIGHT, shape_from, shape_message, tree_from, tree_message
 from outrider.token_tree import TokenTree, TreeShape
 from outrider.v1 import types_pb2 as pb
 

@@ -1,0 +1,1 @@
+"""Between protobuf messages and plain values, with every range that types.proto states."""
