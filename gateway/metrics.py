@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from gateway.generation.admission import Admission
 from gateway.generation.backend import Backend
-from gateway.generation.frontend import Admission
-from gateway.generation.generate import CompletionEvent, Event, RoundEvent
 from gateway.generation.request import CheckedRequest
+from gateway.generation.sample import CompletionEvent, Event, RoundEvent
 from gateway.generation.transcript import counts_by_drafter
 from gateway.keys.door import Door
 from gateway.rounds.round import FallbackReason, Round, TokenOrigin

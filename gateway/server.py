@@ -15,10 +15,11 @@ from functools import partial
 import structlog
 from prometheus_client import CollectorRegistry
 
+from gateway.generation.admission import Admission
 from gateway.generation.audit import ShadowAudit
 from gateway.generation.backend import Backend
-from gateway.generation.frontend import Admission, Frontend, ModelNames
-from gateway.generation.generate import decode
+from gateway.generation.frontend import Frontend, ModelNames
+from gateway.generation.sample import decode
 from gateway.grpc.keys import KeyInterceptor, accounts_of
 from gateway.grpc.servicer import generation_service
 from gateway.keys.door import Door

@@ -9,7 +9,7 @@ from itertools import repeat
 from gateway.beams.record import BeamRecord, Hypothesis
 from gateway.beams.search import search
 from gateway.beams.sessions import BeamDraftSession, BeamTargetSession
-from gateway.generation.generate import CompletionEvent, Event, RequestContext, RoundEvent, new_reader
+from gateway.generation.sample import CompletionEvent, Event, RequestContext, RoundEvent, new_reader
 from gateway.generation.transcript import ENDING_TOKENS, GeneratedToken, SpeculationFigures, StopScanner, Transcript
 from gateway.rounds.round import TokenOrigin
 from gateway.sessions.draft import AbsentDraftSession

@@ -1,44 +1,32 @@
-"""What every surface calls: requests in, events out; places and the queue before them; a log line a request.
+"""What every surface calls: requests in, events out.
 
 Entering `Frontend.open` has checked the requests and waited for the first place, and nothing was sent to a service
-before. So whatever is wrong with a request is known before a surface has promised its client anything. Whoever waits
-holds nothing but a line in a list, so waiting costs no service anything; a full queue says so at once. Further samples
+before. So whatever is wrong with a request is known before a surface has promised its client anything. Further samples
 of a request begin as they get places.
-
-A log line has sizes, times and figures, and never a word, a token id or a seed. Of an error only the reason is logged,
-because its sentence may repeat what the client wrote.
 """
 
 import asyncio
-import math
 import time
-from bisect import insort
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, Self
 
 import structlog
 
+from gateway.generation.admission import Admission, Places
 from gateway.generation.backend import Backend
 from gateway.generation.beams import searched
-from gateway.generation.generate import CompletionEvent, Event, RequestContext, merged, prepare
 from gateway.generation.request import CheckedRequest, GenerationRequest
-from gateway.generation.transcript import SpeculationFigures
+from gateway.generation.request_log import RequestLog
+from gateway.generation.sample import Event, RequestContext, merged, prepare
 from gateway.keys.door import Entrance
 from gateway.keys.tenant import Spending, Tenant
 from gateway.text.chat_template import ChatTemplate
-from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
+from outrider.errors import InvalidRequest, OutriderError
 from outrider.process.telemetry import bound, request_scope
 
-# What a client is told to wait: between a moment and a minute, by how fast places came free lately.
-RETRY_AFTER_S = (1.0, 60.0)
-SMOOTHING = 0.2
-
 log = structlog.get_logger()
-
-EventT = TypeVar("EventT")
 
 
 class ClientStalled(OutriderError):
@@ -47,239 +35,6 @@ class ClientStalled(OutriderError):
     status = "DEADLINE_EXCEEDED"
     reason = "CLIENT_STALLED"
     exit_code = 75
-
-
-@dataclass(slots=True, eq=False)
-class Places:
-    """Those of one request: it has one for each of its samples that runs, and waits for one at a time."""
-
-    arrived_s: float
-    priority: int
-    taken: deque[tuple[float, int]] = field(default_factory=deque)
-    """When those that it holds were taken, and how many samples ran then."""
-    waited_s: float = 0.0
-    """From its arrival until it got the latest one."""
-    has_begun: bool = False
-    turn: asyncio.Event = field(default_factory=asyncio.Event)
-    patience: asyncio.Timeout | None = None
-    """Within which it waits for its next event."""
-
-
-class Admission:
-    """At most `places` samples run at a time, and at most queue_len requests wait that have none running.
-
-    The smallest priority comes first, and within one who came first, one place at a time: a request that wants more
-    than one goes to the end of its priority's queue for each. So the samples of large requests take turns with
-    everybody else's. Nobody's priority changes while it waits, and nobody's place is taken away.
-    """
-
-    def __init__(self, places: int, queue_len: int, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self.places = places
-        self.queue_len = queue_len
-        self.running = 0  # samples
-        self.is_leaving = False
-        """Whether the gateway begins to stop, which its readiness says before anybody is turned away."""
-        self._clock_s = clock_s
-        self._queue: deque[Places] = deque()  # in the order in which they get places
-        self._entered: set[Places] = set()
-        self._left = asyncio.Event()
-        # From one place that comes free to the next, as it was lately.
-        self._free_s = RETRY_AFTER_S[0]
-        self._num_arriving = 0
-        self._is_closed = False
-        self._is_over = False
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait and have no sample running."""
-        return sum(not places.taken for places in self._queue)
-
-    def retry_after_s(self, priority: int = 0) -> int:
-        """Whole seconds after which a request of that priority may find a place, behind those who wait and go before.
-
-        It follows from how fast places came free lately. Those who run and have not ended count too: in a burst of long
-        requests nothing else tells that they are long. Who comes meanwhile, and goes before as well, is not foreseen.
-        """
-        now_s, (min_s, max_s) = self._clock_s(), RETRY_AFTER_S
-        ages_s = [now_s - taken_s for places in self._entered for taken_s, _ in places.taken]
-        free_s = max(self._free_s, sum(ages_s) / max(1, len(ages_s)) ** 2)
-        num_before = sum(places.priority <= priority for places in self._queue)
-        return math.ceil(min(max(min_s, (num_before + 1) * free_s), max_s))
-
-    def check(self, priority: int = 0) -> None:
-        """Raises Overloaded when a request would not even be queued, so that it costs nothing more; NotReady after
-        `close`. A full queue is full for all; the priority says when to come again.
-        """
-        self._check_open()
-        if self.running >= self.places and self.waiting >= self.queue_len:
-            raise Overloaded(
-                f"{self.running} of {self.places} places are taken and {self.waiting} requests wait already, "
-                f"of at most {self.queue_len}",
-                retry_after_s=self.retry_after_s(priority),
-            )
-
-    def close(self) -> None:
-        """Sends whoever comes, and whoever waits and has not begun, elsewhere; others get all their places in turn."""
-        self.is_leaving = self._is_closed = True
-        for places in self._queue:
-            if not places.has_begun:
-                places.turn.set()
-        self._queue = deque(places for places in self._queue if places.has_begun)
-
-    def end(self) -> None:
-        """Ends those who still run, wherever they are: what they wait for next is NotReady."""
-        self._is_over = True
-        for places in self._entered:
-            if places.patience is not None:
-                places.patience.reschedule(0.0)
-
-    async def next_of(self, events: AsyncIterator[EventT], places: Places) -> EventT | None:
-        """The next event of a request, None behind the last; raises NotReady after `end`."""
-        if not self._is_over:
-            try:
-                async with asyncio.timeout(None) as places.patience:
-                    return await anext(events, None)
-            except TimeoutError:
-                if not self._is_over:
-                    raise
-            finally:
-                places.patience = None
-        raise NotReady("The gateway is stopping, and the time of its last requests is over")
-
-    async def emptied(self) -> None:
-        """Waits until all requests have ended that were let in."""
-        while self._entered:
-            self._left.clear()
-            await self._left.wait()
-
-    @contextmanager
-    def arrival(self, priority: int = 0) -> Iterator[None]:
-        """Bounds how many requests are looked at, which takes long while the target is away. Raises as `check` does."""
-        self.check(priority)
-        if self._num_arriving >= self.places + self.queue_len:
-            message = f"{self._num_arriving} requests are looked at already, which takes long while the target is away"
-            raise Overloaded(message, retry_after_s=self.retry_after_s(priority))
-        self._num_arriving += 1
-        try:
-            yield
-        finally:
-            self._num_arriving -= 1
-
-    @asynccontextmanager
-    async def entry(self, priority: int = 0) -> AsyncIterator[Places]:
-        """Waits for a request's first place. What it holds when it is left is given back. Raises as `check` does."""
-        self.check(priority)
-        places = Places(self._clock_s(), priority)
-        self._entered.add(places)
-        try:
-            await self.take(places)
-            yield places
-        finally:
-            # It may wait, for its first place or a further one, and its turn may have come in this very moment.
-            with suppress(ValueError):
-                self._queue.remove(places)
-            while places.taken:
-                self.give_back(places)
-            self._entered.remove(places)
-            self._left.set()
-
-    async def take(self, places: Places) -> None:
-        """Waits for one more place, behind all who wait and have no greater priority. Raises NotReady when it is the
-        first and the gateway stops.
-        """
-        places.turn.clear()
-        insort(self._queue, places, key=lambda each: each.priority)
-        self._call()
-        await places.turn.wait()
-        if not places.has_begun:
-            self._check_open()
-
-    def give_back(self, places: Places) -> None:
-        """One place of a request is free from now on; does nothing when it has none left."""
-        if not places.taken:
-            return
-        # Which of them it was changes no mean. By those who ran beside it and not by all places: had these been taken,
-        # it might have been as much slower.
-        taken_s, num_running = places.taken.popleft()
-        free_s = (self._clock_s() - taken_s) / max(num_running, self.running)
-        self._free_s += SMOOTHING * (free_s - self._free_s)
-        self.running -= 1
-        self._call()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise NotReady("The gateway is stopping and takes no more requests")
-
-    def _call(self) -> None:
-        """Gives places to the first of the queue."""
-        while self._queue and self.running < self.places:
-            places, now_s = self._queue.popleft(), self._clock_s()
-            self.running += 1
-            places.taken.append((now_s, self.running))
-            places.waited_s, places.has_begun = now_s - places.arrived_s, True
-            places.turn.set()
-
-
-class RequestLog:
-    """What is known so far of one request, which may have several parts and has waited so long for its first place."""
-
-    def __init__(self, requests: Sequence[CheckedRequest], waited_s: float) -> None:
-        self._requests = requests
-        self._waited_s = waited_s
-        self._arrived_s = time.monotonic() - waited_s
-        self._first_token_s: float | None = None
-        self.num_tokens = 0
-        """Of all answers."""
-        self._completions: list[CompletionEvent] = []
-        self._figures = SpeculationFigures()
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Of all prompts."""
-        return sum(request.spec.prompt_len for request in self._requests)
-
-    def observe(self, event: Event) -> None:
-        if isinstance(event, CompletionEvent):
-            self._completions.append(event)
-            return
-        if self._first_token_s is None:
-            self._first_token_s = time.monotonic()
-        self.num_tokens += len(event.tokens)
-        if event.committed is not None and not event.committed.is_first:
-            self._figures.add(event.committed)
-
-    def ended(self, error: BaseException | None) -> None:
-        ended_s, figures = time.monotonic(), self._figures
-        if error is None:
-            status = "OK"
-        elif isinstance(error, asyncio.CancelledError | GeneratorExit):
-            status = "CANCELLED"
-        else:
-            status = error.reason if isinstance(error, OutriderError) else OutriderError.reason
-        log.info(
-            "request ended",
-            status=status,
-            finish_reasons=[completion.finish_reason.value for completion in self._completions],
-            samples=sum(request.sample_count for request in self._requests),
-            prompt_tokens=self.prompt_tokens,
-            cached_prompt_tokens=sum(each.cached_prompt_tokens for each in self._completions if not each.sample_index),
-            completion_tokens=self.num_tokens,
-            queue_ms=_ms(self._waited_s),
-            first_token_ms=None if self._first_token_s is None else _ms(self._first_token_s - self._arrived_s),
-            total_ms=_ms(ended_s - self._arrived_s),
-            rounds=figures.rounds,
-            drafts=figures.drafts,
-            draft_tokens=figures.draft_tokens,
-            accepted_tokens=figures.accepted_tokens,
-            draft_acceptance_rate=round(figures.draft_acceptance_rate, 4),
-            mean_acceptance_length=round(figures.mean_acceptance_length, 3),
-            fallback_rounds=figures.fallback_rounds,
-            target_reopens=sum(completion.target_reopens for completion in self._completions),
-        )
-
-
-def _ms(seconds: float) -> float:
-    return round(1e3 * seconds, 3)
 
 
 class Observer(Protocol):

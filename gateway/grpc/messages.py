@@ -19,8 +19,8 @@ from gateway.generation.conversation import (
     shows_tools,
     tool_named,
 )
-from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import MAX_DRAFTERS, GenerationRequest
+from gateway.generation.sample import CompletionEvent, RoundEvent
 from gateway.generation.transcript import round_facts
 from gateway.rounds.round import FallbackReason, TokenOrigin
 from gateway.text.chat_template import ChatTemplate

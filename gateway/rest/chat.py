@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.generation.frontend import Frontend
-from gateway.generation.generate import CompletionEvent, Event, RoundEvent
+from gateway.generation.sample import CompletionEvent, Event, RoundEvent
 from gateway.rest import responses
 from gateway.rest.conversation import conversation
 from gateway.rest.generate import CHAT_NAMES, ChunkWriter, Responder, ResponseFigures

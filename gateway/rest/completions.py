@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.generation.frontend import Frontend
-from gateway.generation.generate import Event, RoundEvent
 from gateway.generation.request import check_room
+from gateway.generation.sample import Event, RoundEvent
 from gateway.generation.transcript import GeneratedToken, PromptToken
 from gateway.rest import responses
 from gateway.rest.generate import (

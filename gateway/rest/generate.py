@@ -21,8 +21,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.generation.frontend import Frontend, ModelNames
-from gateway.generation.generate import CompletionEvent, Event
 from gateway.generation.request import CheckedRequest, GenerationRequest
+from gateway.generation.sample import CompletionEvent, Event
 from gateway.generation.transcript import SpeculationFigures
 from gateway.keys.door import Entrance
 from gateway.rest import responses

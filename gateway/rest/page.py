@@ -22,8 +22,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.generation.frontend import Frontend
-from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import GenerationRequest
+from gateway.generation.sample import CompletionEvent, RoundEvent
 from gateway.generation.transcript import GuessFacts, round_facts
 from gateway.keys.door import Entrance
 from gateway.rest.conversation import template_messages

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel
 
-from gateway.generation.generate import CompletionEvent, Event, RoundEvent
+from gateway.generation.sample import CompletionEvent, Event, RoundEvent
 from gateway.generation.transcript import GeneratedToken, PromptToken
 from gateway.text.tokenizer import Tokenizer
 from outrider.deltas import CallBegun, Delta

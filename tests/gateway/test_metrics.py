@@ -13,8 +13,8 @@ from support.requests.answer_events import ended
 from support.services.markov import round_of
 from support.services.markov_services import WORDS, MarkovStack, Mischief, markov_stack, request
 
-from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import CheckedRequest
+from gateway.generation.sample import CompletionEvent, RoundEvent
 from gateway.generation.transcript import GeneratedToken
 from gateway.metrics import GatewayMetrics
 from gateway.rounds.round import FallbackReason, HopCost, Proposal, TokenOrigin

@@ -25,9 +25,10 @@ from structlog.processors import format_exc_info
 from structlog.testing import capture_logs
 from support.basics import check_empty
 
+from gateway.generation.admission import Admission
 from gateway.generation.audit import ShadowAudit
 from gateway.generation.backend import Backend
-from gateway.generation.frontend import Admission, Frontend
+from gateway.generation.frontend import Frontend
 from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
 from gateway.rounds.drafter_estimates import SessionEstimates

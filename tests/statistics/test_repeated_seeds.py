@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from support.models.tiny_models import write_tiny_model
 from support.stack import Answer, reference_model, running_stack
 
-from gateway.generation import generate
+from gateway.generation import sample
 from gateway.generation.request import CheckedRequest, sample_seed
 from gateway.rounds.planner import Drafting
 from outrider.v1 import types_pb2
@@ -72,8 +72,8 @@ def repeatable(monkeypatch: pytest.MonkeyPatch, *, is_shared: bool) -> None:
         is_new = generate_noise_seed(request, drafting) != seed
         return sample_seed(seed, asked[seed]) if is_new and not is_shared else seed
 
-    generate_noise_seed = generate.noise_seed
-    monkeypatch.setattr(generate, "noise_seed", seed_of)
+    generate_noise_seed = sample.noise_seed
+    monkeypatch.setattr(sample, "noise_seed", seed_of)
 
 
 def deviation(model: Path, answers: Sequence[Answer]) -> float:

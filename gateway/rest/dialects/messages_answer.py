@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field
 
-from gateway.generation.generate import Event
+from gateway.generation.sample import Event
 from gateway.rest.dialects.parts import Part, Parts
 from gateway.rest.errors import messages_error_json
 from gateway.rest.generate import ResponseFigures

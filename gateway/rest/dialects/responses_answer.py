@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, Field
 
-from gateway.generation.generate import Event
+from gateway.generation.sample import Event
 from gateway.rest.dialects.parts import Part, Parts
 from gateway.rest.errors import status_of
 from gateway.rest.generate import ResponseFigures, padding

@@ -6,7 +6,7 @@ import random
 import pytest
 from support.basics import eventually
 
-from gateway.generation.frontend import Admission, Places
+from gateway.generation.admission import Admission, Places
 from outrider.errors import NotReady, Overloaded
 
 

@@ -8,8 +8,8 @@ from typing import TypeVar
 import pytest
 from support.basics import PATIENCE_S
 
-from gateway.generation.generate import merged
 from gateway.generation.request import sample_seed
+from gateway.generation.sample import merged
 
 EventT = TypeVar("EventT")
 

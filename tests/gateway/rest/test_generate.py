@@ -11,8 +11,8 @@ from support.basics import spec_of
 from support.services.markov import round_of
 
 from gateway.generation.frontend import ModelNames
-from gateway.generation.generate import CompletionEvent, RoundEvent
 from gateway.generation.request import CheckedRequest, GenerationRequest
+from gateway.generation.sample import CompletionEvent, RoundEvent
 from gateway.generation.transcript import GeneratedToken, PromptToken, SpeculationFigures
 from gateway.rest.completions import CompletionFormatter
 from gateway.rest.generate import CHAT_NAMES, TEXT_NAMES, ResponseFigures, generation_request, in_names_of

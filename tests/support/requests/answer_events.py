@@ -6,8 +6,8 @@ from typing import Any
 
 from support.basics import spec_of
 
-from gateway.generation.generate import CompletionEvent, Event, RoundEvent
 from gateway.generation.request import CheckedRequest
+from gateway.generation.sample import CompletionEvent, Event, RoundEvent
 from gateway.generation.transcript import GeneratedToken, SpeculationFigures
 from gateway.rest.generate import ResponseFigures
 from gateway.rest.responses import AnswerWriter, ChoiceBuffer

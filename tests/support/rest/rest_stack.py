@@ -13,7 +13,7 @@ from support.basics import eventually
 from support.rest.event_streams import EventStream, read_events
 from support.stack import RunningStack, running_stack
 
-from gateway.generation.frontend import Admission
+from gateway.generation.admission import Admission
 
 CLIENTS = Path(__file__).resolve().parents[2] / "surface" / "clients"
 PATIENCE_S = 60.0

@@ -8,7 +8,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 from support.requests.answer_events import events_of, figures_of, payloads, streamed, whole
 
-from gateway.generation.generate import Event
+from gateway.generation.sample import Event
 from gateway.rest.dialects.messages_answer import MessageWriter
 from gateway.rest.responses import ResponseHeader
 from outrider.deltas import CallArguments, CallBegun, ContentDelta, ReasoningDelta
