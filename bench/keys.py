@@ -34,8 +34,8 @@ from bench.common import (
     spread,
     stack_of,
 )
+from outrider.cli.model_facts import model_facts
 from outrider.cli.options import SHARED_OPTIONS
-from outrider.cli.output import model_facts
 from outrider.cli.running import Interrupts, note, run
 from outrider.client import AsyncClient, GenerationOptions, Round
 from outrider.process import telemetry

@@ -15,11 +15,12 @@ from outrider.cli.doctor.command import examine_gateway, examine_machine
 from outrider.cli.generate import check_chat, check_request, generation, read_prompt
 from outrider.cli.local_stack import Stack, choose_models
 from outrider.cli.modules import run_module
-from outrider.cli.output import choose_view, installed_versions
 from outrider.cli.pairs import choose_pair
 from outrider.cli.race import KEY_VARIABLE, QUESTION, STORY
 from outrider.cli.running import note, run
 from outrider.cli.up import choose_display, lost_as_event, lost_as_sentence, serving
+from outrider.cli.versions import installed_versions
+from outrider.cli.views import choose_view
 from outrider.errors import InvalidRequest, ModelRefused
 from outrider.generation_defaults import OperatorDefaults
 from outrider.model_names import embedded_model

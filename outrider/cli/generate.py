@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from outrider.cli.local_stack import Stack, start_stack
 from outrider.cli.options import RequestOptions, decoded, settings_of
-from outrider.cli.output import View
 from outrider.cli.running import Interrupts, Work, note, service_log
+from outrider.cli.views import View
 from outrider.client import AsyncClient, GenerationOptions, Result, Round
 from outrider.client.requests import chat_request, generate_request
 from outrider.errors import InvalidRequest, OutriderError

@@ -6,8 +6,8 @@ from itertools import zip_longest
 
 from outrider.cli.chat.conversation import Turn
 from outrider.cli.options import RequestOptions
-from outrider.cli.output import choose_view
 from outrider.cli.running import note
+from outrider.cli.views import choose_view
 from outrider.client import AsyncClient, GenerationOptions, Round, Speculation
 from outrider.parameters import Rule
 

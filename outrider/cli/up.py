@@ -24,7 +24,8 @@ from rich.text import Text
 from outrider.cli.doctor.checks import rest_text
 from outrider.cli.doctor.report import gibibytes
 from outrider.cli.local_stack import Addresses, Stack, metrics_address, port_error, start_stack
-from outrider.cli.output import ModelFacts, is_rich, model_facts, model_line, model_table, write
+from outrider.cli.model_facts import ModelFacts, model_facts, model_line, model_table
+from outrider.cli.output import is_rich, write
 from outrider.cli.race import RaceQuestion, race
 from outrider.cli.running import Interrupts, Work, note, service_log
 from outrider.errors import NotReady, OutriderError

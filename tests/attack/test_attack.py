@@ -31,7 +31,7 @@ from support.stack import DRAFT, TARGET, until_quiet
 from bench.common import markdown
 from bench.load.summary import percentile
 from outrider.cli.local_stack import Addresses, Stack, start_stack
-from outrider.cli.output import model_facts
+from outrider.cli.model_facts import model_facts
 from outrider.cli.running import note
 from outrider.cli.up import memory_bytes
 from outrider.client import AsyncClient, Speculation

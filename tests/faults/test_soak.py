@@ -26,7 +26,7 @@ from support.stack import until_quiet
 
 from bench.common import machine, markdown, revision
 from bench.load.driver import scrape
-from outrider.cli.output import model_facts
+from outrider.cli.model_facts import model_facts
 from outrider.cli.running import note
 from outrider.cli.up import memory_bytes
 from outrider.errors import OutriderError

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from outrider.cli.options import RequestOptions
-from outrider.cli.output import View
+from outrider.cli.views import View
 from outrider.client import (
     GeneratedToken,
     Origin,

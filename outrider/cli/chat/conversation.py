@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from outrider.cli.options import INT64_MAX
-from outrider.cli.output import rule_words
+from outrider.cli.views import rule_words
 from outrider.client import ChatMessage, Event, OutriderError, Result, Round
 
 SEED_BITS = 31

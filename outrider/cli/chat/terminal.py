@@ -11,9 +11,10 @@ from rich.text import Text
 
 from outrider.cli.chat.conversation import Turn
 from outrider.cli.options import decoded
-from outrider.cli.output import sample_object, write
+from outrider.cli.output import write
 from outrider.cli.rounds import CONTROL_PICTURES, legend, styled, trees
 from outrider.cli.running import note
+from outrider.cli.views import sample_object
 from outrider.client import Event, Round
 from outrider.deltas import reasoning_of
 

@@ -28,7 +28,7 @@ from outrider.cli.doctor.report import (
     warning,
 )
 from outrider.cli.local_stack import OFFLINE, port_error
-from outrider.cli.output import model_facts
+from outrider.cli.model_facts import model_facts
 from outrider.client import AsyncClient, Speculation
 from outrider.client.events import Sample
 from outrider.client.requests import key_pairs

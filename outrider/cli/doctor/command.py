@@ -9,9 +9,9 @@ from outrider.cli.doctor.checks import check_ends, check_engine, check_gateway, 
 from outrider.cli.doctor.models import check_pair, download_fix, place_of
 from outrider.cli.doctor.report import SELF_TEST, SOFTWARE, Finding, Report, exit_code, failed, ok, skipped, warning
 from outrider.cli.local_stack import Stack, start_stack
-from outrider.cli.output import installed_versions
 from outrider.cli.pairs import Pair
 from outrider.cli.running import SYSEXITS, Interrupts, note, run
+from outrider.cli.versions import installed_versions
 from outrider.errors import InvalidRequest, ModelRefused
 from outrider.process.children import ServiceFailed, Supervisor
 from outrider.rpc.tls import Tls

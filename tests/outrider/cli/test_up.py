@@ -21,7 +21,8 @@ from support.basics import eventually
 
 from outrider.cli.doctor.checks import rest_text
 from outrider.cli.local_stack import Addresses
-from outrider.cli.output import ModelFacts, is_rich
+from outrider.cli.model_facts import ModelFacts
+from outrider.cli.output import is_rich
 from outrider.cli.up import (
     Counts,
     JsonDisplay,

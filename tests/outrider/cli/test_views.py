@@ -9,8 +9,8 @@ from rich.console import Console
 from support.command_line import BRANCHED, CONTROL_SEQUENCES, NUMBERED, REJECTED, RESULT, TEXT, show_two_samples, shown
 
 from outrider.cli.options import RequestOptions
-from outrider.cli.output import JsonView, ModelFacts, PlainView, TerminalView, figures, model_table
 from outrider.cli.rounds import STYLES, styled, trees
+from outrider.cli.views import JsonView, PlainView, TerminalView, figures
 from outrider.client import DrafterFigures, GeneratedToken, Origin, RejectedToken, Round, RoundFacts, SpeculationFigures
 from outrider.parameters import Acceptance, Rule
 
@@ -312,27 +312,3 @@ def test_figures_name_every_rule_but_match(acceptance: Acceptance, told: str) ->
     """With its settings, and a warning where the answer is another one than the target's."""
     assert figures(replace(RESULT, acceptance=acceptance), RequestOptions()).endswith(f"seed 11, {told}")
     assert "rule" not in figures(RESULT, RequestOptions())
-
-
-@pytest.mark.parametrize("width", [60, 160])
-def test_model_table_names_everything(width: int) -> None:
-    """The table fits into a narrow terminal and loses nothing."""
-    facts = [
-        ModelFacts(
-            role, "story", 11_015_808, "bfloat16", "cpu", 2, "cpu-bfloat16-v4", 1024, 4096, 16, "127.0.0.1:50052"
-        )
-        for role in ("target", "draft")
-    ]
-    output = io.StringIO()
-    Console(file=output, width=width).print(model_table(facts, {"draft": "127.0.0.1:4711"}))
-    for word in (
-        "target",
-        "draft",
-        "11,015,808",
-        "cpu-bfloat16-v4",
-        "1,024 tokens",
-        "4,096 of 16 tokens",
-        ":50052",
-        ":4711",
-    ):
-        assert word in output.getvalue()
