@@ -10,9 +10,9 @@ from draft_service.sessions import DraftSessions, DraftState
 from outrider.drafters.beam_drafter import BeamDrafter, BeamDraftTask
 from outrider.drafters.cascade import Cascade, model_cascade, text_cascade
 from outrider.drafters.model_drafter import DRAFTERS, DraftTask, ModelDrafter
+from outrider.engine.device_thread import DeviceWorker
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, MAX_TOP_N
-from outrider.engine.worker import DeviceWorker
 from outrider.errors import ModelRefused
 from outrider.model_service.leases import LeaseTable
 from outrider.model_service.outbox import Outboxes

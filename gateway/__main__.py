@@ -3,7 +3,7 @@
 from pkgutil import resolve_name
 
 from gateway.settings import GatewaySettings
-from gateway.workers import Workers
+from gateway.supervisor import Workers
 from outrider.process.options import grouped, run_app, service_app
 from outrider.process.run import run_service
 

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import structlog
 
+from outrider.engine.device_thread import DeviceWorker
 from outrider.engine.heads.checkpoint import read_head
 from outrider.engine.heads.pass_embeddings import is_pass, read_pass
 from outrider.engine.models.weights import DTYPES, PACKED_BITS, resolve
 from outrider.engine.ops import choose_ops
 from outrider.engine.runner import ModelRunner
-from outrider.engine.worker import DeviceWorker
 from outrider.errors import ModelRefused
 from outrider.model_service.leases import LeaseTable
 from outrider.model_service.outbox import Outboxes

@@ -14,13 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from outrider.engine.batching import Feed
+from outrider.engine.device_thread import own_fault
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import DrawInput, model_fault
 from outrider.engine.sampling.logprobs import row_logprobs
 from outrider.engine.session import Session
 from outrider.engine.sharing import Pace
 from outrider.engine.walk import Walk
-from outrider.engine.worker import own_fault
 from outrider.errors import OutriderError
 from outrider.model_service.leases import LeaseTable
 from outrider.parameters import SessionSpec, TokenLogprob
@@ -149,7 +149,7 @@ class Verifier:
         """One ragged forward over all tasks that have room, and the verdicts that it allows.
 
         False when none has, or when it is better to wait a moment for others. When it raises, no session has changed
-        but for what is cached: see outrider.engine.worker.
+        but for what is cached: see outrider.engine.device_thread.
         """
         tasks = _with_proposals(tasks)
         if not tasks:

@@ -14,12 +14,12 @@ from torch import Tensor
 from outrider.beams import plant
 from outrider.engine.batching import Feed
 from outrider.engine.beams import Beams, beam_logprobs
+from outrider.engine.device_thread import own_fault
 from outrider.engine.runner import Allocate, ModelRunner, reserve
 from outrider.engine.sampling.beams import select
 from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.session import Session
 from outrider.engine.sharing import Pace
-from outrider.engine.worker import own_fault
 from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec
 from outrider.timing import Meter

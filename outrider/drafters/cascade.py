@@ -24,10 +24,10 @@ from outrider.drafters.guess_counts import NUM_SAMPLES, Chance, RowSeconds, shar
 from outrider.drafters.model_drafter import DraftTask, Guess, Inner, ModelDrafter, Taking
 from outrider.drafters.own_text import TextIndex, continue_from
 from outrider.engine.batching import Feed
+from outrider.engine.device_thread import own_fault
 from outrider.engine.runner import ModelRunner, reopen
 from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.session import Session
-from outrider.engine.worker import own_fault
 from outrider.errors import CacheFull, OutriderError
 from outrider.parameters import Acceptance, DraftDistribution, SessionSpec
 from outrider.timing import Meter

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batching import Feed
+from outrider.engine.device_thread import own_fault
 from outrider.engine.noise import LANES_EACH, Purpose, round_key
 from outrider.engine.runner import Allocate, ModelRunner, reserve
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, DraftDistributions, quantise
@@ -27,7 +28,6 @@ from outrider.engine.sampling.transforms import transform
 from outrider.engine.session import Session
 from outrider.engine.sharing import Pace
 from outrider.engine.walk import walk
-from outrider.engine.worker import own_fault
 from outrider.errors import InvalidRequest, NoTokenLeft, OutriderError
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
 from outrider.timing import Meter
@@ -236,7 +236,7 @@ class ModelDrafter:
     def advance(self, tasks: Sequence[DraftTask]) -> bool:
         """One forward over all tasks, and guesses for each whose tokens are cached; no task ever waits.
 
-        When it raises, no session has changed but for what is cached: see outrider.engine.worker.
+        When it raises, no session has changed but for what is cached: see outrider.engine.device_thread.
         """
         for task in tasks:
             if not task.stopped:

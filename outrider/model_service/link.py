@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import grpc
 import structlog
 
-from outrider.engine.worker import DeviceWorker
+from outrider.engine.device_thread import DeviceWorker
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
 from outrider.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarEngine
 from outrider.model_service.leases import IDLE_S, MAX_SESSIONS

@@ -15,8 +15,8 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
+from outrider.engine.device_thread import DeviceWorker
 from outrider.engine.runner import ForwardCounts
-from outrider.engine.worker import DeviceWorker
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.sessions import ServiceCounts
 from outrider.process.metrics import ProcessTime, Tally, new_registry, tally_of

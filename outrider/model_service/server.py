@@ -15,9 +15,9 @@ import structlog
 import torch
 
 from outrider.ends import find_ends, told
+from outrider.engine.device_thread import DeviceWorker
 from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.runner import ModelRunner
-from outrider.engine.worker import DeviceWorker
 from outrider.errors import ModelRefused, NotReady, OutriderError
 from outrider.generation_defaults import ModelDefaults
 from outrider.grammar import GrammarEngine

@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 
+from outrider.engine.device_thread import DeviceWorker
 from outrider.engine.runner import ModelRunner
-from outrider.engine.worker import DeviceWorker
 from outrider.errors import Overloaded
 from outrider.grammar import ENGINE, GrammarEngine
 from outrider.model_service.sessions import RolledBack, SessionStore

@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from outrider.engine.device_thread import Task
 from outrider.engine.session import Session
-from outrider.engine.worker import Task
 from outrider.model_service.outbox import Outbox, SessionAnswer
 from outrider.parameters import SessionSpec
 from outrider.process import telemetry

@@ -10,8 +10,8 @@ from support.services.stepped_draft import fresh_guesses
 from draft_service.sessions import DraftSessions, DraftState, Wanted
 from outrider.drafters.model_drafter import DraftTask, ModelDrafter
 from outrider.engine.batching import Feed
+from outrider.engine.device_thread import DeviceWorker
 from outrider.engine.runner import ForwardResult, ModelRunner
-from outrider.engine.worker import DeviceWorker
 from outrider.model_service.leases import LeaseTable
 from outrider.model_service.outbox import SessionAnswer
 from outrider.rpc.fencing import Fence

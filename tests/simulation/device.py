@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 
 from simulation.loop import VirtualLoop, context_of
 
-from outrider.engine.worker import Task, own_fault
+from outrider.engine.device_thread import Task, own_fault
 from outrider.errors import NotReady
 
 T = TypeVar("T")
 
 
 class InlineDevice:
-    """The interface of outrider.engine.worker.DeviceWorker on a virtual loop."""
+    """The interface of outrider.engine.device_thread.DeviceWorker on a virtual loop."""
 
     def __init__(
         self,

@@ -19,8 +19,8 @@ from simulation.weather import Fault, Kind
 from draft_service.servicer import DraftServicer
 from draft_service.sessions import DraftSessions
 from outrider.drafters.model_drafter import DRAFTERS, ModelDrafter
+from outrider.engine.device_thread import DeviceWorker
 from outrider.engine.runner import ModelRunner
-from outrider.engine.worker import DeviceWorker
 from outrider.model_service.leases import LeaseTable
 from outrider.model_service.link import LinkServicer
 from outrider.model_service.outbox import Outboxes

@@ -13,10 +13,10 @@ from support.services.stepped_target import plain
 from torch import Tensor
 
 from outrider.engine.batching import Feed
+from outrider.engine.device_thread import DeviceWorker
 from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.walk import Walk
-from outrider.engine.worker import DeviceWorker
 from outrider.errors import OutriderError
 from outrider.model_service.leases import LeaseTable
 from outrider.model_service.outbox import SessionAnswer

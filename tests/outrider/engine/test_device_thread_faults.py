@@ -1,4 +1,4 @@
-"""Tests of outrider.engine.worker: a step that raises ends those tasks that are at fault, and no others."""
+"""Tests of outrider.engine.device_thread: a step that raises ends those tasks that are at fault, and no others."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,7 +6,7 @@ import pytest
 from structlog.testing import capture_logs
 from support.basics import Clock, Counting, Machine, eventually
 
-from outrider.engine.worker import DeviceWorker, own_fault
+from outrider.engine.device_thread import DeviceWorker, own_fault
 from outrider.errors import NotReady
 
 

@@ -1,4 +1,4 @@
-"""`python -m gateway.worker`: one of several gateways on the same addresses, as `gateway.workers` starts it."""
+"""`python -m gateway.worker_process`: one of several gateways on the same addresses, as `supervisor` starts it."""
 
 from dataclasses import replace
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""Tests of outrider.engine.worker: one thread, jobs between steps, and when it is stalled."""
+"""Tests of outrider.engine.device_thread: one thread, jobs between steps, and when it is stalled."""
 
 import asyncio
 import threading
@@ -10,7 +10,7 @@ from itertools import groupby
 import pytest
 from support.basics import PATIENCE_S, Clock, Counting, Machine, eventually
 
-from outrider.engine.worker import DeviceWorker
+from outrider.engine.device_thread import DeviceWorker
 from outrider.errors import NotReady, OutriderError
 
 

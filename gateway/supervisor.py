@@ -146,7 +146,7 @@ class Workers:
 
     def _launch(self, settings: GatewaySettings, number: int, figures: str, usage: str) -> Launch:
         # -P keeps a folder of the user's that is called like one of our packages from being imported instead.
-        command = (sys.executable, "-P", "-m", "gateway.worker", "--number", str(number))
+        command = (sys.executable, "-P", "-m", "gateway.worker_process", "--number", str(number))
         return Launch(
             f"worker {number}",
             (*command, "--figures", figures, "--usage", usage, *words_of(settings)),
