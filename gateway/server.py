@@ -28,8 +28,8 @@ from gateway.lookup.guesses import LookupSources
 from gateway.lookup.memory import Memories
 from gateway.metrics import GatewayMetrics
 from gateway.rest.app import build_app
-from gateway.rest.middleware import RestSettings
 from gateway.rest.server import RunningRest, serve_rest
+from gateway.rest.settings import RestSettings
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.sessions.peer import ModelInfo, ServicePeer
 from gateway.sessions.replicas import Replicas, Targets

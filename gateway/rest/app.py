@@ -8,12 +8,15 @@ from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
 from gateway.generation.frontend import Frontend
-from gateway.rest import chat, completions, page, status, tokens
-from gateway.rest.dialects import messages, messages_answer, responses, responses_answer
-from gateway.rest.keys import KeyGuard
-from gateway.rest.middleware import BodyLimits, RequestIds, RestSettings, SiteGuard
+from gateway.rest import page, status, tokens
+from gateway.rest.anthropic import messages, messages_answer
+from gateway.rest.bodies import BodyLimits
+from gateway.rest.guard import KeyGuard, SiteGuard
+from gateway.rest.ids import RequestIds
+from gateway.rest.openai import chat, completions, responses_api, responses_api_answer
+from gateway.rest.openai.models import ChatChunk
 from gateway.rest.openapi import DocumentedApp
-from gateway.rest.responses import ChatChunk
+from gateway.rest.settings import RestSettings
 from gateway.rest.status import Scrape
 from gateway.rest.validation import handle_error
 from outrider.errors import OutriderError
@@ -45,9 +48,9 @@ def build_app(frontend: Frontend, settings: RestSettings, registry: CollectorReg
     app.include_router(completions.routes(frontend, settings))
     app.include_router(chat.routes(frontend, settings))
     app.include_router(messages.routes(frontend, settings))
-    app.include_router(responses.routes(frontend, settings))
+    app.include_router(responses_api.routes(frontend, settings))
     app.has_keys = settings.door is not None
-    app.streamed = (ChatChunk, *messages_answer.EVENTS, *responses_answer.EVENTS)
+    app.streamed = (ChatChunk, *messages_answer.EVENTS, *responses_api_answer.EVENTS)
     app.include_router(tokens.routes(frontend, settings))
     app.include_router(status.routes(frontend, scrape))
     app.include_router(page.routes(frontend, settings))

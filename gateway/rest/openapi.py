@@ -6,7 +6,7 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from gateway.rest.keys import is_open
+from gateway.rest.guard import is_open
 
 SCHEMAS = "#/components/schemas/"
 SECURITY = {

@@ -26,13 +26,14 @@ from gateway.generation.request import GenerationRequest
 from gateway.generation.sample import CompletionEvent, RoundEvent
 from gateway.generation.transcript import GuessFacts, round_facts
 from gateway.keys.door import Entrance
-from gateway.rest.conversation import template_messages
+from gateway.rest.bodies import ParsedBodyRoute
 from gateway.rest.errors import MissingParameter
-from gateway.rest.generate import CHAT_NAMES, TEXT_NAMES, check_prompt_len, generation_request, in_names_of
-from gateway.rest.keys import entrance_of
-from gateway.rest.middleware import ParsedBodyRoute, RestSettings
-from gateway.rest.responses import Sampling
-from gateway.rest.schemas import GenerationFields, Messages, Seed, Text, Unserved
+from gateway.rest.guard import entrance_of
+from gateway.rest.openai.asking import CHAT_NAMES, TEXT_NAMES, check_prompt_len, generation_request, in_names_of
+from gateway.rest.openai.conversation import template_messages
+from gateway.rest.openai.models import Sampling
+from gateway.rest.openai.schemas import GenerationFields, Messages, Seed, Text, Unserved
+from gateway.rest.settings import RestSettings
 from gateway.rest.sse import EventStream, typed
 from gateway.rounds.estimates import MAX_DRAFT_COUNT
 from gateway.sessions.replicas import Replicas

@@ -11,12 +11,13 @@ from starlette.responses import Response
 
 from gateway.generation.frontend import Frontend
 from gateway.generation.request import GenerationRequest
-from gateway.rest.conversation import Conversation, conversation
+from gateway.rest.bodies import ignored_header
 from gateway.rest.errors import MissingParameter
-from gateway.rest.generate import check_model, check_prompt_len
-from gateway.rest.middleware import RestSettings, ignored_header
+from gateway.rest.openai.asking import check_model, check_prompt_len
+from gateway.rest.openai.conversation import Conversation, conversation
+from gateway.rest.openai.schemas import ChatRequest, DetokenizeRequest, TemplateFields, TokenizeRequest
 from gateway.rest.openapi import documented
-from gateway.rest.schemas import ChatRequest, DetokenizeRequest, TemplateFields, TokenizeRequest
+from gateway.rest.settings import RestSettings
 from gateway.rest.validation import route_class
 from gateway.text.chat_template import DEFAULT
 from gateway.text.tokenizer import LONG_PROMPT

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.rest.bodies import IGNORED_HEADER, ParsedBodyRoute, ParsedRequest, ignored_header
 from gateway.rest.errors import (
     MissingParameter,
     UnknownParameter,
@@ -21,8 +22,8 @@ from gateway.rest.errors import (
     error_response,
 )
 from gateway.rest.json_body import Json, Path, name_of
-from gateway.rest.middleware import IGNORED_HEADER, ParsedBodyRoute, ParsedRequest, RestSettings, ignored_header
-from gateway.rest.schemas import AS_USUAL
+from gateway.rest.openai.schemas import AS_USUAL
+from gateway.rest.settings import RestSettings
 from outrider.errors import Field, InvalidRequest, OutriderError, Unsupported, shown
 from outrider.parameters import KEY_MARK
 

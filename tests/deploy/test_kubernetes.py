@@ -16,7 +16,7 @@ import yaml
 
 from draft_service.server import DraftSettings
 from gateway.rest import status
-from gateway.rest.keys import OPEN_PATHS
+from gateway.rest.guard import OPEN_PATHS
 from gateway.settings import GatewaySettings
 from outrider.process.options import settings_of
 from outrider.process.run import ProcessSettings

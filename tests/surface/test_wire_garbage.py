@@ -12,7 +12,7 @@ from support.requests.garbage import PYTHON_TEXT
 from support.rest.rest_stack import CHAT, COMPLETIONS, RestStack, exchange, rest_stack, said
 
 import gateway.server
-from gateway.rest.middleware import RestSettings
+from gateway.rest.settings import RestSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 HOST = b"Host: localhost\r\n"

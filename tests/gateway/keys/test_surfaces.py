@@ -26,7 +26,7 @@ from support.services.markov_services import MarkovStack, markov_stack, request,
 
 from gateway.keys.door import REST
 from gateway.keys.tenant import Tenant
-from gateway.rest.keys import LIMIT_HEADERS
+from gateway.rest.guard import LIMIT_HEADERS
 from outrider.client import AsyncClient, Client
 from outrider.errors import InvalidKey, InvalidRequest, OutriderError, RateLimited
 from outrider.process.metrics import exposition

@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from gateway.rest.json_body import read_json
-from gateway.rest.schemas import ChatRequest, CompletionRequest, SpeculationFields
+from gateway.rest.openai.schemas import ChatRequest, CompletionRequest, SpeculationFields
 from gateway.rest.validation import error_about
 from outrider.errors import OutriderError
 

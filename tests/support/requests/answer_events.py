@@ -9,8 +9,8 @@ from support.basics import spec_of
 from gateway.generation.request import CheckedRequest
 from gateway.generation.sample import CompletionEvent, Event, RoundEvent
 from gateway.generation.transcript import GeneratedToken, SpeculationFigures
-from gateway.rest.generate import ResponseFigures
-from gateway.rest.responses import AnswerWriter, ChoiceBuffer
+from gateway.rest.answering import AnswerWriter, ChoiceBuffer
+from gateway.rest.figures import ResponseFigures
 from gateway.rounds.round import TokenOrigin
 from outrider.deltas import Delta
 from outrider.parameters import Acceptance, FinishReason

@@ -12,7 +12,7 @@ from pydantic.config import JsonDict
 
 from gateway.generation.conversation import MAX_TEMPLATE_VARIABLES, MAX_TOOLS, MAX_VARIABLE_LEN, TOOL_NAME
 from gateway.generation.request import MAX_DRAFTERS, MAX_STRING_LEN
-from gateway.rest.structured import ResponseFormat, StructuredOutputs
+from gateway.rest.openai.structured import ResponseFormat, StructuredOutputs
 from outrider.beams import MAX_LENGTH_PENALTY
 from outrider.parameters import (
     MAX_BANNED_WORDS,

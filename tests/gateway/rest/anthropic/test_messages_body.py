@@ -6,9 +6,9 @@ import pytest
 from pydantic import ValidationError
 from support.requests.agent_bodies import CLAUDE_TOOLS, claude_code_body, parameters
 
-from gateway.rest.dialects.messages_body import CountTokensRequest, MessagesRequest, translated
-from gateway.rest.dialects.translation import Translation
-from gateway.rest.generate import in_names_of
+from gateway.rest.anthropic.messages_body import CountTokensRequest, MessagesRequest, translated
+from gateway.rest.openai.asking import in_names_of
+from gateway.rest.openai.translation import Translation
 from gateway.rest.validation import error_about
 from outrider.errors import InvalidRequest, OutriderError
 

@@ -5,12 +5,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.generation.frontend import Frontend
-from gateway.rest.dialects import messages_answer as answer
-from gateway.rest.dialects.messages_body import CountTokensRequest, MessagesRequest, translated
-from gateway.rest.generate import Responder, ResponseFigures
-from gateway.rest.middleware import RestSettings, ignored_header
+from gateway.rest.answering import Responder, ResponseHeader
+from gateway.rest.anthropic import messages_answer as answer
+from gateway.rest.anthropic.messages_body import CountTokensRequest, MessagesRequest, translated
+from gateway.rest.bodies import ignored_header
+from gateway.rest.figures import ResponseFigures
 from gateway.rest.openapi import MessagesErrorBody, documented, documented_answer
-from gateway.rest.responses import ResponseHeader
+from gateway.rest.settings import RestSettings
 from gateway.rest.validation import route_class
 
 

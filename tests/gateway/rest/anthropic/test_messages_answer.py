@@ -9,8 +9,8 @@ from pydantic import TypeAdapter
 from support.requests.answer_events import events_of, figures_of, payloads, streamed, whole
 
 from gateway.generation.sample import Event
-from gateway.rest.dialects.messages_answer import MessageWriter
-from gateway.rest.responses import ResponseHeader
+from gateway.rest.answering import ResponseHeader
+from gateway.rest.anthropic.messages_answer import MessageWriter
 from outrider.deltas import CallArguments, CallBegun, ContentDelta, ReasoningDelta
 from outrider.errors import Overloaded, PeerLost, ProtocolViolation
 from outrider.parameters import FinishReason

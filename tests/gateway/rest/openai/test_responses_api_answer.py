@@ -10,10 +10,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from support.requests.answer_events import events_of, figures_of, payloads, streamed, whole
 
-from gateway.rest.dialects.responses import repeated
-from gateway.rest.dialects.responses_answer import ResponseWriter
-from gateway.rest.dialects.responses_body import ResponsesRequest
-from gateway.rest.responses import ResponseHeader
+from gateway.rest.answering import ResponseHeader
+from gateway.rest.openai.responses_api import repeated
+from gateway.rest.openai.responses_api_answer import ResponseWriter
+from gateway.rest.openai.responses_api_body import ResponsesRequest
 from outrider.deltas import CallArguments, CallBegun, ContentDelta, ReasoningDelta
 from outrider.errors import InvalidRequest, OutriderError, Overloaded, PeerLost
 from outrider.parameters import FinishReason, SamplingParameters

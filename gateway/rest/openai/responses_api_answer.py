@@ -10,10 +10,12 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 from pydantic import BaseModel, Field
 
 from gateway.generation.sample import Event
-from gateway.rest.dialects.parts import Part, Parts
+from gateway.rest.answering import AnswerWriter, ChoiceBuffer, ResponseHeader
 from gateway.rest.errors import status_of
-from gateway.rest.generate import ResponseFigures, padding
-from gateway.rest.responses import AnswerWriter, ChoiceBuffer, Facts, Metrics, ResponseHeader
+from gateway.rest.figures import ResponseFigures
+from gateway.rest.openai.chunks import padding
+from gateway.rest.openai.models import Facts, Metrics
+from gateway.rest.parts import Part, Parts
 from gateway.rest.sse import typed
 from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 from outrider.errors import OutriderError

@@ -19,9 +19,9 @@ from gateway.generation.conversation import (
 from gateway.generation.frontend import Frontend
 from gateway.generation.request import GenerationRequest
 from gateway.rest.errors import MissingParameter
-from gateway.rest.generate import check_prompt_len, generation_request
-from gateway.rest.middleware import RestSettings
-from gateway.rest.schemas import NO_EFFECT, AllowedToolsChoice, ChatRequest, Message, NamedTool, Tool, ignored_in
+from gateway.rest.openai.asking import check_prompt_len, generation_request
+from gateway.rest.openai.schemas import NO_EFFECT, AllowedToolsChoice, ChatRequest, Message, NamedTool, Tool, ignored_in
+from gateway.rest.settings import RestSettings
 from gateway.text.chat_template import ChatTemplate, RenderedPrompt
 from gateway.text.json_counts import JsonCounts
 from gateway.tools.call_grammar import CallRules, OfferedTool

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from gateway.rest.dialects.translation import (
+from gateway.rest.openai.schemas import MAX_CALLS, MAX_MESSAGES, NO_EFFECT, Count, Ignored, Unserved, Word, ignored_in
+from gateway.rest.openai.translation import (
     ChatMessages,
     DialectFields,
     Translation,
@@ -16,7 +17,6 @@ from gateway.rest.dialects.translation import (
     thinking_values,
     tools_of,
 )
-from gateway.rest.schemas import MAX_CALLS, MAX_MESSAGES, NO_EFFECT, Count, Ignored, Unserved, Word, ignored_in
 from outrider.errors import InvalidRequest
 from outrider.parameters import Parameters
 

@@ -1,4 +1,6 @@
-"""API keys over HTTP: every path asks for one but those that tell whether the gateway lives, and the page's own files.
+"""Who is let in over HTTP: those with an API key, where keys are asked for, and no pages of other sites.
+
+Every path asks for a key but those that tell whether the gateway lives, and the page's own files.
 
 The page itself has no secrets, and asks for the key when its first call is refused. A path that nobody serves asks for
 one too, so that a new route is closed until it is named here.
@@ -6,21 +8,68 @@ one too, so that a new route is closed until it is named here.
 
 from http import HTTPStatus
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.keys.door import REST, Door, Entrance
 from gateway.keys.tenant import Tenant
+from gateway.rest.bodies import IGNORED_HEADER
 from gateway.rest.errors import error_response
+from gateway.settings import SiteRefused, Sites
 from outrider.errors import KeyForbidden, OutriderError
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/"})
 OPEN_FILES = "/static/"
-READING = frozenset({"GET", "HEAD"})
+OPEN_METHODS = frozenset({"GET", "HEAD"})
 FIGURES = "/metrics"
 UNITS = ("requests", "tokens")
 LIMIT_HEADERS = tuple(f"x-ratelimit-{what}-{unit}" for unit in UNITS for what in ("limit", "remaining", "reset"))
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
+# What is read there is for programs, which call the gateway by any name.
+API = "/v1/"
+
+
+class SiteGuard(CORSMiddleware):
+    """CORS for the origins that were named, and a refusal of whatever else pages of other sites want to have done.
+
+    Reading is left to the browser, which shows answers to other sites' pages only as CORS allows. A site whose name was
+    made to lead here is none of these to it, and is known by the name alone.
+    """
+
+    def __init__(self, app: ASGIApp, sites: Sites) -> None:
+        told = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry", IGNORED_HEADER)
+        exposed = (*told, *LIMIT_HEADERS)
+        super().__init__(self._check, sites.origins, ("GET", "POST"), ("*",), expose_headers=exposed)
+        self._next, self._sites = app, sites
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (super().__call__ if self._sites.origins else self._check)(scope, receive, send)
+
+    async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        try:
+            if scope["method"] in READING:
+                if not (tells_nothing(scope["path"]) or scope["path"].startswith(API)):
+                    self._sites.check_host(headers.get("host", ""))
+            elif "origin" in headers:
+                self._sites.check(headers["origin"], headers.get("host", ""), headers.get("sec-fetch-site", ""))
+        except SiteRefused as error:
+            await error_response(error, scope["path"])(scope, receive, send)
+        else:
+            await self._next(scope, receive, send)
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Starlette's answer to a browser that asks before it sends; a refusal is an error like any other."""
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        origin = request_headers["origin"][:200]
+        words = bytes(response.body).decode()
+        refused = SiteRefused(f"a page of {origin!r} may not ask this: {words}", field="origin", value=origin)
+        return error_response(refused, "", {"vary": response.headers.get("vary", "Origin")})
 
 
 class KeyGuard:
@@ -61,7 +110,7 @@ class KeyGuard:
 
 def is_open(method: str, path: str) -> bool:
     """Whether a request needs no key."""
-    return method in READING and tells_nothing(path)
+    return method in OPEN_METHODS and tells_nothing(path)
 
 
 def tells_nothing(path: str) -> bool:

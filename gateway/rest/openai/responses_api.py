@@ -5,12 +5,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.generation.frontend import Frontend
-from gateway.rest.dialects import responses_answer as answer
-from gateway.rest.dialects.responses_body import FunctionTool, ResponsesRequest, translated
-from gateway.rest.generate import Responder, ResponseFigures
-from gateway.rest.middleware import RestSettings
+from gateway.rest.answering import Responder, ResponseHeader
+from gateway.rest.figures import ResponseFigures
+from gateway.rest.openai import responses_api_answer as answer
+from gateway.rest.openai.responses_api_body import FunctionTool, ResponsesRequest, translated
 from gateway.rest.openapi import documented_answer
-from gateway.rest.responses import ResponseHeader
+from gateway.rest.settings import RestSettings
 from gateway.rest.validation import route_class
 from outrider.parameters import SamplingParameters
 

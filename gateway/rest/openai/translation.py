@@ -11,10 +11,10 @@ from urllib.parse import quote
 from pydantic import BaseModel, Discriminator, Field, ValidationError
 
 from gateway.generation.frontend import Frontend
-from gateway.rest.conversation import THINKING, Conversation, conversation
-from gateway.rest.generate import CHAT_NAMES, in_names_of, renamed
-from gateway.rest.middleware import RestSettings
-from gateway.rest.schemas import ChatRequest, Seed, SpeculationFields
+from gateway.rest.openai.asking import CHAT_NAMES, in_names_of, renamed
+from gateway.rest.openai.conversation import THINKING, Conversation, conversation
+from gateway.rest.openai.schemas import ChatRequest, Seed, SpeculationFields
+from gateway.rest.settings import RestSettings
 from gateway.rest.validation import error_about
 from outrider.errors import OutriderError
 from outrider.parameters import Finite, Parameters

@@ -10,22 +10,41 @@ from starlette.responses import Response
 
 from gateway.generation.frontend import Frontend
 from gateway.generation.sample import CompletionEvent, Event, RoundEvent
-from gateway.rest import responses
-from gateway.rest.conversation import conversation
-from gateway.rest.generate import CHAT_NAMES, ChunkWriter, Responder, ResponseFigures
-from gateway.rest.middleware import RestSettings
+from gateway.rest.answering import ChoiceBuffer, Responder, ResponseHeader
+from gateway.rest.figures import ResponseFigures
+from gateway.rest.openai.asking import CHAT_NAMES
+from gateway.rest.openai.chunks import ChunkWriter, ResponseFormatter, logprob_of
+from gateway.rest.openai.conversation import conversation
+from gateway.rest.openai.models import (
+    AssistantMessage,
+    CallDelta,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatTokenLogprob,
+    Envelope,
+    Finish,
+    FunctionDelta,
+    MessageCall,
+    Tokens,
+    TopLogprob,
+    finish_of,
+)
+from gateway.rest.openai.schemas import ChatRequest, StreamOptions
 from gateway.rest.openapi import documented_answer
-from gateway.rest.responses import ChoiceBuffer, Envelope, Finish, ResponseHeader, Tokens
-from gateway.rest.schemas import ChatRequest, StreamOptions
+from gateway.rest.settings import RestSettings
 from gateway.rest.validation import route_class
 from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 
 
 def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
     router = APIRouter(route_class=route_class(settings))
-    documented = documented_answer(responses.ChatChunk)
+    documented = documented_answer(ChatChunk)
 
-    @router.post("/v1/chat/completions", response_model=responses.ChatCompletion, responses=documented)
+    @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=documented)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Says what the assistant says next."""
         asked = await conversation(body, frontend, settings)
@@ -46,7 +65,7 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
 
 
 @dataclass
-class ChatFormatter(responses.ResponseFormatter):
+class ChatFormatter(ResponseFormatter):
     """Answers to a conversation, with what the model thought before if has_reasoning."""
 
     has_reasoning: bool = True
@@ -61,9 +80,9 @@ class ChatFormatter(responses.ResponseFormatter):
             chunks.append(self._chunk(index, _chat_delta(delta), tokens))
             tokens = ()
         if tokens and (self.has_logprobs or self.has_token_ids):
-            chunks.append(self._chunk(index, responses.ChatDelta(content=""), tokens))
+            chunks.append(self._chunk(index, ChatDelta(content=""), tokens))
         if isinstance(event, CompletionEvent):
-            chunks.append(self.chunk(index, "", finish=responses.finish_of(event)))
+            chunks.append(self.chunk(index, "", finish=finish_of(event)))
         return chunks
 
     def opening(self, index: int) -> list[Envelope]:
@@ -71,14 +90,12 @@ class ChatFormatter(responses.ResponseFormatter):
         chunk.choices[0].delta.role = "assistant"
         return [chunk]
 
-    def chunk(self, index: int, text: str, tokens: Tokens = (), finish: Finish | None = None) -> responses.ChatChunk:
-        delta = responses.ChatDelta() if finish else responses.ChatDelta(content=text)
+    def chunk(self, index: int, text: str, tokens: Tokens = (), finish: Finish | None = None) -> ChatChunk:
+        delta = ChatDelta() if finish else ChatDelta(content=text)
         return self._chunk(index, delta, tokens, finish)
 
-    def _chunk(
-        self, index: int, delta: responses.ChatDelta, tokens: Tokens = (), finish: Finish | None = None
-    ) -> responses.ChatChunk:
-        choice = responses.ChatChunkChoice(
+    def _chunk(self, index: int, delta: ChatDelta, tokens: Tokens = (), finish: Finish | None = None) -> ChatChunk:
+        choice = ChatChunkChoice(
             index=index,
             delta=delta,
             logprobs=self._logprobs(tokens) if tokens else None,
@@ -89,12 +106,12 @@ class ChatFormatter(responses.ResponseFormatter):
         chunk.choices.append(choice)
         return chunk
 
-    def bare_chunk(self) -> responses.ChatChunk:
-        return responses.ChatChunk(**asdict(self.header), object="chat.completion.chunk", choices=[])
+    def bare_chunk(self) -> ChatChunk:
+        return ChatChunk(**asdict(self.header), object="chat.completion.chunk", choices=[])
 
-    def body(self, choices: Sequence[ChoiceBuffer]) -> responses.ChatCompletion:
+    def body(self, choices: Sequence[ChoiceBuffer]) -> ChatCompletion:
         answers = [
-            responses.ChatChoice(
+            ChatChoice(
                 index=index,
                 message=self._message(each.deltas),
                 logprobs=self._logprobs(each.tokens),
@@ -103,12 +120,12 @@ class ChatFormatter(responses.ResponseFormatter):
             )
             for index, each in enumerate(choices)
         ]
-        return responses.ChatCompletion(**asdict(self.header), object="chat.completion", choices=answers)
+        return ChatCompletion(**asdict(self.header), object="chat.completion", choices=answers)
 
-    def _message(self, deltas: Sequence[Delta]) -> responses.AssistantMessage:
+    def _message(self, deltas: Sequence[Delta]) -> AssistantMessage:
         content = "".join(each.text for each in deltas if isinstance(each, ContentDelta))
         reasoning = "".join(each.text for each in deltas if isinstance(each, ReasoningDelta))
-        calls = [responses.MessageCall.begun(each) for each in deltas if isinstance(each, CallBegun)]
+        calls = [MessageCall.begun(each) for each in deltas if isinstance(each, CallBegun)]
         for each in deltas:
             if isinstance(each, CallArguments):
                 calls[each.index].function.arguments += each.text
@@ -116,9 +133,9 @@ class ChatFormatter(responses.ResponseFormatter):
         if reasoning and self.has_reasoning:
             optional["reasoning_content"] = reasoning
         text = None if calls and not content else content
-        return responses.AssistantMessage(role="assistant", content=text, refusal=None, **optional)
+        return AssistantMessage(role="assistant", content=text, refusal=None, **optional)
 
-    def _logprobs(self, tokens: Tokens) -> responses.ChatLogprobs | None:
+    def _logprobs(self, tokens: Tokens) -> ChatLogprobs | None:
         """An entry a token, each with its bytes, because a token may be half a character."""
         if not self.has_logprobs:
             return None
@@ -129,23 +146,23 @@ class ChatFormatter(responses.ResponseFormatter):
 
         content = []
         for token in tokens:
-            own = responses.logprob_of(token)
+            own = logprob_of(token)
             top = zip(own.top_token_ids, own.top_logprobs, strict=True)
-            alternatives = [responses.TopLogprob(**entry(*each)) for each in top]
+            alternatives = [TopLogprob(**entry(*each)) for each in top]
             fields = entry(token.token_id, own.logprob)
-            content.append(responses.ChatTokenLogprob(**fields, top_logprobs=alternatives))
-        return responses.ChatLogprobs(content=content, refusal=None)
+            content.append(ChatTokenLogprob(**fields, top_logprobs=alternatives))
+        return ChatLogprobs(content=content, refusal=None)
 
 
-def _chat_delta(delta: Delta) -> responses.ChatDelta:
+def _chat_delta(delta: Delta) -> ChatDelta:
     match delta:
         case ContentDelta(text):
-            return responses.ChatDelta(content=text)
+            return ChatDelta(content=text)
         case ReasoningDelta(text):
-            return responses.ChatDelta(reasoning_content=text)
+            return ChatDelta(reasoning_content=text)
         case CallBegun():
-            call = responses.MessageCall.begun(delta)
-            return responses.ChatDelta(tool_calls=[responses.CallDelta(index=delta.index, **dict(call))])
+            call = MessageCall.begun(delta)
+            return ChatDelta(tool_calls=[CallDelta(index=delta.index, **dict(call))])
         case CallArguments(index, text):
-            function = responses.FunctionDelta(arguments=text)
-            return responses.ChatDelta(tool_calls=[responses.CallDelta(index=index, function=function)])
+            function = FunctionDelta(arguments=text)
+            return ChatDelta(tool_calls=[CallDelta(index=index, function=function)])

@@ -13,20 +13,14 @@ from gateway.generation.frontend import Frontend
 from gateway.generation.request import check_room
 from gateway.generation.sample import Event, RoundEvent
 from gateway.generation.transcript import GeneratedToken, PromptToken
-from gateway.rest import responses
-from gateway.rest.generate import (
-    TEXT_NAMES,
-    ChunkWriter,
-    Responder,
-    ResponseFigures,
-    check_prompt_len,
-    generation_request,
-    in_names_of,
-)
-from gateway.rest.middleware import RestSettings
+from gateway.rest.answering import ChoiceBuffer, Responder, ResponseHeader
+from gateway.rest.figures import ResponseFigures
+from gateway.rest.openai.asking import TEXT_NAMES, check_prompt_len, generation_request, in_names_of
+from gateway.rest.openai.chunks import ChunkWriter, ResponseFormatter, logprob_of
+from gateway.rest.openai.models import Envelope, Finish, TextChoice, TextCompletion, TextLogprobs, Tokens
+from gateway.rest.openai.schemas import MAX_PROMPTS, CompletionRequest, StreamOptions, ignored_in
 from gateway.rest.openapi import documented_answer
-from gateway.rest.responses import ChoiceBuffer, Envelope, Finish, ResponseHeader, TextCompletion, TextLogprobs, Tokens
-from gateway.rest.schemas import MAX_PROMPTS, CompletionRequest, StreamOptions, ignored_in
+from gateway.rest.settings import RestSettings
 from gateway.rest.validation import route_class
 from gateway.text.tokenizer import GAPS, Tokenizer
 from outrider.errors import InvalidRequest, PromptTooLong, Unsupported
@@ -106,7 +100,7 @@ def _around_gap(prefix: str, suffix: str, tokenizer: Tokenizer) -> str:
 
 
 @dataclass
-class CompletionFormatter(responses.ResponseFormatter):
+class CompletionFormatter(ResponseFormatter):
     """How prompts go on. `prompts` are the texts to echo, none for no echo; every prompt has sample_count choices."""
 
     prompts: Sequence[str]
@@ -156,12 +150,10 @@ class CompletionFormatter(responses.ResponseFormatter):
 
     def _choice(
         self, index: int, text: str, logprobs: TextLogprobs | None, finish: Finish | None, tokens: Tokens
-    ) -> responses.TextChoice:
-        return responses.TextChoice(
-            index=index, text=text, logprobs=logprobs, finish_reason=finish, **self.token_ids(tokens)
-        )
+    ) -> TextChoice:
+        return TextChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish, **self.token_ids(tokens))
 
-    def _envelope(self, choices: list[responses.TextChoice]) -> TextCompletion:
+    def _envelope(self, choices: list[TextChoice]) -> TextCompletion:
         return TextCompletion(**asdict(self.header), object="text_completion", choices=choices)
 
     def _logprobs(self, tokens: Tokens, start: int) -> TextLogprobs:
@@ -169,7 +161,7 @@ class CompletionFormatter(responses.ResponseFormatter):
 
         def alternatives(token: GeneratedToken | PromptToken) -> dict[str, float]:
             """The most probable tokens and the token itself. Of tokens that look alike the most probable stands."""
-            own, found = responses.logprob_of(token), dict[str, float]()
+            own, found = logprob_of(token), dict[str, float]()
             top = zip(own.top_token_ids, own.top_logprobs, strict=True)
             for token_id, logprob in (*top, (token.token_id, own.logprob)):
                 found.setdefault(self.tokenizer.piece(token_id).text, logprob)

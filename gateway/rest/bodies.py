@@ -1,31 +1,21 @@
-"""What every request passes before its route: an id, a trace and a count, the guard against other sites' pages, and the
-limits of bodies, which are read, checked and parsed here once.
-"""
+"""Limits of bodies, which are read, checked and parsed once before their route; and the routes that take them so."""
 
 import asyncio
 import re
-import time
-import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from urllib.parse import quote
 
-import structlog
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from prometheus_client import CollectorRegistry, Counter
 from pydantic import TypeAdapter, ValidationError
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.middleware.cors import CORSMiddleware
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.generation.request import MAX_TEXT_CHARS
-from gateway.keys.door import Door
 from gateway.keys.tenant import Tenant
 from gateway.rest.errors import (
     AmbiguousBody,
@@ -35,25 +25,15 @@ from gateway.rest.errors import (
     HeadersTooLarge,
     UnsupportedMedia,
     error_response,
-    unexpected,
 )
 from gateway.rest.json_body import Json, read_json
-from gateway.rest.keys import LIMIT_HEADERS, tells_nothing
 from gateway.rest.server import HEAD_BYTES
+from gateway.rest.settings import RestSettings
 from gateway.rest.sse import while_there
-from gateway.settings import OWN_PAGE, SiteRefused, Sites
 from gateway.text.json_counts import JsonCounts
 from outrider.errors import OutriderError, Overloaded
-from outrider.process.telemetry import bound, span
-from outrider.rpc.guard import Throttle
-from outrider.rpc.memory import WAIT_S, RequestMemory, Share
+from outrider.rpc.memory import WAIT_S, Share
 
-TRACE_HEADERS = ("traceparent", "tracestate")
-PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"})
-READING = frozenset({"GET", "HEAD", "OPTIONS"})
-# What is read there is for programs, which call the gateway by any name.
-API = "/v1/"
 BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json\s*(;\s*charset\s*=\s*\"?utf-?8\"?\s*)?", re.IGNORECASE)
 # Reading more than this takes long enough to be felt by other requests.
@@ -62,132 +42,6 @@ LONG_BODY = 1 << 15
 # Names the fields of a body that were accepted without effect.
 IGNORED_HEADER = "x-outrider-ignored"
 MAX_IGNORED_LEN = 2048
-log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class RestSettings:
-    """Limits and habits of the REST surface. Sizes are bytes or characters, times are seconds."""
-
-    memory: RequestMemory = field(default_factory=lambda: RequestMemory(512 << 20))
-    """Where bodies take what they and their values hold."""
-    keep_alive_s: float = 15.0
-    """Silence on a stream after which a comment says that it is alive."""
-    client_stall_s: float = 30.0
-    """For how long a client may take nothing of what is written to it."""
-    sites: Sites = OWN_PAGE
-    door: Door | None = None
-    """Where keys are asked for; None lets everybody in."""
-    max_body_bytes: int = 4 << 20
-    body_wait_s: float = 30.0
-    """For how long a client may send its body."""
-    max_json_depth: int = 64
-    max_prompt_chars: int = MAX_TEXT_CHARS
-    grpc_port: int = 50050
-    """Where the same gateway serves gRPC; the page names it in the code that it offers."""
-    drops_tools: bool = False
-    """Whether tools that no chat template has a place for are left out instead of refused."""
-    ignores_unknown: bool = False
-    """Whether unknown fields of a body are left out instead of refused."""
-
-
-class RequestIds:
-    """The middleware around everything else: it gives each request an id, a trace and headers, and counts its answer.
-
-    The id is the client's `x-request-id` where that is short and plain, and in every line that is logged meanwhile.
-    What nobody expected becomes a 500, or the end of the connection. Refusals are sent at a pace; see Throttle. While
-    the gateway `is_leaving` no connection is kept, so that the next request finds another one.
-    """
-
-    def __init__(
-        self, app: ASGIApp, registry: CollectorRegistry, is_leaving: Callable[[], bool] = lambda: False
-    ) -> None:
-        self._app, self._is_leaving, self._throttle = app, is_leaving, Throttle()
-        labels = ("method", "route", "status")
-        self._answers = Counter("outrider_http_answers", "Answers over REST.", labels, registry=registry)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
-        given_id = headers.get("x-request-id", "")
-        request_id = given_id if PLAIN_ID.fullmatch(given_id) else uuid.uuid4().hex
-        trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
-        # As it is on the wire: decoded, it may have characters that change what a terminal shows.
-        method, path = scope["method"], quote(scope["path"])
-        status = 0  # until the headers are out
-
-        async def send_with_headers(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = int(message["status"])
-                own = MutableHeaders(scope=message)
-                own["x-request-id"], own["x-content-type-options"] = request_id, "nosniff"
-                # Where Anthropic's clients look for it.
-                own["request-id"] = request_id
-                if self._is_leaving():
-                    own["connection"] = "close"
-                if own.get("content-type", "").startswith("application/json"):
-                    own.setdefault("cache-control", "no-store")
-                if 400 <= status < 500:
-                    await self._throttle.turn()
-            await send(message)
-
-        started_s = time.monotonic()
-        with bound(request_id=request_id), span("rest", trace, **{"http.request.method": method, "url.path": path}):
-            try:
-                await self._app(scope, receive, send_with_headers)
-            except Exception as error:
-                if status:
-                    # Whoever closes the connection logs it as well.
-                    raise
-                await error_response(unexpected(error), scope["path"])(scope, receive, send_with_headers)
-            finally:
-                # Clients choose paths and methods, so those that nobody serves share one label; what a middleware
-                # answers has met no route. Without a status the client was gone before there was one.
-                route = getattr(scope.get("route"), "path", "other")
-                label = method if method in METHODS else "other"
-                self._answers.labels(label, route, str(status or "none")).inc()
-            took_ms = round(1e3 * (time.monotonic() - started_s))
-            log.debug("answered", method=method, path=path, status=status, took_ms=took_ms)
-
-
-class SiteGuard(CORSMiddleware):
-    """CORS for the origins that were named, and a refusal of whatever else pages of other sites want to have done.
-
-    Reading is left to the browser, which shows answers to other sites' pages only as CORS allows. A site whose name was
-    made to lead here is none of these to it, and is known by the name alone.
-    """
-
-    def __init__(self, app: ASGIApp, sites: Sites) -> None:
-        told = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry", IGNORED_HEADER)
-        exposed = (*told, *LIMIT_HEADERS)
-        super().__init__(self._check, sites.origins, ("GET", "POST"), ("*",), expose_headers=exposed)
-        self._next, self._sites = app, sites
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await (super().__call__ if self._sites.origins else self._check)(scope, receive, send)
-
-    async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
-        try:
-            if scope["method"] in READING:
-                if not (tells_nothing(scope["path"]) or scope["path"].startswith(API)):
-                    self._sites.check_host(headers.get("host", ""))
-            elif "origin" in headers:
-                self._sites.check(headers["origin"], headers.get("host", ""), headers.get("sec-fetch-site", ""))
-        except SiteRefused as error:
-            await error_response(error, scope["path"])(scope, receive, send)
-        else:
-            await self._next(scope, receive, send)
-
-    def preflight_response(self, request_headers: Headers) -> Response:
-        """Starlette's answer to a browser that asks before it sends; a refusal is an error like any other."""
-        response = super().preflight_response(request_headers)
-        if response.status_code < 400:
-            return response
-        origin = request_headers["origin"][:200]
-        words = bytes(response.body).decode()
-        refused = SiteRefused(f"a page of {origin!r} may not ask this: {words}", field="origin", value=origin)
-        return error_response(refused, "", {"vary": response.headers.get("vary", "Origin")})
 
 
 class BodyLimits:

@@ -1,21 +1,14 @@
-"""What /v1 answers, as models that are also its documentation, and the base of what fills them in on both routes.
+"""What /v1 answers, as models that are also its documentation. A field that is not set is not sent."""
 
-A field that is not set is not sent.
-"""
-
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Self, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 from pydantic import BaseModel
 
-from gateway.generation.sample import CompletionEvent, Event, RoundEvent
+from gateway.generation.sample import CompletionEvent
 from gateway.generation.transcript import GeneratedToken, PromptToken
-from gateway.text.tokenizer import Tokenizer
-from outrider.deltas import CallBegun, Delta
-from outrider.errors import OutriderError, ProtocolViolation
-from outrider.parameters import FinishReason, TokenLogprob
+from outrider.deltas import CallBegun
+from outrider.parameters import FinishReason
 
 Finish = Literal["stop", "length", "tool_calls"]
 Tokens: TypeAlias = Sequence[GeneratedToken | PromptToken]
@@ -273,123 +266,3 @@ def finish_of(event: CompletionEvent) -> Finish:
     if event.finish_reason is FinishReason.LENGTH:
         return "length"
     return "tool_calls" if event.has_calls else "stop"
-
-
-def logprob_of(token: GeneratedToken | PromptToken) -> TokenLogprob:
-    """The log-softmax of the target's raw logits, before any transform of the request. Raises ProtocolViolation."""
-    if token.logprob is None:
-        raise ProtocolViolation(f"no log-probability came for token {token.token_id}")
-    return token.logprob
-
-
-@dataclass(slots=True)
-class ChoiceBuffer:
-    """One choice of an answer that is sent whole."""
-
-    texts: list[str] = field(default_factory=list)
-    tokens: list[GeneratedToken] = field(default_factory=list)
-    deltas: list[Delta] = field(default_factory=list)
-    prompt_tokens: tuple[PromptToken, ...] = ()
-    end: CompletionEvent | None = None
-
-    @property
-    def finish_reason(self) -> Finish:
-        """Raises ProtocolViolation while the choice has not ended."""
-        if self.end is None:
-            raise ProtocolViolation("an answer was asked for before it was complete")
-        return finish_of(self.end)
-
-    def add(self, event: Event) -> None:
-        """Keeps an event."""
-        self.deltas += event.deltas
-        if isinstance(event, RoundEvent):
-            self.texts += [token.text for token in event.tokens]
-            self.tokens += event.tokens
-            self.prompt_tokens = self.prompt_tokens or event.prompt_tokens
-        else:
-            self.texts.append(event.text_delta)
-            self.end = event
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseHeader:
-    """What is the same in every chunk of an answer."""
-
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str | None
-
-
-class AnswerWriter(ABC):
-    """What an answer is on one route: frames of a stream, or one JSON text. Choices are numbered over all prompts."""
-
-    @property
-    def takes_long(self) -> bool:
-        """Whether `whole` may take so long that other requests would feel it."""
-        return False
-
-    def begin(self) -> list[bytes]:
-        """The frames before the first event."""
-        return []
-
-    @abstractmethod
-    def frames(self, index: int, event: Event) -> list[bytes]:
-        """The frames that an event of a choice makes."""
-
-    @abstractmethod
-    def end(self) -> list[bytes]:
-        """The frames behind the last event."""
-
-    @abstractmethod
-    def failure(self, error: OutriderError) -> list[bytes]:
-        """The frames instead of all that is still to come."""
-
-    @abstractmethod
-    def whole(self, choices: Sequence[ChoiceBuffer]) -> str:
-        """The whole answer as JSON."""
-
-
-@dataclass
-class ResponseFormatter(ABC):
-    """How chunks look on one of OpenAI's older routes."""
-
-    header: ResponseHeader
-    tokenizer: Tokenizer
-    has_logprobs: bool
-    has_token_ids: bool
-    begun: set[int] = field(default_factory=set, init=False)
-
-    def chunks(self, index: int, event: Event) -> list[Envelope]:
-        """The chunks of a stream that an event makes: a choice has an opening, its text, and its finish reason."""
-        chunks = [] if index in self.begun else self.opening(index)
-        self.begun.add(index)
-        if isinstance(event, RoundEvent):
-            return [*chunks, *self.delta(index, "".join(token.text for token in event.tokens), event.tokens)]
-        return [*chunks, *self.delta(index, event.text_delta), self.chunk(index, "", finish=finish_of(event))]
-
-    def delta(self, index: int, text: str, tokens: Tokens = ()) -> list[Envelope]:
-        """A chunk of text, or none when it would be empty."""
-        has_facts = bool(tokens) and (self.has_logprobs or self.has_token_ids)
-        return [self.chunk(index, text, tokens)] if text or has_facts else []
-
-    def token_ids(self, tokens: Tokens) -> dict[str, Any]:
-        """The field of a choice for clients that want it; an echoed prompt is not part of the answer."""
-        ids = [token.token_id for token in tokens if isinstance(token, GeneratedToken)]
-        return {"token_ids": ids} if self.has_token_ids else {}
-
-    @abstractmethod
-    def opening(self, index: int) -> list[Envelope]:
-        """The chunks before the first text of a choice."""
-
-    @abstractmethod
-    def chunk(self, index: int, text: str, tokens: Tokens = (), finish: Finish | None = None) -> Envelope:
-        """A chunk of one choice."""
-
-    @abstractmethod
-    def bare_chunk(self) -> Envelope:
-        """A chunk without choices."""
-
-    @abstractmethod
-    def body(self, choices: Sequence[ChoiceBuffer]) -> Envelope:
-        """The whole answer."""

@@ -1,0 +1,1 @@
+"""Anthropic's routes, translated to chat completions and back."""

@@ -1,0 +1,142 @@
+"""What happened to a request, counted event by event, as every kind of answer tells it."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from statistics import fmean
+
+from gateway.generation.request import CheckedRequest
+from gateway.generation.sample import CompletionEvent, Event
+from gateway.generation.transcript import SpeculationFigures
+from gateway.rest.openai.models import (
+    CompletionTokensDetails,
+    Facts,
+    Metrics,
+    PromptTokensDetails,
+    Sampling,
+    SpeculativeDecoding,
+    Usage,
+)
+
+
+@dataclass(slots=True)
+class ResponseFigures:
+    """Counts what happened to a request: one entry of `requests` a prompt, each with as many choices as it has samples,
+    numbered through.
+    """
+
+    requests: Sequence[CheckedRequest]
+    max_draft_count: int
+    return_rounds: bool = False
+    figures: SpeculationFigures = field(default_factory=SpeculationFigures)
+    steps: list[tuple[int, int]] = field(default_factory=list)
+    """Drafted and accepted tokens of every verdict on a proposal."""
+    ends: dict[int, CompletionEvent] = field(default_factory=dict)
+    token_counts: Counter[int] = field(default_factory=Counter)
+    """Of every choice until now."""
+
+    @property
+    def first_choices(self) -> list[int]:
+        """The number of every prompt's first choice, and at last how many choices there are."""
+        return list(accumulate((plan.sample_count for plan in self.requests), initial=0))
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.ends) == self.first_choices[-1]
+
+    def add(self, index: int, event: Event) -> None:
+        """Counts an event of a choice."""
+        if isinstance(event, CompletionEvent):
+            self.ends[index], self.token_counts[index] = event, event.completion_tokens
+            return
+        self.token_counts[index] += len(event.tokens)
+        if event.committed is not None and not event.committed.is_first:
+            self.figures.add(event.committed)
+            if event.committed.draft_count:
+                self.steps.append((event.committed.draft_count, event.committed.accepted_count))
+
+    def usage(self) -> Usage:
+        """Tokens in and out, of what has come until now."""
+        firsts = [self.ends[index] for index in self.first_choices[:-1] if index in self.ends]
+        completion_tokens = self.token_counts.total()
+        prompt_tokens = sum(request.spec.prompt_len for request in self.requests)
+        cached_tokens = sum(end.cached_prompt_tokens for end in firsts)
+        accepted_count, rejected_count = self.figures.prediction_counts
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+            completion_tokens_details=CompletionTokensDetails(
+                reasoning_tokens=sum(end.reasoning_tokens for end in self.ends.values()),
+                accepted_prediction_tokens=accepted_count,
+                rejected_prediction_tokens=rejected_count,
+            ),
+        )
+
+    def metrics(self) -> Metrics:
+        """Times, and what speculation did if there is one choice, the only case in which vLLM says it."""
+        ends = list(self.ends.values())
+        spans_ms = [(end.total_us - end.first_token_us) / 1e3 for end in ends]
+        counts = [end.completion_tokens for end in ends]
+        gaps_ms = [span_ms / (count - 1) for span_ms, count in zip(spans_ms, counts, strict=True) if count > 1]
+        spent_s = (max(end.total_us for end in ends) - min(end.queue_us for end in ends)) / 1e6
+        may_speculate = self.first_choices[-1] == 1 and self.requests[0].draft_count != 0
+        return Metrics(
+            time_to_first_token_ms=min(end.first_token_us for end in ends) / 1e3,
+            generation_time_ms=max(spans_ms),
+            queue_time_ms=min(end.queue_us for end in ends) / 1e3,
+            mean_itl_ms=fmean(gaps_ms) if gaps_ms else None,
+            tokens_per_second=sum(counts) / spent_s if spent_s > 0 else None,
+            speculative_decoding=self._speculation() if may_speculate else None,
+        )
+
+    def _speculation(self) -> SpeculativeDecoding:
+        by_length: dict[int, Counter[int]] = {}
+        for drafted, accepted in self.steps:
+            by_length.setdefault(drafted, Counter())[accepted] += 1
+        max_count = self.max_draft_count if self.requests[0].draft_count is None else self.requests[0].draft_count
+        accepted_counts = Counter(accepted for _, accepted in self.steps)
+        drafted_and_accepted = {
+            "per_step_drafted": [drafted for drafted, _ in self.steps],
+            "per_step_accepted": [accepted for _, accepted in self.steps],
+        }
+        return SpeculativeDecoding(
+            mean_acceptance_length=self.figures.mean_acceptance_length,
+            draft_acceptance_rate=self.figures.draft_acceptance_rate,
+            acceptance_histogram=[accepted_counts[count] for count in range(max([max_count, *by_length]) + 1)],
+            acceptance_histogram_by_draft_length={
+                str(length): [counts[count] for count in range(length + 1)]
+                for length, counts in sorted(by_length.items())
+            },
+            num_spec_steps=self.figures.drafts,
+            num_accepted_draft_tokens=self.figures.accepted_tokens,
+            num_draft_tokens=self.figures.draft_tokens,
+            num_spec_tokens=max_count,
+            **(drafted_and_accepted if self.return_rounds else {}),
+        )
+
+    def facts(self) -> Facts:
+        """What it takes to repeat and to judge the answer."""
+        ends = [end for _, end in sorted(self.ends.items())]
+        logprobs = [end.cumulative_logprob for end in ends if end.cumulative_logprob is not None]
+        facts = Facts(
+            seed=ends[0].seed,
+            seeds=[end.seed for end in ends],
+            sampling=Sampling.model_validate(self.requests[0].spec.sampling, from_attributes=True),
+            rule=ends[0].acceptance.rule.value,
+            rule_settings=ends[0].acceptance.settings,
+            model_hash=ends[0].model_hash,
+            numerics_id=ends[-1].numerics_ids[-1],
+            numerics_ids=list(dict.fromkeys(each for end in ends for each in end.numerics_ids)),
+            finish_reasons=[end.finish_reason.value for end in ends],
+            target_reopens=sum(end.target_reopens for end in ends),
+            drift_repairs=sum(end.drift_repairs for end in ends),
+            **self.figures.facts(),
+        )
+        if logprobs:
+            facts.cumulative_logprobs = logprobs
+        if ends[0].ignored_keywords:
+            facts.ignored_keywords = [*ends[0].ignored_keywords]
+        return facts

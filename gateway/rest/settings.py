@@ -1,0 +1,34 @@
+"""Limits and habits of the REST surface."""
+
+from dataclasses import dataclass, field
+
+from gateway.generation.request import MAX_TEXT_CHARS
+from gateway.keys.door import Door
+from gateway.settings import OWN_PAGE, Sites
+from outrider.rpc.memory import RequestMemory
+
+
+@dataclass(frozen=True, slots=True)
+class RestSettings:
+    """Limits and habits of the REST surface. Sizes are bytes or characters, times are seconds."""
+
+    memory: RequestMemory = field(default_factory=lambda: RequestMemory(512 << 20))
+    """Where bodies take what they and their values hold."""
+    keep_alive_s: float = 15.0
+    """Silence on a stream after which a comment says that it is alive."""
+    client_stall_s: float = 30.0
+    """For how long a client may take nothing of what is written to it."""
+    sites: Sites = OWN_PAGE
+    door: Door | None = None
+    """Where keys are asked for; None lets everybody in."""
+    max_body_bytes: int = 4 << 20
+    body_wait_s: float = 30.0
+    """For how long a client may send its body."""
+    max_json_depth: int = 64
+    max_prompt_chars: int = MAX_TEXT_CHARS
+    grpc_port: int = 50050
+    """Where the same gateway serves gRPC; the page names it in the code that it offers."""
+    drops_tools: bool = False
+    """Whether tools that no chat template has a place for are left out instead of refused."""
+    ignores_unknown: bool = False
+    """Whether unknown fields of a body are left out instead of refused."""
