@@ -19,7 +19,7 @@ from outrider.drafters.tree_drafter import as_tree
 from outrider.engine.batching import MAX_STEP_TOKENS
 from outrider.engine.cache import KVCache
 from outrider.engine.heads.fused import FusedHead, head_decoder
-from outrider.engine.heads.law import Head
+from outrider.engine.heads.head import Head
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.ops import Ops
 from outrider.engine.runner import Allocate, ModelRunner

@@ -13,7 +13,7 @@ import structlog
 
 from outrider.drafters.model_drafter import MODEL, DraftTask, ModelDrafter, noise_of
 from outrider.engine.batching import Feed
-from outrider.engine.heads.law import Head
+from outrider.engine.heads.head import Head
 from outrider.engine.ops import Ops
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import LowerRows, Session

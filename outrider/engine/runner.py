@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.engine.batching import Feed, build_batch, entries
 from outrider.engine.cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
-from outrider.engine.heads.law import TargetParts
+from outrider.engine.heads.head import TargetParts
 from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.models.config import DecoderFacts
 from outrider.engine.models.decoder import Decoder, LayeredDecoder, ProbedDecoder, TappedDecoder

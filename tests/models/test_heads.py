@@ -13,8 +13,8 @@ from transformers import LlamaConfig
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
-from outrider.engine.heads.feature_head import FeatureHead, FeatureLaw, Fuse
-from outrider.engine.heads.law import HeadRows, TargetParts
+from outrider.engine.heads.feature_head import FeatureHead, FeatureHeadConfig, Fuse
+from outrider.engine.heads.head import HeadRows, TargetParts
 from outrider.engine.models.rope import Rope
 from outrider.engine.ops import Ops, choose_ops
 from outrider.engine.ops.eager import EagerOps
@@ -251,7 +251,7 @@ def engine_head(case: Case, ops: Ops) -> FeatureHead:
             tensors["target_ids"] = tensor + torch.arange(len(tensor))
         else:
             assert name == "t2d"
-    law = FeatureLaw(
+    law = FeatureHeadConfig(
         method=case.method,
         taps=case.files.taps,
         hidden_size=shape.hidden_size,

@@ -12,7 +12,7 @@ from support.runs import start_training, train
 
 from make_draft import app
 from outrider.engine.heads.checkpoint import read_head
-from outrider.engine.heads.law import TargetParts
+from outrider.engine.heads.head import TargetParts
 from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.ops import choose_ops
 from outrider.errors import InvalidRequest

@@ -20,12 +20,12 @@ from outrider.engine.heads.chains import (
     Branch,
     Cell,
     MlpSpeculator,
-    PrefixLaw,
+    PrefixConfig,
     PrefixLayer,
     ReluBlock,
     SiluBlock,
 )
-from outrider.engine.heads.law import Head, TargetParts
+from outrider.engine.heads.head import Head, TargetParts
 from outrider.engine.models.config import JsonKeys, read_json, read_rope
 from outrider.engine.models.transformer import Linear
 from outrider.engine.models.weights import StoredTensor, check_tensors, files_hash, read_tensors
@@ -321,7 +321,7 @@ def read_hydra(folder: Path, config: Mapping[str, Any], stored: Stored, target: 
     )
 
 
-def _prefix_law(keys: JsonKeys, target: TargetParts) -> PrefixLaw:
+def _prefix_law(keys: JsonKeys, target: TargetParts) -> PrefixConfig:
     """The layer's sizes are the target's where its authors saved them at all, so they are asked for."""
     num_heads = keys.integer("num_attention_heads")
     num_kv_heads = keys.integer("num_key_value_heads", num_heads)
@@ -334,7 +334,7 @@ def _prefix_law(keys: JsonKeys, target: TargetParts) -> PrefixLaw:
         raise keys.refuse("hidden_act", f'is {keys.values["hidden_act"]!r}, but must be "silu"')
     max_positions = keys.integer("max_position_embeddings", target.context_len)
     rope = read_rope(keys, max_positions, head_dim)
-    return PrefixLaw(
+    return PrefixConfig(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -344,7 +344,7 @@ def _prefix_law(keys: JsonKeys, target: TargetParts) -> PrefixLaw:
     )
 
 
-def _prefix_shapes(keys: JsonKeys, stored: Stored, law: PrefixLaw, h: int) -> Shapes:
+def _prefix_shapes(keys: JsonKeys, stored: Stored, law: PrefixConfig, h: int) -> Shapes:
     layer, query_size, kv_size = f"{PREFIX}layers.0.", law.num_heads * law.head_dim, law.num_kv_heads * law.head_dim
     gate = stored.get(f"{layer}mlp.gate_proj.weight")
     inner_size = keys.integer("intermediate_size", gate.shape[0] if gate is not None and gate.shape else 1)
@@ -362,7 +362,7 @@ def _prefix_shapes(keys: JsonKeys, stored: Stored, law: PrefixLaw, h: int) -> Sh
     return {f"{layer}{name}.weight": shape for name, shape in sizes.items()} | {f"{PREFIX}norm.weight": (h,)}
 
 
-def _prefix_notes(keys: JsonKeys, law: PrefixLaw) -> tuple[str, ...]:
+def _prefix_notes(keys: JsonKeys, law: PrefixConfig) -> tuple[str, ...]:
     sizes = {"num_attention_heads": law.num_heads, "num_key_value_heads": law.num_kv_heads, "head_dim": law.head_dim}
     return (
         *_notes(keys, **sizes, rms_norm_eps=law.norm_epsilon),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.engine.heads.law import HeadFacts, HeadRows, TargetParts, over_target_ids
+from outrider.engine.heads.head import HeadFacts, HeadRows, TargetParts, over_target_ids
 from outrider.engine.models.rope import Rope, rotary_tables
 from outrider.engine.models.transformer import Layer, Linear
 from outrider.engine.ops import Ops, Weight
@@ -137,7 +137,7 @@ class ReluBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixLaw:
+class PrefixConfig:
     """Sizes of Hydra++'s layer."""
 
     num_heads: int
@@ -151,7 +151,7 @@ class PrefixLaw:
 class PrefixLayer:
     """A Llama layer and a norm."""
 
-    def __init__(self, law: PrefixLaw, tensors: dict[str, Tensor], prefix: str, ops: Ops) -> None:
+    def __init__(self, law: PrefixConfig, tensors: dict[str, Tensor], prefix: str, ops: Ops) -> None:
         """Takes the tensors that begin with the prefix as those of a Llama model of one layer."""
         self.law, self._ops = law, ops
         self._layer = Layer.take(ops, tensors, f"{prefix}layers.0.")

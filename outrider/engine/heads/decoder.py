@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
-from outrider.engine.heads.law import Head, HeadRows, TargetParts
+from outrider.engine.heads.head import Head, HeadRows, TargetParts
 from outrider.engine.models.config import DecoderFacts
 from outrider.engine.ops import Ops, Weight
 

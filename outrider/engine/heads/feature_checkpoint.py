@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engine.heads.feature_head import FeatureHead, FeatureLaw, Fuse, feature_tensors
-from outrider.engine.heads.law import TargetParts
+from outrider.engine.heads.feature_head import FeatureHead, FeatureHeadConfig, Fuse, feature_tensors
+from outrider.engine.heads.head import TargetParts
 from outrider.engine.models.config import JsonKeys, read_rope
 from outrider.engine.models.weights import FILE_DTYPES, StoredTensor, files_hash, read_tensors
 from outrider.engine.ops import Ops
@@ -75,7 +75,7 @@ class FeatureCheckpoint:
     """A feature head that fits its target; see outrider.engine.heads.checkpoint.HeadCheckpoint."""
 
     files: FeatureFiles
-    law: FeatureLaw
+    law: FeatureHeadConfig
     draft_vocab_size: int
     notes: tuple[str, ...]
 
@@ -148,7 +148,7 @@ def check_feature_head(files: FeatureFiles, target: TargetParts) -> FeatureCheck
     return FeatureCheckpoint(files=files, law=law, draft_vocab_size=draft_vocab_size, notes=tuple(notes))
 
 
-def _read_law(files: FeatureFiles, target: TargetParts, notes: list[str]) -> tuple[FeatureLaw, int]:
+def _read_law(files: FeatureFiles, target: TargetParts, notes: list[str]) -> tuple[FeatureHeadConfig, int]:
     """The law, and the size inside the multilayer perceptron."""
     keys = files.keys
     activation = keys.values.get("hidden_act", "silu")
@@ -184,7 +184,7 @@ def _read_law(files: FeatureFiles, target: TargetParts, notes: list[str]) -> tup
         f"taps: {', '.join(map(str, files.taps))}",
         f"context: {context_len} positions",
     ]
-    law = FeatureLaw(
+    law = FeatureHeadConfig(
         method=files.method,
         taps=files.taps,
         hidden_size=size("hidden_size", "layer.self_attn.o_proj.weight"),
@@ -201,7 +201,7 @@ def _read_law(files: FeatureFiles, target: TargetParts, notes: list[str]) -> tup
     return law, 0 if files.fuse is Fuse.OWN else size("intermediate_size", "layer.mlp.gate_proj.weight")
 
 
-def _draft_vocab_size(files: FeatureFiles, target: TargetParts, law: FeatureLaw) -> int:
+def _draft_vocab_size(files: FeatureFiles, target: TargetParts, law: FeatureHeadConfig) -> int:
     keys = JsonKeys(files.keys.path, dict(files.config))
     given = keys.integer("draft_vocab_size", 0, minimum=0) or None
     if "head.weight" not in files.tensors:

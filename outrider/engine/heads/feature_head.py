@@ -22,7 +22,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from outrider.engine.heads.law import HeadFacts, HeadRows, TargetParts, over_target_ids
+from outrider.engine.heads.head import HeadFacts, HeadRows, TargetParts, over_target_ids
 from outrider.engine.models.rope import Rope, rotary_tables
 from outrider.engine.models.transformer import Linear
 from outrider.engine.ops import Ops, Weight
@@ -42,7 +42,7 @@ class Fuse(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FeatureLaw:
+class FeatureHeadConfig:
     """Sizes and switches of a feature head; which norms and matrices there are, its tensors say."""
 
     method: str
@@ -65,7 +65,7 @@ class FeatureLaw:
 class FeatureHead:
     """Tensors have the names of `feature_tensors`; absent ones are the target's, or none."""
 
-    def __init__(self, law: FeatureLaw, tensors: dict[str, Tensor], target: TargetParts, ops: Ops) -> None:
+    def __init__(self, law: FeatureHeadConfig, tensors: dict[str, Tensor], target: TargetParts, ops: Ops) -> None:
         """Takes the tensors and empties the dictionary."""
         self.law = law
         self._ops = ops
@@ -178,7 +178,7 @@ class FeatureHead:
 
 
 def feature_tensors(
-    law: FeatureLaw, intermediate_size: int, target_size: int, vocab_size: int, draft_vocab_size: int
+    law: FeatureHeadConfig, intermediate_size: int, target_size: int, vocab_size: int, draft_vocab_size: int
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     """Names and shapes of a feature head's tensors: those that it must have, and those that it may have."""
     h, width = law.hidden_size, law.hidden_size * (2 if law.fuse is Fuse.WIDE else 1)

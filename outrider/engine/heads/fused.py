@@ -13,7 +13,7 @@ from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache, Slots
 from outrider.engine.heads.decoder import HeadDecoder
 from outrider.engine.heads.feature_head import FeatureHead, Fuse
-from outrider.engine.heads.law import Head, TargetParts
+from outrider.engine.heads.head import Head, TargetParts
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.fused import address_of, matrix_fields, plan_fields
 from outrider.engine.models.transformer import Linear

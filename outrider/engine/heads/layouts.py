@@ -17,7 +17,7 @@ from outrider.engine.heads.feature_checkpoint import (
     check_feature_head,
 )
 from outrider.engine.heads.feature_head import Fuse
-from outrider.engine.heads.law import TargetParts
+from outrider.engine.heads.head import TargetParts
 from outrider.engine.models.config import JsonKeys
 from outrider.engine.models.weights import StoredTensor
 from outrider.errors import ModelRefused

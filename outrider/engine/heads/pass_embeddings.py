@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.heads.checkpoint import head_files
-from outrider.engine.heads.law import TargetParts
+from outrider.engine.heads.head import TargetParts
 from outrider.engine.models.config import read_json
 from outrider.engine.models.weights import check_tensors, read_tensors, stored_tensors
 from outrider.errors import ModelRefused

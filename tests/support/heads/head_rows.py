@@ -7,7 +7,7 @@ from torch import Tensor
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
-from outrider.engine.heads.law import Head, HeadRows
+from outrider.engine.heads.head import Head, HeadRows
 
 
 def head_cache(head: Head, num_slots: int) -> KVCache:

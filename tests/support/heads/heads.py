@@ -2,7 +2,7 @@
 
 import torch
 
-from outrider.engine.heads.feature_head import FeatureHead, FeatureLaw, Fuse, feature_tensors
+from outrider.engine.heads.feature_head import FeatureHead, FeatureHeadConfig, Fuse, feature_tensors
 from outrider.engine.models.rope import Rope
 from outrider.engine.runner import ModelRunner
 
@@ -18,7 +18,7 @@ def random_head(
     """An EAGLE-3 head over two taps with half of the target's vocabulary, an EAGLE-1 head, or an MTP layer."""
     parts = target.parts
     is_wide = fuse is Fuse.WIDE
-    law = FeatureLaw(
+    law = FeatureHeadConfig(
         method={Fuse.WIDE: "eagle3", Fuse.PAIR: "eagle1", Fuse.REVERSED: "mtp"}[fuse],
         taps=(1, 2) if is_wide else (parts.num_layers,),
         hidden_size=24 if is_wide else parts.hidden_size,

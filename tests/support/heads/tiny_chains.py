@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.engine.heads.law import TargetParts
+from outrider.engine.heads.head import TargetParts
 from outrider.engine.ops import Ops
 
 # No multiples of a register: 48 and 51 leave something over behind whole vectors.

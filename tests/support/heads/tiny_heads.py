@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from support.models.tiny_models import write_tiny_model
 from torch import Tensor
 
-from outrider.engine.heads.law import TargetParts
+from outrider.engine.heads.head import TargetParts
 
 # Awkward on purpose: heads that do not add up to the hidden size, and widths that no two tensors share by chance.
 HIDDEN, VOCAB, NUM_LAYERS, CONTEXT_LEN = 48, 90, 6, 256

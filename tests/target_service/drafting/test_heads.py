@@ -23,7 +23,7 @@ from outrider.engine.cache import KVCache, Slots
 from outrider.engine.heads.checkpoint import HEAD_FILES
 from outrider.engine.heads.decoder import HeadDecoder
 from outrider.engine.heads.feature_head import FeatureHead, Fuse
-from outrider.engine.heads.law import HeadRows
+from outrider.engine.heads.head import HeadRows
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 from outrider.model_service.settings import Dtype

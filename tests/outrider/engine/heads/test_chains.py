@@ -18,7 +18,7 @@ from torch import Tensor
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.heads.checkpoint import read_head
-from outrider.engine.heads.law import Head, HeadRows, TargetParts
+from outrider.engine.heads.head import Head, HeadRows, TargetParts
 from outrider.engine.ops import Ops
 from outrider.engine.ops.reference import ReferenceOps
 from outrider.errors import ModelRefused
