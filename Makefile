@@ -76,7 +76,7 @@ test-surface: $(SETUP) $(LITELLM_SETUP) $(STRUCTURED_SETUP) ## the full conforma
 
 # An environment, its constraints, and what it is for: packages, and the words that are printed.
 define environment
-$($(1)_SETUP): tests/surface/clients/$(2)-constraints.txt | $(SETUP)
+$($(1)_SETUP): tests/surface/programs/$(2)-constraints.txt | $(SETUP)
 	@echo "Setting up $($(1)) for $(4)."
 	@test -x $($(1))/bin/python || $(BIN)/python -m venv $($(1))
 	@$($(1))/bin/python -m pip install --quiet --disable-pip-version-check -c $$< $(3)
@@ -126,7 +126,7 @@ check: $(SETUP) ## style, types, import rule, protocol, and whether the stubs ar
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --quiet tests/test_imports.py
+	$(BIN)/python -m pytest --quiet tests/house/test_imports.py
 	$(BIN)/buf lint proto
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(call stubs,"$$folder") \
 		&& diff -rq -x __init__.py -x __pycache__ "$$folder/outrider/v1" outrider/v1 \

@@ -15,7 +15,7 @@ from support.stack import RunningStack, running_stack
 
 from gateway.generation.admission import Admission
 
-CLIENTS = Path(__file__).resolve().parents[2] / "surface" / "clients"
+PROGRAMS = Path(__file__).resolve().parents[2] / "surface" / "programs"
 PATIENCE_S = 60.0
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 Body = Mapping[str, Any]
@@ -140,9 +140,9 @@ async def output_of(*command: str | Path, patience_s: float) -> str:
 
 
 async def run_client(python: Path, script: str, *arguments: str) -> dict[str, Any]:
-    """What a script of tests/surface/clients prints last, in JSON; its notes are shown when it fails."""
+    """What a script of tests/surface/programs prints last, in JSON; its notes are shown when it fails."""
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(python, CLIENTS / script, *arguments, stdout=pipe, stderr=pipe)
+    process = await asyncio.create_subprocess_exec(python, PROGRAMS / script, *arguments, stdout=pipe, stderr=pipe)
     output, notes = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode == 0, notes.decode()
     told: dict[str, Any] = json.loads(output.splitlines()[-1])

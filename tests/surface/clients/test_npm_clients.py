@@ -9,7 +9,7 @@ import jsonschema_rs
 import pytest
 from support.rest.rest_stack import CHAT, COMPLETIONS, RestStack, output_of, run_client, said
 from support.services.reciting import reciting_stack
-from surface.clients.pets import Pet
+from surface.programs.pets import Pet
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.agents]
 CLIENTS = Path(__file__).resolve().parents[3] / ".npm-clients" / "node_modules"

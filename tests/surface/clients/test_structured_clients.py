@@ -5,7 +5,7 @@ from pathlib import Path
 import jsonschema_rs
 import pytest
 from support.rest.rest_stack import RestStack, run_client
-from surface.clients.pets import Pet
+from surface.programs.pets import Pet
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.surface]
 PYTHON = Path(__file__).resolve().parents[3] / ".venv-structured" / "bin" / "python"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MAX_LINE = 160
 LEFT_OUT = {"build", "dist"}
 NOUN = re.compile(r"`(?P<name>\w+)` in `(?P<file>[\w/]+\.py)`")

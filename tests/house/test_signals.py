@@ -47,7 +47,7 @@ def test_a_run_in_the_background_changes_nothing() -> None:
         text=True,
         check=False,
         env=environment | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "1 passed" in ended.stdout

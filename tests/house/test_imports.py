@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("outrider", "draft_service", "target_service", "gateway", "bench", "models")
 HEAVY = ("torch", "transformers", "safetensors", "outrider.engine")
 # Who may have numpy, which takes a seventh of a second, but no torch.
