@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import BeforeValidator
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -113,10 +114,12 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
     async def page(request: Request) -> Response:
         return web_files["index.html"].answer(request)
 
-    @router.api_route("/static/{name}", methods=["GET", "HEAD"])
+    @router.api_route("/static/{name:path}", methods=["GET", "HEAD"])
     async def static(name: str, request: Request) -> Response:
         found = web_files.get(name)
-        return found.answer(request) if found else Response("There is no such file.", 404, media_type="text/plain")
+        if found is None:
+            raise HTTPException(404)
+        return found.answer(request)
 
     @router.post("/page/generate")
     async def generate(body: PageRequest, request: Request) -> Response:
@@ -153,13 +156,18 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
 
 
 def read_files() -> dict[str, WebFile]:
-    """All files of gateway/web by name."""
+    """All files of gateway/web by their path in it."""
     found = {}
-    for entry in files("gateway").joinpath("web").iterdir():
-        media_type = MEDIA_TYPES.get(entry.name.rpartition(".")[2])
-        if media_type is not None:
-            content = entry.read_bytes()
-            found[entry.name] = WebFile(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+    folders = [("", files("gateway").joinpath("web"))]
+    for prefix, folder in folders:
+        for entry in folder.iterdir():
+            media_type = MEDIA_TYPES.get(entry.name.rpartition(".")[2])
+            if entry.is_dir():
+                folders.append((f"{prefix}{entry.name}/", entry))
+            elif media_type is not None:
+                content = entry.read_bytes()
+                tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+                found[prefix + entry.name] = WebFile(content, media_type, tag)
     return found
 
 

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
 
 # Draws a text that comes in pieces, each of which is a token, into the box of the newest answer.
 DRAW = """async (pieces) => {
-  const { Rendered } = await import("/static/rendered.js");
+  const { Rendered } = await import("/static/js/text/rendered.js");
   const box = document.querySelector("#lane-main .stream");
   box.replaceChildren();
   box.classList.add("rendered");
@@ -25,7 +25,7 @@ DRAW = """async (pieces) => {
 }"""
 # For each token the pieces of it that are shown.
 PIECES = """async (pieces) => {
-  const { Rendered } = await import("/static/rendered.js");
+  const { Rendered } = await import("/static/js/text/rendered.js");
   const found = pieces.map(() => "");
   const put = (parent, index, text) => { found[index] += text; };
   const rendered = new Rendered(document.createElement("div"), put, () => undefined);

@@ -38,7 +38,7 @@ from outrider.v1 import types_pb2
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 OPEN_ROUTES = {
-    (method, path) for method in ("GET", "HEAD") for path in ("/live", "/ready", "/health", "/", "/static/{name}")
+    (method, path) for method in ("GET", "HEAD") for path in ("/live", "/ready", "/health", "/", "/static/{name:path}")
 }
 OPEN_SERVICE = "grpc.health.v1.Health"
 WRONG = ({}, {"authorization": "Bearer wrong"}, {"x-api-key": key_of("nobody")}, {"authorization": key_of("alice")})

@@ -213,7 +213,10 @@ async def test_every_file_has_the_policy_and_a_tag(client: httpx.AsyncClient) ->
         assert (await client.head(path)).status_code == 200
 
 
-@pytest.mark.parametrize("name", ["none.js", "..%2Fpage.py", "%2e%2e/rest/page.py", "__init__.py"])
+@pytest.mark.parametrize(
+    "name",
+    ["none.js", "js", "js/", "js%2F..%2F..%2Frest%2Fpage.py", "..%2Fpage.py", "%2e%2e/rest/page.py", "__init__.py"],
+)
 async def test_nothing_else_is_served(client: httpx.AsyncClient, name: str) -> None:
     """A name that is no file of the page's is not looked for anywhere."""
     assert (await client.get(f"/static/{name}")).status_code == 404

@@ -3,7 +3,7 @@
 
 import { fillFacts } from "./facts.js";
 import { visible } from "./format.js";
-import { Rendered } from "./rendered.js";
+import { Rendered } from "./text/rendered.js";
 import { made, replaced } from "./trees.js";
 
 export class Stream {

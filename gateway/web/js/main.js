@@ -1,7 +1,7 @@
 // Wires the page together: buttons and keys, one run or a race at a time, and one change of the page a frame.
 
 import { drawCounts, drawPositions, drawTimes } from "./charts.js";
-import { Composer } from "./composer.js";
+import { Composer } from "./chat/composer.js";
 import { flash, openCopyDialog, save, toClipboard } from "./copying.js";
 import { events } from "./events.js";
 import { Tip } from "./facts.js";

@@ -1,8 +1,8 @@
 // The conversation as it is seen: messages, and the answers before the newest, each with marks and facts as that one.
 
-import { flash, toClipboard } from "./copying.js";
-import { Stream } from "./stream.js";
-import { made } from "./trees.js";
+import { flash, toClipboard } from "../copying.js";
+import { Stream } from "../stream.js";
+import { made } from "../trees.js";
 
 const OPENERS = {
   Explain: "Why is the sky blue? Explain it to a child.",

@@ -1,9 +1,9 @@
 // The common subset of Markdown, CommonMark's and GitHub's tables, as elements. They are made one by one and only ever
 // given text, so nothing that a model says can be markup of the page.
 
-import { flash, toClipboard } from "./copying.js";
+import { flash, toClipboard } from "../copying.js";
 import { inline } from "./inline.js";
-import { made } from "./trees.js";
+import { made } from "../trees.js";
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+|$)/;
