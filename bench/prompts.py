@@ -19,7 +19,7 @@ from itertools import count, pairwise
 from pathlib import Path
 
 from bench.common import OPENINGS, machine, markdown, revision, spread, timed
-from bench.house import serving
+from bench.house.stack import serving
 from bench.versions import compare, in_turns
 from outrider.client import AsyncClient, GenerationOptions, Round, Speculation
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.common import OPENINGS, machine, markdown, revision, spread
-from bench.house import serving
+from bench.house.stack import serving
 from bench.versions import compare
 from outrider.client import Client, Round, Speculation
 

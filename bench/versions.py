@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 
 from bench.common import OPENINGS, TokensDiffer, machine, markdown, revision, settings_of, spread
-from bench.house import environment, outrider, serving
+from bench.house.stack import environment, outrider, serving
 from outrider.client import Client, Round
 
 TIMEOUT_S = 120.0
