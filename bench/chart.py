@@ -7,7 +7,7 @@ from html import escape
 
 from bench.common import Spread
 
-# Okabe and Ito's colours, which most people who see colours differently tell apart.
+# Okabe and Ito's colours, which most people who see colours differently can distinguish.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 380, 250, 58, 64, 56
 STEPS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)

@@ -92,7 +92,7 @@ def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 class Timed(NamedTuple):
-    """One answer that was read to its end. Times begin behind the first round, which reads the prompt."""
+    """One answer that was read to its end. Times begin after the first round, which reads the prompt."""
 
     token_us: float
     tokens_a_round: float
@@ -119,7 +119,7 @@ def read_timed(stream: Stream) -> Timed:
 
 
 def machine() -> str:
-    """Processor and number of CPUs, as far as the system tells."""
+    """Processor and number of CPUs, as far as the system reports them."""
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else platform.machine()}, {os.cpu_count()} CPUs"
@@ -193,8 +193,8 @@ def settings_of(
 ) -> dict[str, Speculation]:
     """Settings by their names: plain where K is 0, and auto where it is None, so that the gateway chooses.
 
-    All but plain with each of the drafters; an empty one leaves that to the gateway too. Behind them trees of so many
-    rows, so deep at most, whose shape is otherwise the drafter's.
+    All but plain with each of the drafters; an empty one leaves that to the gateway too. After them come trees of so
+    many rows, so deep at most, whose shape is otherwise the drafter's.
     """
     settings = {}
     for count, drafter in product(draft_counts, drafters):
@@ -260,7 +260,7 @@ class MeasuredModels(options.Models):
 
 
 def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
-    """As outrider.cli.local_stack.choose_models; raises ModelRefused also when there is no draft for the target."""
+    """Pair of outrider.cli.local_stack.choose_models; raises ModelRefused also when the target has no draft."""
     target_model, draft_model = choose_models(target, draft, no_draft=False)
     if draft_model is None:
         raise ModelRefused(f"There is no draft for {target_model}; name one with --draft.", model=target_model)

@@ -115,7 +115,7 @@ def look_rows(texts: Sequence[Sequence[int]], num_rows: int) -> list[list[str]]:
 
 
 def random_documents(num_tokens: int) -> Iterator[list[int]]:
-    """Documents of phrases that come again and words between them, by Zipf's law."""
+    """Documents of phrases that come again and words between them, in Zipf's distribution."""
     draw = np.random.default_rng(1)
     phrases = draw.zipf(1.3, (PHRASES, PHRASE_LEN)) % WORDS
     for _ in range(num_tokens // DOCUMENT_LEN):

@@ -27,7 +27,7 @@ SPECULATION = {"auto": Speculation(), "plain": Speculation(enabled=False)}
 TIMEOUT_S = 600.0
 # Of the ids of any model that is served here, without those that end a text.
 TOKEN_IDS = range(10, 4000)
-# Running streams are watched for so long before the prompt comes, behind their first rounds.
+# Running streams are watched for so long before the prompt comes, after their first rounds.
 QUIET_S, FIRST_ROUNDS = 3.0, 10
 
 
@@ -38,7 +38,7 @@ class Beside:
     quiet_gaps: list[float]
     """Between two rounds of a stream before the prompt was sent."""
     gaps: list[float]
-    """Those of which some part lies between the sending and the prompt's first token."""
+    """Gaps of which some part lies between the sending and the prompt's first token."""
     first_token_s: float
     token_ids: list[int]
 
@@ -185,7 +185,7 @@ def render_gaps(gaps: dict[str, list[Beside]]) -> str:
 
 
 def main() -> None:
-    """Measures, and prints."""
+    """Prints tables of first tokens of long prompts, and of the gaps of streams that run beside one."""
     parser = argparse.ArgumentParser(prog="python -m bench.prompts", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--old", type=Path, help="another checkout, with its kernels built, to compare with")
     parser.add_argument("--target", help="target of both, for instance sized:200m; default: the embedded pair")

@@ -59,7 +59,7 @@ def interval(found: Windows, base: Windows) -> tuple[float, float]:
 
 
 def log_probabilities(runner: ModelRunner, token_ids: Sequence[int]) -> Tensor:
-    """Of the token behind each of these, [T, V]."""
+    """Log-probabilities [T, V] of the token after each of these."""
     session = runner.open(token_ids, 1)
     rows = []
     while session.cached_len < len(token_ids):
@@ -104,7 +104,7 @@ def render(found: dict[str, Windows]) -> str:
 
 
 def main() -> None:
-    """Compares, and prints."""
+    """Prints a table of how well each type of the weights predicts the text."""
     parser = argparse.ArgumentParser(prog="python -m bench.quality", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="models/target", help="folder, file or hub id; default: the embedded target")
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text that the model is asked about")

@@ -104,7 +104,7 @@ def kept(taken: Sequence[Timed]) -> str:
 
 
 def hostile(number: int) -> dict[str, Any]:
-    """A grammar that nobody should ask for; hardly two are the same."""
+    """A grammar that no client should ask for; hardly two are the same."""
     size = 100 + number
     kinds: tuple[dict[str, Any], ...] = (
         {"regex": f"x{{{1000 * size}}}"},
@@ -127,7 +127,7 @@ def harmless(number: int) -> dict[str, Any]:
 
 
 async def gaps(client: AsyncClient, turns: int, tokens: int) -> list[float]:
-    """Milliseconds between the messages of plain streams, one behind the other."""
+    """Milliseconds between the messages of plain streams, one after the other."""
     found = []
     for prompt in OPENINGS[:turns]:
         times = []

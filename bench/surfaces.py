@@ -30,7 +30,7 @@ from outrider.client import Client, Round, Speculation
 
 TIMEOUT_S = 120.0
 TEMPERATURE = 0.8
-# Asked so often a turn, one behind the other.
+# Number of times that each is asked in a turn, one after the other.
 PATHS, GETS = ("/live", "/"), 5
 WAYS = GRPC, REST, PAGE = "gRPC", "/v1/completions", "/page/generate"
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -46,7 +46,7 @@ class Heard(NamedTuple):
 
 
 class Said(NamedTuple):
-    """An answer by one door; some doors tell no token ids."""
+    """An answer by one surface; some surfaces report no token ids."""
 
     text: str
     token_ids: tuple[int, ...] | None
@@ -99,7 +99,7 @@ def over_http(connection: HTTPConnection, path: str, asked: Asked) -> Bursts:
 
 
 def token_ids_of(event: Mapping[str, Any]) -> list[int]:
-    """Those of a chunk's choice, or of an event of the page."""
+    """Token ids of a chunk's choice, or of an event of the page."""
     return event.get("token_ids") or [token["token_id"] for token in event.get("tokens", ())]
 
 
@@ -233,12 +233,12 @@ def conversed(rest: str, grpc: str, question: str, seed: int, max_tokens: int) -
 
 
 def are_same(said: Mapping[str, Said]) -> bool:
-    """Whether all doors gave one text, and those that tell ids the same."""
+    """Whether all surfaces gave one text, and those that report ids the same ones."""
     return len({each.text for each in said.values()}) == 1 == len({each.token_ids for each in said.values()} - {None})
 
 
 def answers_table(rest: str, grpc: str, seed: int) -> str:
-    """README's examples and questions of fact, the answer of the first door, and whether all doors gave the same."""
+    """README's examples and questions of fact, the answer of the first surface, and whether all gave the same."""
     rows = []
     asked = [(STORY, continued, 64, ""), *((each, conversed, 128, FACTS.get(each, "")) for each in (SKY, *FACTS))]
     for text, ask, max_tokens, expected in asked:
@@ -271,7 +271,7 @@ def render(answers: Mapping[str, list[Heard]], gets_ms: Mapping[str, list[float]
 
 
 def main() -> None:
-    """Measures, and prints."""
+    """Prints the measured times of each surface, or with --answers the answers themselves."""
     parser = argparse.ArgumentParser(prog="python -m bench.surfaces", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="checkout to serve")
     parser.add_argument("--rest", help="where a running gateway serves REST, as HOST:PORT")

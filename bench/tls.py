@@ -83,7 +83,7 @@ async def start(supervisor: Supervisor, stack: Stack, way: str, certificates: Pa
 
 
 def costs(rounds: Sequence[Round], seconds: float) -> dict[str, float]:
-    """Milliseconds a round of an answer whose rounds behind the first took so long.
+    """Milliseconds a round of an answer whose rounds after the first took so long.
 
     Rounds of plain decoding come unasked, each computed while the one before is on its way: nothing is left of these.
     """

@@ -57,12 +57,12 @@ class AcceptanceSummary:
         self.plan, self.counts = plan, counts
 
     def tallies(self, temperature: float, rule: str, top_n: int) -> list[RuleCounts]:
-        """Those of one setting, in the order of the prompts."""
+        """Counts of one setting, in the order of the prompts."""
         wanted = (temperature, rule, top_n)
         return [each for each in self.counts if (each.temperature, each.rule, each.top_n) == wanted]
 
     def length(self, temperature: float, rule: str, top_n: int) -> Estimate:
-        """Tokens a round."""
+        """Mean tokens of a round, over the prompts of one setting."""
         return mean(map(tokens_per_round, self.tallies(temperature, rule, top_n)))
 
     def rate(self, temperature: float, rule: str, top_n: int) -> Estimate:

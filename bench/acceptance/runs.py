@@ -1,4 +1,4 @@
-"""Rounds that are tried and taken back, and counted: every rule guesses and decides behind the same tokens.
+"""Rounds that are tried and taken back, and counted: every rule guesses and decides after the same tokens.
 
 The texts are the target's own, at the temperature that is measured, because a draft is asked about nothing else.
 Drafts, distributions, noise and decisions are the services' own functions; there is no message and no clock. Nothing
@@ -61,9 +61,9 @@ class Readers:
     """Both models at the same places of some texts, which the target writes itself."""
 
     def __init__(self, pair: ModelPair, prompts: Sequence[Sequence[int]], temperature: float, text_len: int) -> None:
-        """Writes text_len tokens behind every prompt, ends of sequence ignored; prompt i has the seed i."""
+        """Writes text_len tokens after every prompt, ends of sequence ignored; prompt i has the seed i."""
         self._pair = pair
-        # With room behind the last place for guesses that nobody will commit.
+        # With room after the last place for guesses that are never committed.
         room = 2 * text_len
         self.specs = [spec_of(prompt, seed, temperature, room) for seed, prompt in enumerate(prompts)]
         self._target = [opened(pair.target, prompt) for prompt in prompts]
@@ -138,7 +138,7 @@ def opened(runner: ModelRunner, token_ids: Sequence[int]) -> Session:
 
 
 def hop_bytes(tree: TokenTree, base_len: int) -> int:
-    """Bytes of the larger hop, request and answer together, of a round that proposes a tree behind base_len tokens.
+    """Bytes of the larger hop, request and answer together, of a round that proposes a tree after base_len tokens.
 
     All of the tree is accepted, and so was all of the round before. Each message has a frame of its link to itself.
     """
@@ -165,7 +165,7 @@ def hop_bytes(tree: TokenTree, base_len: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AcceptancePlan:
-    """One run: texts of text_len tokens behind every prompt, and rounds at every stride-th token of them."""
+    """One run: texts of text_len tokens after every prompt, and rounds at every stride-th token of them."""
 
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     draft_count: int = 5
@@ -178,7 +178,7 @@ class AcceptancePlan:
 
     @property
     def places(self) -> range:
-        """Tokens of a text behind which there are rounds."""
+        """Token counts of a text after which there are rounds."""
         return range(0, self.text_len - self.draft_count, self.stride)
 
     def settings(self, temperature: float) -> list[tuple[Acceptance, int]]:

@@ -41,7 +41,7 @@ class Proposed:
     promised: float = 0.0
     """Sum of all values, none of which a chain without a shape has."""
     step_s: list[float] = field(default_factory=list)
-    """Of each forward."""
+    """Seconds of each forward."""
 
     @property
     def tokens_per_round(self) -> float:
@@ -114,7 +114,7 @@ def _counted(
 def propose(
     drafter: ModelDrafter, session: Session, spec: SessionSpec, num_rows: int, shape: TreeShape | None, scales: Scales
 ) -> tuple[TokenTree, list[float]]:
-    """What one session guesses behind its tokens, and the seconds of each step."""
+    """Guesses of one session after its tokens, and the seconds of each step."""
     found: list[TokenTree] = []
     task = DraftTask(session, spec, Purpose.TOKEN, num_rows, Meter(), lambda task: found.append(task.proposal), _refuse)
     if shape is not None:

@@ -39,7 +39,7 @@ class Source:
         self.functions = [node for body in bodies for node in body if isinstance(node, Function)]
 
     def imported(self, modules: Set[str]) -> set[str]:
-        """Those of the given modules that the file imports, whole or in part."""
+        """Modules, of the given ones, that the file imports, whole or in part."""
         names: set[str] = set()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):

@@ -151,7 +151,7 @@ def load(
     plan, metrics = plan_of(wanted), metrics_of(wanted)
     check(wanted, models, hosted, cpus)
     tls = connection.tls(wanted.address)
-    # Behind REST the gateway has its metrics.
+    # With REST the gateway serves its metrics too.
     stack = None
     if wanted.address is None:
         stack = replace(stack_of(models, cpus), rest_port=0)

@@ -25,7 +25,7 @@ class LoadFigures:
     over_best_fixed: Spread
     """Tokens/s over those of the fastest setting but auto."""
     over_best_chain: Spread
-    """The same without trees."""
+    """Tokens/s over those of the fastest setting but auto that has no trees."""
     rounds_per_s: Spread
     tokens_per_round: float
     drafted_per_round: float
@@ -40,7 +40,7 @@ class LoadFigures:
     device_busy: dict[str, float]
     """Share of the time, by process."""
     equal_answers: int
-    """Of the compared ones, those that are plain's token for token."""
+    """Number of compared answers that are plain's token for token."""
     compared_answers: int
 
 

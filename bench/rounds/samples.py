@@ -71,7 +71,7 @@ class TimeSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundSample(RoundFacts):
-    """One round as the gateway told it, with the tokens that it committed."""
+    """One round as the gateway reported it, with the tokens that it committed."""
 
     num_tokens: int
 
