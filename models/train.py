@@ -56,7 +56,7 @@ def train(
     goes_on = storage.holds(identity)
     tokenizer = find_tokenizer(from_pair, storage, documents, settings.sizes.vocab_size)
     held_out = held_out_of(encode(tokenizer, documents), settings)
-    # Only now, so that a text that is refused leaves no folder behind.
+    # Only now, so that a text that is refused leaves no folder.
     storage.claim(identity, tokenizer.to_str())
     console = Console(highlight=False)
     console.print(f"{'Going on with' if goes_on else 'Making'} a pair in {out}:")

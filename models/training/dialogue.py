@@ -1,4 +1,4 @@
-"""What a target is made to write: conversations through its own chat template, or plain text behind openings.
+"""What a target is made to write: conversations through its own chat template, or plain text after openings.
 
 An empty user turn lets an instructed model write the user's message itself (Magpie: Xu et al., 2024, arXiv 2406.08464).
 """
@@ -45,7 +45,7 @@ class Turns:
 
     @classmethod
     def read(cls, tokenizer: PreTrainedTokenizerFast, end_ids: frozenset[int]) -> Self | None:
-        """Of a tokenizer's template; None where it has none. Raises InvalidRequest about one that hides messages."""
+        """Turns of a tokenizer's template; None if it has none. Raises InvalidRequest about one that hides messages."""
         if tokenizer.chat_template is None:
             return None
         messages = [{"role": role, "content": MARK} for role in ("user", "assistant", "user")]
@@ -74,7 +74,7 @@ class Text:
 
     @property
     def temperature(self) -> float:
-        """Of the next token that is drawn."""
+        """Temperature of the next token that is drawn."""
         return USER_TEMPERATURE if self._user_writes else self._temperature
 
     def follow(self, token_id: int) -> tuple[int, bool]:
@@ -103,12 +103,12 @@ class Writing:
     """What a plain text begins with."""
     temperatures: tuple[float, ...]
     documents: Sequence[str]
-    """Of the user's own data; may be empty."""
+    """Texts of the user's own data; may be empty."""
     own_share: float
-    """Of the texts, that begin with a piece of a document."""
+    """Share of the texts that begin with a piece of a document."""
 
     def texts(self, count: int, generator: torch.Generator) -> list[Text]:
-        """So many new texts; the temperatures take turns."""
+        """New texts, `count` of them; the temperatures take turns."""
         made = []
         for _, temperature in zip(range(count), cycle(self.temperatures), strict=False):
             is_own = bool(torch.rand((), generator=generator) < self.own_share) and bool(self.documents)

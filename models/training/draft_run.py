@@ -164,7 +164,7 @@ def new_draft(settings: DraftRunSettings, target: LlamaForCausalLM) -> LlamaForC
 def see_own_row(head: Eagle3, head_dim: int, seed: int) -> None:
     """Lets the attention of a new head begin at its own row, whose token it needs most: queries begin as the keys.
 
-    It would begin as a mean over all rows otherwise, and learn for long to see the token that the guess is behind.
+    It would begin as a mean over all rows otherwise, and learn for long to see the token that the guess follows.
     """
     weights, generator = head.state_dict(), torch.Generator().manual_seed(seed)
     keys, queries = (weights[f"layers.0.self_attn.{name}_proj.weight"] for name in "kq")

@@ -85,7 +85,7 @@ class HeadSettings:
     ] = None
 
     def checked(self) -> Self:
-        """The same. Raises InvalidRequest about a name that there is not, or an option that the method has not."""
+        """The settings as they are. Raises InvalidRequest about an unknown name, or an option that the method lacks."""
         for flag, value, known in (("--method", self.method, METHODS), ("--preset", self.preset, tuple(PRESETS))):
             if value not in known:
                 raise InvalidRequest(flag, value, f"one of {', '.join(known)}")
@@ -214,7 +214,7 @@ class HeadRun:
         return self._report(head, teacher)
 
     def _samples(self, targets: Tensor, num_tokens: int) -> Tensor:
-        """A line of at least so many tokens that the target wrote at temperature 1, behind beginnings of the text."""
+        """A line of at least so many tokens that the target wrote at temperature 1, after beginnings of the text."""
         found = self.storage.result("samples")
         if found is None:
             length = 2 * self.held_out.block_len
@@ -247,13 +247,13 @@ class HeadRun:
         return lessons
 
     def _report(self, head: nn.Module, teacher: Teacher) -> Table:
-        """What it reaches on held-out blocks, and on the target's own greedy text behind their beginnings."""
+        """What it reaches on held-out blocks, and on the target's own greedy text after their beginnings."""
         found = self.storage.result("report")
         if found is None:
             blocks = self.held_out.whole_blocks()
             prompts = blocks[:GREEDY_TEXTS, :PROMPT_LEN].to(self.target.device)
             greedy = continued(self.target, prompts, min(GREEDY_LEN, self.files.shape.context_len), None)
-            # The first round is behind the prompt and the token of its own step.
+            # The first round follows the prompt and the token of its own step.
             first = PROMPT_LEN - 1
             reached = {
                 "held-out text": measure_head(head, teacher, blocks),

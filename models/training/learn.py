@@ -33,7 +33,7 @@ class Blocks(Protocol):
     """What a stage learns from: training.data.TrainingBlocks, or rows that a target has written."""
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets [B, L] of a step; a target is the token behind its input, or IGNORED."""
+        """Inputs and targets [B, L] of a step; a target is the token after its input, or IGNORED."""
 
 
 Lesson = tuple[Blocks, Loss]
@@ -55,7 +55,7 @@ class Stage:
     portions: tuple[tuple[int, int], ...]
     """What a step takes: so many blocks of so many tokens, and so many of another length."""
     table_share: float = 1.0
-    """Of the learning rate, for norms and for vectors of single tokens: less where these are known already."""
+    """Share of the learning rate for norms and vectors of single tokens: below 1 where these are known already."""
 
     @property
     def tokens(self) -> int:
@@ -103,7 +103,7 @@ def learn(
 ) -> None:
     """Changes the model's weights, from wherever the storage says that the stage stands. Raises Diverged.
 
-    After every step `report` is told how many are done, and the loss in nats a token.
+    After every step `report` gets how many are done, and the loss in nats a token.
     """
     named = list(model.named_parameters())
     matrices = [own for name, own in named if own.ndim == 2 and not TABLES & set(name.split("."))]
@@ -189,7 +189,7 @@ def measure(model: nn.Module, held_out: HeldOut) -> list[float]:
 
 @torch.inference_mode()
 def _tail_loss(model: nn.Module, windows: Tensor, tail: int) -> float:
-    """Of the last `tail` tokens of windows [W, L]."""
+    """Loss of the last `tail` tokens of windows [W, L]."""
     if not len(windows):
         return math.nan
     total = torch.zeros((), dtype=torch.float64)

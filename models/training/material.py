@@ -66,7 +66,7 @@ def write_shards(
 ) -> int:
     """Has shards written until their answers have so many tokens, but those that are there; returns how many there are.
 
-    Each has a generator of its own. `report` is told how many there are, and their answers' tokens.
+    Each has a generator of its own. `report` gets how many there are, and their answers' tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
     total = number = 0

@@ -65,18 +65,18 @@ class RunSettings:
 
     @property
     def sizes(self) -> Preset:
-        """The preset's."""
+        """Sizes of the chosen preset."""
         return PRESETS[self.preset]
 
     def resolved(self) -> Self:
-        """The same with defaults for steps that were not given. Raises InvalidRequest about an unknown preset."""
+        """A copy with defaults for steps that were not given. Raises InvalidRequest about an unknown preset."""
         if self.preset not in PRESETS:
             raise InvalidRequest("--preset", self.preset, f"one of {', '.join(PRESETS)}")
         target_steps, draft_steps = self.target_steps or TARGET_STEPS, self.draft_steps or DRAFT_STEPS
         return replace(self, target_steps=target_steps, draft_steps=draft_steps)
 
     def stages(self, role: str, *, extends: bool) -> list[Stage]:
-        """What a model of this role goes through; short blocks are behind it when it extends another pair."""
+        """Stages that a model of this role goes through; one that extends another pair has had its short blocks."""
         blocks, long_blocks = (self.batch, self.sizes.block_len), (self.long_batch, self.sizes.context_len)
         steps, long_steps = getattr(self, f"{role}_steps"), getattr(self, f"long_{role}_steps")
         long = Stage(f"{role}-long", long_steps, LONG_RATES[role], (long_blocks, blocks))
@@ -95,7 +95,7 @@ def held_out_of(token_ids: Tensor, settings: RunSettings) -> HeldOut:
 
 
 Outcome = tuple[str, int, int, list[float]]
-"""A stage's name, steps, tokens, and held-out losses behind it."""
+"""A stage's name, steps, tokens, and held-out losses after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class Run:
 
 
 def frozen(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """The same model, which learns nothing any more."""
+    """The given model, which learns nothing any more."""
     nn.Module.eval(model)
     return model.requires_grad_(False)
 
