@@ -67,13 +67,13 @@ class TargetVerdict(NamedTuple):
     own: OwnProposal = NO_PROPOSAL
     """What the session's own drafter had proposed; accepted_rows counts its rows."""
     beam_steps: tuple[BeamStep, ...] = ()
-    """Of a beam search its steps; accepted_rows and next_token_id are then what the best beam has gained."""
+    """Steps of a beam search; accepted_rows and next_token_id are then what the best beam has gained."""
 
 
 def commit_walk(tree: TokenTree, walked: Walk, spec: SessionSpec, base_len: int) -> TargetVerdict:
     """Commits what a walk accepted, up to the first token that ends the request.
 
-    A draft token that is accepted and ends the request is the last one: there is no next token, and nothing behind it
+    A draft token that is accepted and ends the request is the last one: there is no next token, and nothing after it
     counts as evaluated. EOS comes before a stop token, and both before the length. Raises ValueError when the request
     had ended before.
     """
@@ -144,7 +144,7 @@ def _confirmed(draw_input: DrawInput, found: Walk | OutriderError) -> Walk | Out
 def _follow_draws(
     runner: ModelRunner, inputs: Sequence[DrawInput], logits: Tensor, ranges: Sequence[range]
 ) -> list[Walk | OutriderError]:
-    """The rules `match` and `typical`, and every rule without a proposal: a draw behind each row, and a walk."""
+    """The rules `match` and `typical`, and every rule without a proposal: a draw after each row, and a walk."""
     drawn = draw_each(runner, logits, inputs, ranges)
     substitutes = _find_substitutes(runner, inputs, logits, ranges, drawn)
     return [
@@ -238,7 +238,7 @@ def _decide_alone(
 ) -> Walk | OutriderError:
     """One session's walk along the rows that can be drawn, up to the first that cannot.
 
-    The chain is cut there behind its last token, never before it: dropped for what stands behind it, a token would be
+    The chain is cut there after its last token, never before it: dropped for what follows it, a token would be
     judged by more than its own probability.
     """
     rows: list[Tensor] = []
@@ -268,7 +268,7 @@ def _walks(inputs: Sequence[DrawInput], target_probs: Tensor) -> list[Walk]:
     for each, accepted_count, next_token_id in zip(inputs, accepted_counts, next_ids, strict=True):
         tree, kept, token_id = each.feed.tree, accepted_count, next_token_id
         if token_id < 0:
-            # Nothing can be drawn behind the last accepted token, so its row is not entered; the next step says why.
+            # Nothing can be drawn after the last accepted token, so its row is not entered; the next step says why.
             kept -= 1
             token_id = tree.token_ids[kept]
         walks.append(Walk(tuple(range(1, kept + 1)), token_id, kept + (kept < len(tree))))

@@ -28,7 +28,7 @@ class ChainOutcome:
 
 
 def probs_at(target_probs: Tensor, token_ids: Tensor) -> Floats:
-    """Of rows [B, K, V] the probabilities [B, K, N] of the ids [B, K, N]."""
+    """Probabilities [B, K, N] of the ids [B, K, N] in rows [B, K, V]."""
     found: Floats = target_probs.gather(2, token_ids.to(target_probs.device)).cpu().numpy()
     return found
 
@@ -58,7 +58,7 @@ def conclude(
     """
     device, num_drafts = target_probs.device, support_ids.shape[1]
     every, counts = torch.arange(len(accepted_count)), torch.from_numpy(accepted_count)
-    # Behind a chain that is kept nothing is subtracted, at whatever ids.
+    # After a chain that is kept nothing is subtracted, at whatever ids.
     places = counts.clamp(max=num_drafts - 1)
     taken = subtracted[every.numpy(), places.numpy()] * (accepted_count < num_drafts)[:, None]
     rows, ids = target_probs[every.to(device), counts.to(device)], support_ids[every, places].to(device)
