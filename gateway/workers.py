@@ -91,7 +91,7 @@ class Workers:
     _life: AsyncExitStack = field(init=False)
 
     def __post_init__(self) -> None:
-        # Nobody gives up: the other workers serve on.
+        # No worker is given up: the others serve on.
         policy = RestartPolicy(hopeless=frozenset())
         self._supervisor = Supervisor(_report, _pass_on, policy, self._observe)
 

@@ -16,7 +16,7 @@ from outrider.token_tree import TokenTree
 
 
 class Hypothesis(NamedTuple):
-    """A finished sequence: its tokens behind the prompt, the sum of their log-probabilities, and its rank by score."""
+    """A finished sequence: its tokens after the prompt, the sum of their log-probabilities, and its rank by score."""
 
     token_ids: tuple[int, ...]
     cumulative_logprob: float
@@ -81,7 +81,7 @@ class BeamRecord(TokenLog):
         proposal = verdict.about(proposal)
         num_beams, tree, rows = len(self.live), proposal.tree, verdict.accepted_rows
         last_row = rows[-1] if rows else 0
-        # A path begins with the beam's own row, which nobody guessed.
+        # A path begins with the beam's own row, which was not guessed.
         is_path = last_row <= len(tree) and rows == tree.path(last_row)[1:]
         if self.finish_reason is not None or verdict.base_len != len(self):
             raise ProtocolViolation(f"a verdict on length {verdict.base_len} came for beams of {len(self)} tokens")

@@ -77,8 +77,8 @@ def asked(
 ) -> GenerationRequest:
     """A request with a rendered prompt, and what the answer to it may call.
 
-    Raises Unsupported where nobody looks for calls, and InvalidRequest about a tool that the model's syntax cannot
-    call.
+    Raises Unsupported where the gateway looks for no calls, and InvalidRequest about a tool that the model's syntax
+    cannot call.
     """
     if rules.needs_call and template.tool_format is None:
         raise Unsupported("tool_choice is not served: the gateway runs with --tool-format off", field="tool_choice")

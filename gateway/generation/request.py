@@ -56,7 +56,7 @@ class GenerationRequest:
     draft_count: int | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
     drafters: tuple[str, ...] = ()
-    """Those that are to guess together; none leaves the choice to the gateway."""
+    """Drafters that are to guess together; none leaves the choice to the gateway."""
     shape: TreeShape | None = None
     prediction: str | Sequence[int] | None = None
     """What the answer is expected to be, as text or token ids."""
@@ -76,7 +76,7 @@ class GenerationRequest:
     up_to_context: bool = False
     """Whether max_tokens is cut to what is left of the context and of the key, and is all of that when it is None."""
     tenant: str = ""
-    """Whose request it is, by the name of an API key. Tenants share nothing that is remembered."""
+    """Name of the API key that the request came with. Tenants share nothing that is remembered."""
     most_tokens: int | None = None
     """What prompt and answers may have together with that key, to which max_tokens is cut unless it was sent."""
     most_new_tokens: int | None = None
@@ -85,8 +85,8 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A checked request. draft_count None lets the gateway choose, and 0 never speculates. Without drafters the gateway
-    chooses among all that there are.
+    """A request that passed all checks. draft_count None lets the gateway choose, and 0 never speculates. Without
+    drafters the gateway chooses among all that there are.
     """
 
     spec: SessionSpec
@@ -103,7 +103,7 @@ class CheckedRequest:
     fills_context: bool = False
     """Whether the longest answer ends where the context does."""
     naming_stops: frozenset[str] = frozenset()
-    """Those stop strings that have the name of a token in them that clients do not read."""
+    """Stop strings that have the name of a token in them that clients do not read."""
     constraint: Constraint | None = None
     """What the grammar was made of."""
 
@@ -131,7 +131,7 @@ class CheckedRequest:
 class Offers:
     """The drafters that there are, each with the rules that it can serve.
 
-    `remote` are those of draft services, None while nobody knows them because the service is away; `own` those in the
+    `remote` are those of draft services, None while they are unknown because the service is away; `own` those in the
     target's process, of which own_trees make trees; `looks` says whether the gateway looks guesses up.
     """
 
@@ -143,7 +143,7 @@ class Offers:
     @property
     def names(self) -> dict[str, frozenset[Rule]]:
         lookup = {LOOKUP: frozenset(Rule)} if self.looks else {}
-        # Once more behind the remote ones, which a draft may call as it likes.
+        # Once more after the remote ones, which a draft may call as it likes.
         return {**lookup, **(self.remote or {}), **lookup, **self.own}
 
 
@@ -445,7 +445,7 @@ def _place(target: ModelInfo) -> tuple[int, str, str]:
 
 
 def check_room(prompt_len: int, target: ModelInfo) -> None:
-    """Raises PromptTooLong about a prompt that leaves no room for a token behind it."""
+    """Raises PromptTooLong about a prompt that leaves no room for a token after it."""
     size, name, place = _place(target)
     if prompt_len >= size:
         message = f"the prompt has {prompt_len} tokens, but must leave room for one more in {place}"
@@ -466,7 +466,7 @@ def _max_tokens(request: GenerationRequest, prompt_len: int, target: ModelInfo) 
         wanted = min(wanted, room)
         if request.most_tokens is not None:
             samples = request.beam_search.width if request.beam_search else request.sample_count or 1
-            # One at least: of a prompt that leaves no room the key's own check tells.
+            # One at least: when a prompt leaves no room, the key's own check says so.
             wanted = max(1, min(wanted, (request.most_tokens - prompt_len) // samples))
     if wanted > room:
         message = (f"a prompt of {prompt_len} tokens and ", Field("max_tokens"), f" {wanted} do not fit into {place}")

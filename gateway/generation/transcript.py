@@ -94,7 +94,7 @@ class _Automaton:
             self._borders[index] = self._next(self._borders[index - 1], stop[index])
 
     def advance(self, character: str) -> bool:
-        """Takes one character; tells whether the stop string is complete with it."""
+        """Takes one character; returns whether the stop string is complete with it."""
         length = self._next(self.matched_len, character)
         is_complete = length == len(self.stop)
         self.matched_len = self._borders[-1] if is_complete else length
@@ -109,7 +109,7 @@ class _Automaton:
 @dataclass(frozen=True, slots=True)
 class GuessFacts:
     """A row of a proposal, counted from 1, and the row above it, 0 for the last committed token; who guessed it, with
-    its log-probability and the estimate that it would be kept, where the drafter told them.
+    its log-probability and the estimate that it would be kept, where the drafter sent them.
     """
 
     row: int
@@ -129,7 +129,7 @@ class GuessFacts:
 
 @dataclass(slots=True)
 class GeneratedToken:
-    """A token of the output and the text that was final with it; of an accepted one the guess, if rounds are told."""
+    """A token of the output and the text that was final with it; of an accepted one the guess, if they are reported."""
 
     token_id: int
     origin: TokenOrigin
@@ -250,8 +250,8 @@ class SpeculationFigures:
 class Transcript:
     """Turns rounds into text until the request ends, by the target's word or by a stop string.
 
-    `tells_guesses` says whether tokens tell which guess they were. With a `reader` only content is text, in which stop
-    strings are looked for. One that is complete within the text of the first `min_tokens` tokens ends nothing.
+    `tells_guesses` says whether tokens carry the guess that they were. With a `reader` only content is text, in which
+    stop strings are looked for. One that is complete within the text of the first `min_tokens` tokens ends nothing.
     """
 
     detokenizer: Detokenizer
@@ -326,7 +326,7 @@ class Transcript:
         return content
 
     def take(self, committed: Round) -> tuple[GeneratedToken, ...]:
-        """The tokens of a round with their text. Tokens behind the one that completes a stop string do not exist."""
+        """The tokens of a round with their text. Tokens after the one that completes a stop string do not exist."""
         verdict = committed.verdict
         if self.numerics_ids[-1:] != [verdict.numerics_id]:
             self.numerics_ids.append(verdict.numerics_id)
@@ -337,7 +337,7 @@ class Transcript:
         else:
             self.figures.add(committed)
         tokens: list[GeneratedToken] = []
-        # The target's own token is behind all of them.
+        # The target's own token comes after all of them.
         rows = verdict.accepted_rows if self.tells_guesses else ()
         self.finish_reason = verdict.finish_reason
         last = len(committed.token_ids) - 1 if verdict.finish_reason in ENDING_TOKENS else -1

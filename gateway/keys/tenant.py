@@ -11,7 +11,7 @@ from gateway.keys.usage import MINUTE_S, SLACK, Bucket, OwnUsage, Usage
 from outrider.errors import InvalidRequest, PromptTooLong, RateLimited
 
 Clock = Callable[[], float]
-# What a client is told to wait for a sample's end, by how long samples took lately.
+# Seconds that a client is asked to wait for a sample's end, by how long samples took lately.
 WAIT_S = (1.0, 60.0)
 SMOOTHING = 0.2
 # Of a request that was refused before it had tokens.
@@ -53,7 +53,7 @@ class Tenant:
 
     @property
     def samples(self) -> int:
-        """That run or wait."""
+        """Number of samples that run or wait."""
         with self.usage.account(self.name) as account:
             return account.samples + account.other_samples
 

@@ -46,7 +46,7 @@ class Bucket:
         return 0.0 if missing <= SLACK else missing * MINUTE_S / per_minute
 
     def take(self, amount: int) -> None:
-        """Takes an amount, behind a look at what is left: else what is taken had time to come back already."""
+        """Takes an amount, after a look at what is left: else what is taken had time to come back already."""
         self.used += amount
 
 
@@ -58,11 +58,11 @@ class Account:
     tokens: Bucket = field(default_factory=Bucket)
     """What requests that are over have used of them."""
     samples: int = 0
-    """Of this process, that run or wait."""
+    """Number of samples of this process that run or wait."""
     held_tokens: int = 0
     """All that these may use, apart from the bucket: what is held does not come back while it is."""
     other_samples: int = 0
-    """Of the other workers."""
+    """Number of samples of the other workers."""
     other_held_tokens: int = 0
 
 
@@ -70,7 +70,7 @@ class Usage(Protocol):
     """The accounts of all keys."""
 
     def account(self, name: str) -> AbstractContextManager[Account]:
-        """The account of a key's name, which nobody else sees or changes while it is open. It must not be open long."""
+        """Account of a key's name, which no other caller sees or changes while it is open. It must not be open long."""
         ...
 
 
@@ -88,7 +88,7 @@ class OwnUsage:
 class SharedUsage:
     """The accounts that the workers of a gateway have together.
 
-    Where the folder cannot be read or written, as on a full disk, a worker goes on with what it knew last, and tells
+    Where the folder cannot be read or written, as on a full disk, a worker goes on with what it knew last, and informs
     the others when it can: limits are then each worker's own for a while, which is better than no answers.
     """
 

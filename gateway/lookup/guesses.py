@@ -80,7 +80,7 @@ class LookupGuesses:
             self._session.close()
 
     def look(self, room: int) -> Look:
-        """What is found behind the committed tokens, at most `room` deep; it stands until the next commit."""
+        """What is found after the committed tokens, at most `room` deep; it holds until the next commit."""
         forced = self._forced()[: min(room, self._max_rows)]
         if len(forced) >= MIN_FORCED:
             # They have all there is of probability, by the mask that the target draws with.

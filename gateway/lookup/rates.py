@@ -5,7 +5,7 @@ from enum import IntEnum
 SHORTEST = (3, 4, 8, 16, 32)  # match of each bucket
 PRIORS = (0.5, 0.6, 0.7, 0.8, 0.9)
 PRIOR_WEIGHT = 8.0  # in tested guesses
-MEMORY = 0.98  # of what was learnt, is left behind a further test
+MEMORY = 0.98  # of what was learnt, is left after a further test
 HIGHEST = 0.995
 
 

@@ -27,7 +27,7 @@ class NextTokens(Protocol):
 
 
 class Voter(NamedTuple):
-    """A place in some text behind a match of so many tokens, and where the text is from."""
+    """A place in some text after a match of so many tokens, and where the text is from."""
 
     kind: Kind
     tokens: Tokens
@@ -42,19 +42,19 @@ class Ground(NamedTuple):
     share: float
 
 
-# A token behind a row: its value, its id, its ground's number, its share there, and who named it.
+# A token after a row: its value, its id, its ground's number, its share there, and who named it.
 Child: TypeAlias = tuple[float, int, int, float, list[Voter]]
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Guesses behind the committed tokens. Rows fall in value, so that the first n rows of the tree are a tree."""
+    """Guesses after the committed tokens. Rows fall in value, so that the first n rows of the tree are a tree."""
 
     tree: TokenTree = EMPTY
     sources: tuple[str, ...] = ()
-    """Of each row: lookup, datastore, prediction, table or grammar."""
+    """Source of each row: lookup, datastore, prediction, table or grammar."""
     match_len: int = 0
-    """Of the longest match, at most 32 tokens; 0 where there is none."""
+    """Length of the longest match, at most 32 tokens; 0 where there is none."""
     grounds: tuple[Ground, ...] = ()
 
     def cut(self, num_rows: int) -> "Look":
@@ -83,7 +83,7 @@ class Vote:
         parents: list[int] = []
         values: list[float] = []
         grounds: list[Ground] = []
-        # Of equal value what came first goes first; nothing behind the order is ever compared.
+        # Of equal value what came first goes first; no entry after the order is ever compared.
         heap: list[tuple[float, int, int, tuple[int, ...], Child]] = []
         match_len = max([voter.length for voter in voters], default=0)
         row, value, order = 0, 1.0, 0
@@ -135,7 +135,7 @@ class Vote:
 
 
 def _ballots(voters: list[Voter], path: tuple[int, ...]) -> dict[int, dict[int, list[Voter]]]:
-    """Who names which token behind a path, by what they stand on."""
+    """Voters that name each token after a path, by what they stand on."""
     groups: dict[int, dict[int, list[Voter]]] = {}
     depth = len(path)
     for voter in voters:

@@ -112,7 +112,7 @@ class CompletionFormatter(responses.ResponseFormatter):
     prompts: Sequence[str]
     sample_count: int
     prompt_tokens: dict[int, tuple[PromptToken, ...]] = field(default_factory=dict, init=False)
-    """Those of every prompt whose log-probabilities have come."""
+    """Tokens of every prompt whose log-probabilities have come."""
     offsets: Counter[int] = field(default_factory=Counter, init=False)
     """How much text of a choice is out."""
     held: defaultdict[int, list[tuple[int, Event]]] = field(default_factory=lambda: defaultdict(list), init=False)

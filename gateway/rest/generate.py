@@ -169,7 +169,7 @@ class ResponseFigures:
     """Drafted and accepted tokens of every verdict on a proposal."""
     ends: dict[int, CompletionEvent] = field(default_factory=dict)
     token_counts: Counter[int] = field(default_factory=Counter)
-    """Of every choice until now."""
+    """Number of tokens of every choice until now."""
 
     @property
     def first_choices(self) -> list[int]:

@@ -95,7 +95,7 @@ class RequestIds:
     """The middleware around everything else: it gives each request an id, a trace and headers, and counts its answer.
 
     The id is the client's `x-request-id` where that is short and plain, and in every line that is logged meanwhile.
-    What nobody expected becomes a 500, or the end of the connection. Refusals are sent at a pace; see Throttle. While
+    An unexpected error becomes a 500, or the end of the connection. Refusals are sent at a pace; see Throttle. While
     the gateway `is_leaving` no connection is kept, so that the next request finds another one.
     """
 
@@ -137,11 +137,11 @@ class RequestIds:
                 await self._app(scope, receive, send_with_headers)
             except Exception as error:
                 if status:
-                    # Whoever closes the connection logs it as well.
+                    # The code that closes the connection logs it as well.
                     raise
                 await error_response(unexpected(error), scope["path"])(scope, receive, send_with_headers)
             finally:
-                # Clients choose paths and methods, so those that nobody serves share one label; what a middleware
+                # Clients choose paths and methods, so those that are not served share one label; what a middleware
                 # answers has met no route. Without a status the client was gone before there was one.
                 route = getattr(scope.get("route"), "path", "other")
                 label = method if method in METHODS else "other"
@@ -193,7 +193,7 @@ class SiteGuard(CORSMiddleware):
 class BodyLimits:
     """Reads the whole body, which is limited in size and time and must be JSON, before anything is spent on it.
 
-    So is what comes before it. Its value goes to the route in the request's state, its bytes to whoever reads them.
+    The same goes for what comes before it. Its value goes to the route in the request's state, its bytes to any reader.
     What both hold is taken from the memory of all requests, before they are there, until the answer begins.
     """
 
@@ -231,7 +231,7 @@ class BodyLimits:
             async def let_go(message: Message) -> None:
                 turn.end()
                 if message["type"] == "http.response.start" and message["status"] < 400:
-                    # Whoever answers has made of them what it needs; an error may still have hold of them.
+                    # The code that answers has made of them what it needs; an error may still have hold of them.
                     messages.clear()
                     state.pop("json", None)
                     kept.give_back()
@@ -244,7 +244,8 @@ class BodyLimits:
                     if body:
                         state.update(json=await self._parsed(body, headers, receive, kept, turn), turn=turn)
                 except OutriderError as error:
-                    # The server drops what is left of the body: closing would take the answer from whoever still sends.
+                    # The server drops what is left of the body: closing would take the answer from a client that still
+                    # sends.
                     await error_response(error, scope["path"])(scope, receive, send)
                     return
                 messages.append({"type": "http.request", "body": body, "more_body": False})
@@ -356,7 +357,7 @@ class ParsedRequest(Request):
                 # There may be thousands.
                 return None, error.errors()
 
-        # What comes behind it is that the client leaves.
+        # A message that comes after it says that the client leaves.
         await self.body()
         async with while_there(self.receive):
             self.model, findings = await turn.run(validated)

@@ -63,7 +63,7 @@ HEADERS = {
 NO_STORE = {"cache-control": "no-store"}
 DIGITS = re.compile(r"-?[0-9]{1,19}")
 VERSION = version("outrider")
-# What a token that was no guess, or of which none is told, has in the place of one.
+# What a token has in the place of a guess, when it was none or guesses are not reported.
 UNGUESSED = dict.fromkeys(each.name for each in fields(GuessFacts))
 
 

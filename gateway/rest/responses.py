@@ -339,7 +339,7 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def end(self) -> list[bytes]:
-        """The frames behind the last event."""
+        """Frames after the last event."""
 
     @abstractmethod
     def failure(self, error: OutriderError) -> list[bytes]:

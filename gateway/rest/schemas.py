@@ -432,7 +432,8 @@ def ignored_in(model: BaseModel, path: str = "") -> Iterator[str]:
 
 @cache
 def _fields(kind: type[BaseModel]) -> tuple[tuple[str, str, bool], ...]:
-    """Of a model: each field without effect or with models in it, its name in a body, and whether it has an effect.
+    """Fields of a model without effect or with models in them: each with its name in a body, and whether it has an
+    effect.
 
     The others are not looked at: a prompt may be a million token ids.
     """

@@ -45,7 +45,7 @@ def typed(event: str, payload: str) -> bytes:
 async def while_there(receive: Receive, *companions: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Cancels its block when the client leaves, and then raises ClientGone; what a companion raises ends it as well.
 
-    The server cancels nothing when a client leaves; whoever works for one has to look.
+    The server cancels nothing when a client leaves; code that works for one has to look.
     """
 
     async def watch() -> None:

@@ -14,7 +14,7 @@ from gateway.rounds.estimates import (
 )
 from gateway.rounds.round import Proposal
 
-TREE = " tree"  # behind a drafter's name, for the trees that it makes
+TREE = " tree"  # after a drafter's name, for the trees that it makes
 MOST_ASKED = 8  # sessions that try a drafter of which nothing becomes known
 WORTH_CHANGING = 1.03  # how much faster guesses must look before sessions that decode plainly begin with them
 CHAIN_COUNTS = tuple(range(1, MAX_DRAFT_COUNT + 1))
@@ -23,7 +23,7 @@ TREE_COUNTS = (*CHAIN_COUNTS, 10, 12, 16, 20, 24, 32)
 
 
 def estimates_key(proposal: Proposal) -> str:
-    """Whose estimates a proposal belongs to: a drafter's trees, which have values, are not like its chains."""
+    """Key of the estimates that a proposal belongs to: a drafter's trees, which have values, have one of their own."""
     return proposal.drafter + TREE if proposal.tree.values else proposal.drafter
 
 
@@ -57,7 +57,7 @@ class DrafterEstimates:
 
     @property
     def is_worth_asking(self) -> bool:
-        """Whether nothing is known of it, and few sessions have been told to find out; it may never guess anything."""
+        """Whether nothing is known of it, and few sessions have been sent to find out; it may never guess anything."""
         return not self.step_us.known and self.num_asked < MOST_ASKED
 
     def ramp(self, num_sessions: int) -> None:

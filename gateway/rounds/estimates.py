@@ -19,8 +19,8 @@ FIRST_RATE, FIRST_WEIGHT = 0.7, 4.0  # of a guess, before any was tested, and it
 POOL_WEIGHT = 16.0  # of the pool's rate in that of a session, in tested tokens
 SLOPE_WEIGHT = 0.5  # of what is believed of the cost of a row before there are two entries, in squared rows
 DRIFT = 0.02  # how much of a sample's surprise about one number of rows is believed of all others
-MEMORY_ROUNDS = 1000  # of each session, behind which half of what was measured is forgotten
-TRUST_ROUNDS = 4  # of each session, behind which half of what was measured is believed
+MEMORY_ROUNDS = 1000  # of each session, after which half of what was measured is forgotten
+TRUST_ROUNDS = 4  # of each session, after which half of what was measured is believed
 EXACT_ROWS = 32  # larger numbers of rows share an entry with their neighbours
 
 
@@ -53,7 +53,7 @@ class Average:
 class RowTable:
     """Cost of a forward by its rows: an entry for each number that was seen, a straight line between and beyond.
 
-    All entries follow a little when one of them changes, because what slows a machine slows every forward. Behind the
+    All entries follow a little when one of them changes, because what slows a machine slows every forward. After the
     last entry a row costs what rows cost on the whole; while there is only one, what a row costs in the model table,
     in proportion, and without that a tenth of the entry, or its share where that is less.
     """

@@ -179,7 +179,7 @@ class SpeculationPolicy:
         for acceptance in (estimates.acceptance, *([own] if own else [])):
             acceptance.observe(committed.accepted_count, verdict.evaluated_count)
         for part in proposal.parts:
-            # What each would have been worth alone, as far as the tokens tell.
+            # What each would have been worth alone, as far as the tokens show.
             right = len(part.tree.follow(committed.token_ids))
             tested = min(right + 1, max(part.tree.depths), len(committed.token_ids))
             self._estimates(part.drafter).acceptance.observe(right, tested)
@@ -252,7 +252,7 @@ class SpeculationPolicy:
     def _draft_or_plain(
         self, drafter: str, best: Choice, speed: float, session: SessionEstimates | None, *, ready: bool
     ) -> Choice:
-        """Guesses, while they are worth it; now and then some plain tokens that tell what these cost."""
+        """Guesses, while they are worth it; now and then some plain tokens that show what these cost."""
         estimates = self._estimates(drafter)
         may_draft = session is None or session.is_drafting or self._num_drafting < estimates.allowed
         if not may_draft or speed * self._costs_of(drafter)[0] <= 1:
@@ -378,7 +378,7 @@ class SpeculationPolicy:
         """Expected microseconds of a round with K draft tokens, if all sessions had such rounds at the present load.
 
         For K = 0 of a token of plain decoding. Where the target takes turns with groups of sessions, a round takes at
-        least the forwards of all, and drafting hides behind them.
+        least the forwards of all, and drafting is hidden by them.
         """
         load = self._load
         if not draft_count:

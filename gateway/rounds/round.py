@@ -1,7 +1,7 @@
 """The words of the round loop: proposal, verdict, round, and the log of committed tokens.
 
 The log is the truth of a request: every cache elsewhere can be rebuilt from it, and it only ever grows. What is made
-once a round is changed by nobody either, but not frozen, because that makes making it three times as slow.
+once a round is never changed either, but not frozen, because that makes making it three times as slow.
 """
 
 import time
@@ -19,7 +19,7 @@ LOOKUP = "lookup"
 
 
 class TokenOrigin(Enum):
-    """Who said a token first; see generation_service.proto."""
+    """Model or step that said a token first; see generation_service.proto."""
 
     PLAIN = "plain"
     ACCEPTED = "accepted"
@@ -48,7 +48,7 @@ class HopCost:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What the draft guessed behind the last committed token, or why it guessed nothing."""
+    """What the draft guessed after the last committed token, or why it guessed nothing."""
 
     tree: TokenTree = EMPTY
     fallback_reason: FallbackReason | None = None
@@ -71,7 +71,7 @@ NOTHING = Proposal()
 
 
 class OwnGuesses(NamedTuple):
-    """What the target's own drafter is to make, for this verdict and for unasked ones behind it: a chain or a tree."""
+    """What the target's own drafter is to make, for this verdict and for unasked ones after it: a chain or a tree."""
 
     draft_count: int = 0
     shape: TreeShape | None = None
@@ -165,7 +165,7 @@ class TokenLog:
     def commit(self, proposal: Proposal, verdict: Verdict) -> Round:
         """Appends what a verdict commits; of two proposals the target's own is the one that it is about.
 
-        One that came too late counts as none. Raises ProtocolViolation for a verdict that cannot be about it, or behind
+        One that came too late counts as none. Raises ProtocolViolation for a verdict that cannot be about it, or after
         which the request cannot go on.
         """
         proposal = verdict.about(proposal)

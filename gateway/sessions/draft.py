@@ -59,11 +59,11 @@ class DrafterSeat(NamedTuple):
     name: str = ""
     """What rounds call it."""
     lane: int = 0
-    """Its number: no two of a request draw with the same noise."""
+    """Number of the drafter: no two of a request draw with the same noise."""
 
 
 ALONE = DrafterSeat()
-"""Of a request for which nobody else guesses."""
+"""Seat of the only drafter of a request."""
 
 
 class DraftOpening(Mailbox[pb.ProposeResponse]):
@@ -89,7 +89,7 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         self._asked = (0, 0)  # epoch and length of the last request
 
     def ask(self, fence: types_pb2.Fence, draft_count: int, shape: TreeShape | None = None) -> None:
-        """Opens the session, or tells the tokens that the draft does not know."""
+        """Opens the session, or sends the tokens that the draft does not know."""
         self._asked = fence.epoch, fence.base_len
         if self.known_len == 0:
             session, parts = opening_of(self._spec, self._log)
@@ -109,7 +109,7 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         self.known_len = len(self._log)
 
     def put(self, message: pb.ProposeResponse) -> None:
-        """Takes an answer in; what comes too late for whoever reads is dropped at once."""
+        """Takes an answer in; what comes too late for a reader is dropped at once."""
         epoch = message.fence.epoch
         if (epoch, message.fence.base_len) >= self._asked or (message.HasField("error") and epoch == self._asked[0]):
             super().put(message)
@@ -145,7 +145,7 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         """The guesses of an answer that took wait_us; raises ProtocolViolation about what no draft may say."""
         rule = self._spec.acceptance.rule
         try:
-            # Nobody reads log-probabilities that nobody asked for.
+            # Log-probabilities that were not asked for have no reader.
             wanted = self._spec.draft_logprobs
             tree = tree_from(response.proposal, self._vocabulary_size, draft_count, with_logprobs=wanted)
         except InvalidRequest as error:
@@ -260,7 +260,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         await super().__aexit__(*exit_)
 
     async def propose(self, draft_count: int, shape: TreeShape | None = None) -> Proposal:
-        """Asks for guesses behind the log, as a chain without a shape; an empty proposal says what went wrong.
+        """Asks for guesses after the log, as a chain without a shape; an empty proposal says what went wrong.
 
         A draft that is not waited for any longer, because this is cancelled, counts as late.
         """
@@ -341,7 +341,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
             self._drop(error)
             return
         except Exception:
-            # Nobody waits for this task; what the draft has now, nobody knows.
+            # No other task waits for this one; what the draft has now is unknown.
             log.exception("rollback failed", service=str(link))
             self._forget()
             return

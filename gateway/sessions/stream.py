@@ -2,9 +2,9 @@
 
 What the sessions say in one turn of the loop leaves in one frame, and so does what comes while a frame is on its way:
 batching never waits. Nor does a service wait for all that follows from a large frame: a turn handles a part of it.
-An open with many tokens is cut, and a frame takes one piece of one open at a time, so that nobody waits behind a
+An open with many tokens is cut, and a frame takes one piece of one open at a time, so that no session waits for a
 prompt. Cancelling a read or a write of grpc.aio cancels the whole call, so both happen in tasks of the link's own, and
-whoever leaves only takes its mailbox away.
+a session that leaves only takes its mailbox away.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from outrider.v1 import draft_service_pb2, target_service_pb2, types_pb2
 CLOSE_TIMEOUT_S = 2.0
 # What gRPC itself says of a call whose connection or process is gone, by the version and by what lies between.
 LOST_STATUSES = frozenset({"UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN"})
-LONGEST_SILENCE_S = 15.0  # as long as gRPC takes to notice that nobody answers its pings
+LONGEST_SILENCE_S = 15.0  # as long as gRPC takes to notice that its pings get no answer
 MAX_UNREAD = 1024  # answers of one session that may wait here; no service may send more before it is asked again
 PART_TOKENS = 4096  # tokens of an open that are sent at a time
 TURN_ANSWERS = 16  # of one frame that a turn of the loop handles
@@ -272,7 +272,7 @@ class Mailbox(Generic[Received]):
         return message
 
     def put(self, message: Received) -> None:
-        """Takes an answer in, for whoever reads."""
+        """Takes an answer in, for the reader."""
         if len(self._unread) < self.max_unread:
             self._unread.append(message)
         else:
@@ -280,7 +280,7 @@ class Mailbox(Generic[Received]):
         self.wake()
 
     def wake(self) -> None:
-        """Lets whoever reads look again."""
+        """Lets the reader look again."""
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 

@@ -42,7 +42,7 @@ class TemplateFiles:
 
 
 def find_templates(model: str) -> TemplateFiles:
-    """Of a folder, a GGUF file, a model on the hub, or the model inside a sized one. Raises ModelRefused."""
+    """Chat templates of a folder, a GGUF file, a model on the hub, or the model in a sized one. Raises ModelRefused."""
     source = tokenizer_source(model)
     try:
         gguf = find_gguf(source)
@@ -81,7 +81,7 @@ def _named(entry: object) -> dict[str, str]:
 
 
 def _special_tokens(folder: Path, config: dict[str, object]) -> dict[str, str]:
-    # Older tokenizers keep them in a file of their own, which newer ones may have left behind.
+    # Older tokenizers keep them in a file of their own, which newer ones may have kept.
     legacy = {} if "added_tokens_decoder" in config else _object(folder / "special_tokens_map.json")
     found = {name: legacy.get(name, config.get(name)) for name in SPECIAL_TOKENS}
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
@@ -102,7 +102,7 @@ MAX_SENTENCE_LEN = 300
 SPEAKERS = {"developer": "system"}  # two names of one who sets the rules
 # What a turn may have beside its content, and the lines have no place for.
 TEMPLATE_ONLY = ("name", "tool_calls", "tool_call_id")
-# Put behind a message that the answer goes on with, to find its end in the prompt; as transformers does it.
+# Put after a message that the answer goes on with, to find its end in the prompt; as transformers does it.
 CUT = "<|end of what is gone on with|>"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 NAME_SHOWN = r"\b(m|msg|\w*message)(\.name\b|\[.name.\]|\.get\(.name.)|.name. in (m|msg|\w*message)\b"
@@ -137,7 +137,7 @@ class ChatTemplate:
         patterns = {"name": NAME_SHOWN, "tool_calls": "tool_calls"}
         self._shown = {name for name, pattern in patterns.items() if re.search(pattern, self._source)}
         self.tool_format = choose_format(tool_format, self._source)
-        """How the model writes calls of tools and reasoning; None where nobody shall look for them."""
+        """How the model writes calls of tools and reasoning; None where the gateway shall not look for them."""
         self._special_tokens = files.special_tokens
         try:
             self._templates = {name: SafeTemplate(source) for name, source in files.templates.items()}

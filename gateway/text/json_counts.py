@@ -9,11 +9,11 @@ from outrider.errors import check_count
 
 # Each is far more than programs send, and 150 MB of memory at most when all of them come together.
 MAX_KEYS = 50_000
-"""Of all objects together. Unknown ones are found one by one."""
+"""Keys of all objects together. Unknown ones are found one by one."""
 MAX_NODES = 50_000
-"""Lists and objects."""
+"""Number of lists and objects."""
 MAX_STRINGS = 150_000
-"""Keys among them."""
+"""Number of strings, keys among them."""
 MAX_FRACTIONS = 50_000
 """Numbers with a point or an exponent, which take ten times as long to read as whole ones."""
 MAX_VALUES = 1 << 20

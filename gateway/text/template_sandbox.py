@@ -90,7 +90,7 @@ class _Dict:
         return _dict(*args, **kwargs)
 
     def fromkeys(self, keys: Iterable[object], value: object = None) -> dict[object, object]:
-        """As dict.fromkeys."""
+        """A dictionary with one value for all keys, like dict.fromkeys."""
         return dict.fromkeys(keys, value)
 
 

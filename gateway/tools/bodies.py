@@ -62,7 +62,7 @@ class JsonBody(CallBody):
     """A JSON value: whole when its brackets are closed. Of a list that was cut off, the calls before the cut count."""
 
     def __init__(self, *, is_bare: bool = False) -> None:
-        """A bare one must begin like a call, or else it is an answer in JSON, for which nobody should wait."""
+        """A bare one must begin like a call, or else it is an answer in JSON, for which no reader should wait."""
         super().__init__()
         self._closers: list[str] = []
         self._is_in_string = self._is_escaped = False
@@ -170,7 +170,7 @@ class PythonicBody(CallBody):
         elif character in "])}":
             self._depth -= 1
         if self._depth < 2 and character not in "])":
-            # Only the head of the first call tells it from text.
+            # Only the head of the first call distinguishes it from text.
             is_first = "(" not in self._characters
             self.has_failed = is_first and (len(self._characters) > MAX_HEAD_LEN or not self._may_begin())
         self.has_failed = self.has_failed or self._depth > MAX_DEPTH
@@ -194,7 +194,7 @@ class XmlBody(CallBody):
 
     HEAD = re.compile(r"\s*<function=(?P<name>[^>\s]+)>")
     MARK = "<function="
-    # Behind a line's end or a closed parameter, for a value may speak of these marks.
+    # After a line's end or a closed parameter, for a value may speak of these marks.
     END = re.compile(r"(?:\n|</parameter>\s*|<function=[^>\s]+>\s*)</function>\s*(?P<next></tool_call>|<tool_call>)$")
     PARAMETER = re.compile(r"\s*<parameter=(?P<name>[^>\n]+)>")
     # A value on lines of its own ends where a line begins with a mark, and else where any mark stands.

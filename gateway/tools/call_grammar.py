@@ -28,7 +28,7 @@ class OfferedTool:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
     field: str = "tools"
-    """Of the request, that it is in."""
+    """Field of the request that it is in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class _Grammar:
         self._syntax = next((each for each in syntaxes if not each.open), syntaxes[0])
 
     def text(self) -> str:
-        """The grammar."""
+        """The whole grammar, in the library's syntax."""
         reason = self._reason()
         answer = self._required() if self._rules.needs_call else self._free()
         self._lines.append(f"start: {reason} {answer}")
@@ -109,7 +109,7 @@ class _Grammar:
         return f"{rule.upper()} {self._marker(marker)}"
 
     def _marker(self, marker: str) -> str:
-        """As a token if it is one: the library takes such tokens for none of the texts that are their names."""
+        """Marker as a token if it is one: the library takes such tokens for none of the texts that are their names."""
         return f"<[{self._added_tokens[marker]}]>" if marker in self._added_tokens else _literal(marker)
 
     @property
@@ -122,7 +122,7 @@ class _Grammar:
         return "" if self._syntax.body is Body.NAMED else "SPACE?"
 
     def _calls(self) -> str:
-        """The rule of what stands behind an opening marker: a call of any of the tools, or several in a list."""
+        """Expression for what follows an opening marker: a call of any of the tools, or several in a list."""
         names = [f"call_{number}" for number in range(len(self._rules.tools))]
         for name, tool in zip(names, self._rules.tools, strict=True):
             self._lines.append(f"{name}: {self._call(name, tool)}")

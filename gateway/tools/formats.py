@@ -27,7 +27,7 @@ class Body(StrEnum):
 class CallSyntax:
     """One way to write calls: what opens one, its body, and what may close it.
 
-    Without an opening marker the body stands bare: it begins with the answer or behind another call, and names a tool
+    Without an opening marker the body stands bare: it begins with the answer or after another call, and names a tool
     that was offered, or else it is text. `keeps_open` says that the marker is the beginning of the body.
     """
 
@@ -84,7 +84,7 @@ FORMATS: Mapping[str, ToolFormat] = {
     each.name: each for each in (HERMES, QWEN3_XML, LLAMA3_JSON, LLAMA_PYTHONIC, MISTRAL, MISTRAL_V3, JSON)
 }
 AUTO, OFF = "auto", "off"
-# What only the template of a family says, the most telling first; all of one line must be there.
+# What only the template of a family says, the most specific first; all of one line must be there.
 SIGNS: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
     (QWEN3_XML, ("<function=", "<parameter=")),
     (MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),

@@ -20,12 +20,12 @@ class Part:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text of the part."""
         return "".join(self.pieces)
 
     @property
     def empty(self) -> "Part":
-        """The same before anything of it came."""
+        """The part as it was before anything of it came."""
         return replace(self, pieces=[])
 
 
@@ -44,7 +44,7 @@ class Parts:
         return parts
 
     def add(self, delta: Delta) -> bool:
-        """Takes a delta; tells whether a part begins with it. Raises ProtocolViolation about arguments of no call."""
+        """Takes a delta; returns whether a part begins with it. Raises ProtocolViolation about arguments of no call."""
         match delta:
             case ContentDelta():
                 return self._grow("text", delta.text)

@@ -1,6 +1,7 @@
 """From the body of a dialect to that of /v1/chat/completions, which is the one inner form of a conversation.
 
-A translation knows where each of its parts comes from, so that an error about one is told in the dialect's own names.
+A translation knows where each of its parts comes from, so that an error about one is reported in the dialect's own
+names.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,7 +45,7 @@ def type_of(value: object) -> object:
 
 
 def by_type(noun: str, types: Sequence[str], default: str | None = None) -> Discriminator:
-    """Tells the models of a union by their field `type`; the tag of each is its type in angle brackets."""
+    """Distinguishes the models of a union by their field `type`; the tag of each is its type in angle brackets."""
 
     def tag(value: object) -> str | None:
         found = type_of(value)
@@ -56,7 +57,7 @@ def by_type(noun: str, types: Sequence[str], default: str | None = None) -> Disc
 
 
 def text_or_list(kinds: str) -> Discriminator:
-    """Tells a string, with the tag <text>, from a list, with the tag <list>."""
+    """Distinguishes a string, with the tag <text>, from a list, with the tag <list>."""
 
     def tag(value: object) -> str | None:
         if isinstance(value, str):
@@ -103,7 +104,7 @@ class ChatMessages:
 
     @property
     def finished(self) -> list[Values]:
-        """All messages."""
+        """All messages, finished."""
         return [message.finished for message in self.messages]
 
     def rule(self, text: str, origin: str) -> None:
