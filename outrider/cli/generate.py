@@ -30,7 +30,7 @@ def check_request(prompt: str, options: RequestOptions) -> None:
 
 
 def check_chat(system: str, settings: GenerationOptions) -> None:
-    """The same for a conversation, whatever will be said in it."""
+    """Checks the options of a conversation, whatever will be said in it. Raises InvalidRequest."""
     chat_request([{"role": "system", "content": system}], settings)
 
 
@@ -63,7 +63,7 @@ async def show_generation(
 ) -> None:
     """Streams one request into a view; being cancelled, it cancels the call.
 
-    Raises the OutriderError that the gateway answered, PeerLost when nobody answers, InvalidRequest when it is no
+    Raises the OutriderError that the gateway answered, PeerLost when there is no answer, InvalidRequest when it is no
     gateway that does.
     """
     view.begin(prompt, options)

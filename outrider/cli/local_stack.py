@@ -145,7 +145,7 @@ def model_launch(role: str, stack: Stack) -> Launch:
 
 def gateway_launch(stack: Stack, target_address: str, draft_address: str | None) -> Launch:
     """The gateway in front of services that serve already."""
-    # Reflection, because whoever starts a stack by hand wants to look at it with grpcurl.
+    # Reflection, because a user who starts a stack by hand wants to look at it with grpcurl.
     draft_address = draft_address or ""
     flags = {"--target": target_address, "--draft": draft_address, "--tokenizer": stack.target, "--reflection": None}
     if not stack.looks:
@@ -161,7 +161,7 @@ def gateway_launch(stack: Stack, target_address: str, draft_address: str | None)
     if stack.rebuild_budget_s is not None:
         flags["--rebuild-budget-seconds"] = str(stack.rebuild_budget_s)
     shares_port = (stack.workers or 1) > 1
-    # REST has the metrics as well, but for a key that whoever started the stack need not have; and who shares a port is
+    # REST has the metrics as well, but for a key that the stack's user need not have; and workers that share a port are
     # asked for them to see whether it hangs.
     metrics = f"{HOST}:0" if shares_port or stack.api_keys is not None else ""
     further = {"rest": "" if stack.rest_port is None else f"{HOST}:{stack.rest_port}", "metrics": metrics}
@@ -187,7 +187,7 @@ async def start_stack(supervisor: Supervisor, stack: Stack) -> Addresses:
     """Starts the services side by side, then the gateway.
 
     Raises ServiceFailed, also about a pair that does not fit: the gateway would serve it without the draft, which is
-    not what whoever names a pair wants. Raises InvalidRequest about variables.
+    not what a user who names a pair wants. Raises InvalidRequest about variables.
     """
     for name in os.environ:
         if name.startswith(TLS_VARIABLES):

@@ -141,7 +141,7 @@ RestAddress = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionOptions:
-    """Who asks a gateway, and how the connection to it is secured; without any of `tls` it is not."""
+    """Key of a gateway's client, and how the connection is secured; without any of `tls` it is not."""
 
     api_key: Annotated[
         Text,
@@ -207,7 +207,7 @@ Theta = Annotated[
 
 
 class Guessing(StrEnum):
-    """Who guesses in a stack: whoever is fastest, the gateway alone, or the draft's model alone."""
+    """Drafters that a stack may have: the fastest of all, the gateway's own alone, or the draft's model alone."""
 
     AUTO = "auto"
     LOOKUP = "lookup"
@@ -583,7 +583,7 @@ def _contents(option: str, path: str) -> str:
 
 
 def _schema(path: str) -> str:
-    """The same of a file of JSON; whether it is a schema that can be followed is the gateway's to say."""
+    """Contents of a file of JSON; whether it is a schema that can be followed is the gateway's to say."""
     text = _contents("--json-schema", path)
     try:
         json.loads(text)
@@ -636,7 +636,7 @@ def in_options(error: OutriderError, options: Mapping[str, str]) -> str:
     """The error's sentence, in which every field that has an option is called as that option."""
 
     def option(field: str) -> str:
-        # Behind the name of a list or mapping stands which of its entries, or of its keys, is at fault.
+        # After the name of a list or mapping comes which of its entries, or of its keys, is at fault.
         path = field.removesuffix(" key")
         name, _, entry = path.rpartition(".")
         return options.get(name if entry.removeprefix("-").isdecimal() else path, field)

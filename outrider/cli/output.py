@@ -52,7 +52,7 @@ def console_for(file: TextIO) -> Console:
 
 
 class View:
-    """Shows the answers to one request, event by event, one sample behind the other."""
+    """Shows the answers to one request, event by event, one sample after the other."""
 
     def begin(self, prompt: str, options: RequestOptions) -> None:
         """Comes before the first event."""
@@ -64,7 +64,7 @@ class View:
         """Shows the result of a sample."""
 
     def end(self) -> None:
-        """Comes behind the last event."""
+        """Comes after the last event."""
 
     def interrupt(self) -> None:
         """Comes instead of the end, before whatever is said about that."""
@@ -130,7 +130,7 @@ class TerminalView(_TextView):
 
 
 class PlainView(_TextView):
-    """The text alone, as it comes, and a newline behind it; log-probabilities and figures go to the notes."""
+    """The text alone, as it comes, and a newline after it; log-probabilities and figures go to the notes."""
 
     def __init__(self, output: TextIO, notes: TextIO) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ SECTIONS = {
 
 
 def sample_object(rounds: Sequence[Round], result: Result, *, with_rounds: bool = False) -> dict[str, Any]:
-    """One answer. Its tokens come one by one only with log-probabilities, its rounds only when they are wanted."""
+    """JSON object of one answer. Its tokens come only with log-probabilities, its rounds only when they are wanted."""
     tokens = [token for event in rounds for token in event.tokens]
     logprobs = {"tokens": [_token(each) for each in tokens]} if any(each.logprob for each in tokens) else {}
     sections = {name: {field: getattr(result, field) for field in names} for name, names in SECTIONS.items()}
@@ -328,11 +328,11 @@ class ModelFacts:
     free_blocks: int = 0
     sessions: int = 0
     drafters: tuple[str, ...] = ()
-    """That guess in this process."""
+    """Drafters that guess in this process."""
 
 
 async def model_facts(address: str, tls: Tls | None = None) -> ModelFacts:
-    """What a service says about its model. Raises OutriderError, PeerLost when nobody answers."""
+    """What a service says about its model. Raises OutriderError, PeerLost when there is no answer."""
     async with open_channel(address, TlsFiles.of(tls)) as channel:
         try:
             info = await ModelServiceStub(channel).GetModelInfo(

@@ -23,7 +23,7 @@ LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*")
 
 
 class Pair(StrEnum):
-    """The names."""
+    """Names of the pairs that a user can ask for."""
 
     SMOLLM2 = "smollm2"
     TALES = "tales"
@@ -39,7 +39,7 @@ class PairModels:
     generation_defaults: str = ""
     """What its authors recommend and its files do not say, as a gateway's option."""
     reason: str = ""
-    """Why it is not the assistant, where nobody asked for another pair."""
+    """Why it is not the assistant, where the user asked for no other pair."""
 
 
 def choose_pair(asked: Pair | None, *, fetches: bool) -> PairModels:

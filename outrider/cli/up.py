@@ -123,7 +123,7 @@ def parse_counts(text: str) -> Counts | None:
 
 
 def work_line(before: Counts | None, now: Counts, seconds: float) -> str:
-    """Who runs and waits, and speed and acceptance since the counts before; acceptance is accepted / evaluated."""
+    """Requests that run and wait, and speed and acceptance since the counts before; that is accepted / evaluated."""
     parts = [f"{now[RUNNING]:.0f} running", f"{now[WAITING]:.0f} waiting"]
     if before is not None and seconds > 0 and now[TOKENS] >= before[TOKENS]:
         parts.append(f"{(now[TOKENS] - before[TOKENS]) / seconds:.0f} tokens/s")
@@ -343,18 +343,18 @@ async def kept_up(display: Display) -> None:
     while True:
         try:
             await display.run()
-        except Exception as error:  # noqa: BLE001 - whatever a terminal or a figure was that nobody has thought of
+        except Exception as error:  # noqa: BLE001 - any fault of a terminal or of a figure
             display.report(f"The state cannot be shown ({error!r}); it is tried again.")
             await asyncio.sleep(REFRESH_S)
 
 
 def lost_as_sentence(lost: int, reason: str) -> str:
-    """Tells people that lines could not be written here."""
+    """Sentence for people about lines that could not be written here."""
     return f"{lost} lines of `outrider up` were lost: {reason}."
 
 
 def lost_as_event(lost: int, reason: str) -> str:
-    """The same as one of the events of --json."""
+    """Event of --json about lines that could not be written here."""
     return json.dumps({"event": "lines lost", "lines": lost, "reason": reason, "timestamp": timestamp()})
 
 

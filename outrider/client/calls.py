@@ -50,7 +50,7 @@ def failure(
 ) -> OutriderError:
     """The error that the gateway raised, or what became of the connection to it; `is_closed` is about the client.
 
-    A gateway may say PeerLost as well, about a service behind it: that one travels as it is. Where no connection could
+    A gateway may say PeerLost as well, about one of its services: that one travels as it is. Where no connection could
     be made a handshake is tried, to see why, which may take seconds.
     """
     raised = error_from(error)
@@ -114,12 +114,12 @@ class Caller:
             raise InvalidRequest("tls", tls, "an outrider.client.Tls, or None for plaintext")
         self.closed = threading.Event()
         self.files = TlsFiles.of(tls)
-        """Of its certificates; None for plaintext."""
+        """Certificates of the connection; None for plaintext."""
         self._timeout_s = _checked_timeout_s(timeout_s)
         self._metadata = key_pairs(api_key) + pairs(metadata)
 
     def terms(self, options: GenerationOptions) -> Terms:
-        """Those of one call: its own timeout if it names one, and its metadata behind the client's."""
+        """Terms of one call: its own timeout if it names one, and its metadata after the client's."""
         timeout_s = _checked_timeout_s(options.get("timeout_s"))
         metadata = self._metadata + pairs(options.get("metadata"))
         timeout_s = self._timeout_s if timeout_s is None else timeout_s

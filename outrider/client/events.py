@@ -16,7 +16,7 @@ from outrider.v1 import types_pb2
 
 
 class Origin(StrEnum):
-    """Who said a token first."""
+    """Model or step that said a token first."""
 
     ACCEPTED = "accepted"
     CORRECTION = "correction"
@@ -39,7 +39,7 @@ class GeneratedToken:
 
     With return_rounds an accepted token has its row in the proposal, counted from 1, who guessed it (the draft
     service's own choice has no name; a token that a grammar leaves no choice about is guessed by `grammar`), and the
-    draft's log-probability and estimate of it, if it told them. Its parent is the token before it.
+    draft's log-probability and estimate of it, if it sent them. Its parent is the token before it.
     """
 
     token_id: int
@@ -89,7 +89,7 @@ class RoundFacts:
     target_reopens: int = 0
     new_numerics_id: str = ""
     drafter: str = ""
-    """That made the proposal: "hosted" in the target's process; empty for the draft service's own choice."""
+    """Drafter of the proposal: "hosted" in the target's process; empty for the draft service's own choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class SpeculationFigures:
     drafts: int = 0
     """Rounds with at least one draft token."""
     drafters: tuple[DrafterFigures, ...] = ()
-    """Those of each drafter that guessed."""
+    """Figures of each drafter that guessed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Result:
     """Guesses from the request's prediction that were kept; rejected_prediction_tokens are those that were not."""
     rejected_prediction_tokens: int = 0
     cumulative_logprob: float | None = None
-    """Of a beam: the sum of its tokens' log-probabilities."""
+    """Sum of a beam's log-probabilities; None without beam search."""
     deltas: tuple[Delta, ...] = ()
     has_calls: bool = False
     reasoning_tokens: int = 0
@@ -174,7 +174,7 @@ class Result:
 
     @property
     def text(self) -> str:
-        """The same as `rest`: so the texts of all events of a sample join to the whole."""
+        """Text of the event, which is `rest`: so the texts of all events of a sample join to the whole."""
         return self.rest
 
     @property

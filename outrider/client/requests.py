@@ -110,7 +110,7 @@ class GenerationOptions(TypedDict, total=False):
     presence_penalty: float | None
     """Lowers the logits of tokens in the output, -2 to 2. Default: 0."""
     frequency_penalty: float | None
-    """The same for each time that the token occurred."""
+    """Lowers the logits of tokens once for each time that they occurred in the output, -2 to 2. Default: 0."""
     logit_bias: Mapping[int, float] | None
     """Added to the logits of single tokens, -100 to 100. At most 300 entries."""
     seed: int | None
@@ -148,11 +148,11 @@ class GenerationOptions(TypedDict, total=False):
     timeout_s: float | None
     """Seconds until the call ends with TimedOut. Default: the client's, which is none."""
     metadata: Metadata | None
-    """Sent beside the request, behind the client's own."""
+    """Sent beside the request, after the client's own."""
 
 
 class ChatOptions(GenerationOptions, total=False):
-    """The same for a conversation, with tools."""
+    """Options of a conversation: those of a generation, and tools."""
 
     tools: Sequence[Tool] | None
     """What the model may call, at most 128."""
@@ -223,7 +223,7 @@ CHAT_NAMES = ChatOptions.__optional_keys__ - NAMES
 TURN_KEYS = ChatMessage.__required_keys__ | ChatMessage.__optional_keys__
 TOOL_MODES = {"auto": pb.TOOL_MODE_AUTO, "none": pb.TOOL_MODE_NONE, "required": pb.TOOL_MODE_REQUIRED}
 STRING_LISTS = frozenset({"stop", "banned_words", "texts"})
-# What can be iterated, but is no list: nobody means the numbers of bytes, or the keys of a mapping.
+# What can be iterated, but is no list: no caller means the numbers of bytes, or the keys of a mapping.
 NO_LISTS = (bytes, bytearray, memoryview, Mapping)
 KINDS = {
     FieldDescriptor.CPPTYPE_INT32: "a whole number of 32 bits",
@@ -392,9 +392,9 @@ def _beams(search: object) -> pb.BeamSearch:
 
 
 def _put(message: Protobuf, name: str, value: object, prefix: str = "") -> None:
-    """Sets one field. Raises InvalidRequest about a value that is not of its kind, under the name behind the prefix."""
+    """Sets one field. Raises InvalidRequest about a value that is not of its kind, under the name after the prefix."""
     field = message.DESCRIPTOR.fields_by_name[name]
-    # A text is a sequence of texts as well, but nobody means its letters.
+    # A text is a sequence of texts as well, but no caller means its letters.
     value = [value] if name in STRING_LISTS and isinstance(value, str) else value
     is_list = field.is_repeated and field.message_type is None
     try:

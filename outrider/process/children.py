@@ -52,7 +52,7 @@ class ServiceFailed(OutriderError):
 
 
 def free_port(host: str) -> int:
-    """A port that is free, and for a minute is given to nobody who wants any port.
+    """A port that is free, and for a minute is not given to processes that want any port.
 
     Its last connection has just been closed from this side, and until the system forgets that connection the port goes
     only to those who name it. So a child has the time to load its model.
@@ -96,7 +96,7 @@ class Launch:
         return {"address": self.listen, **{what: where for what, where in self.further.items() if where}}
 
     def on_chosen_ports(self) -> Self:
-        """The same with a free port wherever any will do."""
+        """A launch with a free port wherever any will do."""
         further = {what: _chosen(where) for what, where in self.further.items()}
         return replace(self, listen=_chosen(self.listen), further=further)
 
@@ -234,7 +234,7 @@ class RestartPolicy:
     longest_s: float = 10.0
     healthy_s: float = 30.0
     hopeless: frozenset[int] = HOPELESS_CODES
-    """Exit codes at start after which nobody tries again."""
+    """Exit codes at start after which it is not tried again."""
     ask_every_s: float = 2.0
     """How often a service is asked for its health; whatever it answers, it does not hang."""
     answer_s: float = 10.0
@@ -384,7 +384,7 @@ class Supervisor:
         return process
 
     async def _keep_watched(self, name: str) -> None:
-        """As `_keep_alive`, whatever comes in between: as long as nobody watches a service, it stays dead."""
+        """Keeps a service alive like `_keep_alive`, whatever comes in between: while it is unwatched, it stays dead."""
         while True:
             try:
                 await self._keep_alive(name)

@@ -42,7 +42,7 @@ log = structlog.get_logger()
 Buckets = list[tuple[str, float]]
 """Upper bounds as Prometheus writes them, each with the number of values up to it; the last is +Inf."""
 
-# When each counter was made doubles the series, and nobody reads it. The library has one switch for the process.
+# When each counter was made doubles the series, and is not read. The library has one switch for the process.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -111,7 +111,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as the library has it
-        """Tells the log what ended a connection before its answer; the library would write to stderr."""
+        """Logs what ended a connection before its answer; the library would write to stderr."""
         log.debug("a connection of the metrics ended", reason=repr(sys.exception()))
 
 
@@ -210,7 +210,7 @@ class Count:
 
 
 class Figures(Collector):
-    """Counters and histograms that one thread fills, without a lock, for whoever scrapes them."""
+    """Counters and histograms that one thread fills, without a lock, for scrapes by another thread."""
 
     def __init__(self, prefix: str) -> None:
         """The prefix is that of all names."""
@@ -218,7 +218,7 @@ class Figures(Collector):
         self._families: list[tuple[str, str, str, Tally | dict[str, Count]]] = []
 
     def counter(self, name: str, meaning: str) -> Count:
-        """A new counter."""
+        """Makes a counter that is part of every scrape."""
         count = Count()
         self._families.append((name, meaning, "", {"": count}))
         return count
@@ -262,7 +262,7 @@ class ProcessTime(Collector):
     """
 
     def collect(self) -> Iterable[Metric]:
-        """One family."""
+        """CPU time of this process, as one family."""
         yield CounterMetricFamily("process_cpu_seconds", "CPU time of this process.", time.process_time())
 
 

@@ -38,7 +38,7 @@ FULL_OUTPUT = "The output cannot be written: the disk or the quota is full."
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What the system says of a file or a folder that is none, not ours, or on what cannot be written.
 UNUSABLE = FULL | {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
-# What values are checked with begins so, which says nothing to whoever typed the value.
+# What values are checked with begins so, which says nothing to the user who typed the value.
 CHECKER_WORDS = {": Value error, ": ": ", ": Input should be ": ": it must be "}
 
 
@@ -275,7 +275,7 @@ def service_app() -> typer.Typer:
 
 @runtime_checkable
 class ParserError(Protocol):
-    """An error of the parser. Known by its shape, because where its class stands differs between versions of typer."""
+    """What the parser raises. Known by its shape, because the place of its class differs between versions of typer."""
 
     exit_code: int
     ctx: Any
@@ -296,7 +296,7 @@ def parser_sentence(error: ParserError) -> str:
 
 
 def run_app(app: Callable[[], object], prefix: str = "") -> NoReturn:
-    """Runs a command line to its end; an error becomes one sentence, behind the prefix, and its exit code.
+    """Runs a command line to its end; an error becomes one sentence, after the prefix, and its exit code.
 
     What is neither wrong usage nor an OutriderError nor a lost output comes with its traceback, and exits with 70.
     Without a standard output nothing starts; one that is full or has lost its reader ends the command.
@@ -327,7 +327,7 @@ def run_app(app: Callable[[], object], prefix: str = "") -> NoReturn:
 
 
 def _say(text: str) -> None:
-    """Writes to standard error; that nobody can read it changes no exit code."""
+    """Writes to standard error; that it cannot be read changes no exit code."""
     if sys.stderr is None:
         return
     try:

@@ -132,9 +132,9 @@ def run_service(
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Those that stop this process.
+    """Signals that stop this process.
 
-    SIGINT is none where whoever started it had it ignored, as shells do for what a script runs with `&`: Ctrl-C is then
+    SIGINT is none where the parent process had it ignored, as shells do for what a script runs with `&`: Ctrl-C is then
     meant for somebody else.
     """
     is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN

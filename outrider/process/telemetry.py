@@ -209,14 +209,14 @@ def span(name: str, parent: Mapping[str, str] | None = None, **attributes: Attri
 
 
 def begin_span(name: str, parent: Mapping[str, str], **attributes: AttributeValue) -> Span:
-    """A span for what no single task does, below what a caller sent; whoever begins it ends it."""
+    """A span for what no single task does, below what a caller sent; the code that begins it ends it."""
     return TRACER.start_span(name, PROPAGATOR.extract(parent, contexts.Context()), SpanKind.SERVER, attributes)
 
 
 def carrier() -> tuple[tuple[str, str], ...]:
     """The span that is open here, as it travels to the next process; empty without one.
 
-    A client's own `tracestate` of more than MAX_STATE_LEN characters stays behind.
+    A client's own `tracestate` of more than MAX_STATE_LEN characters is left out.
     """
     injected: dict[str, str] = {}
     PROPAGATOR.inject(injected)

@@ -15,7 +15,7 @@ FIRST_S, LONGEST_S = 0.1, 10.0
 
 
 class Upkeep(Collector):
-    """The work of a process in the background; as a collector it tells how often each piece has failed."""
+    """The work of a process in the background; as a collector it reports how often each piece has failed."""
 
     def __init__(self) -> None:
         self._failing: dict[str, None] = {}

@@ -44,7 +44,7 @@ class MessageStatus(Enum):
     REPEAT = auto()
     """Answer it again, without a second effect."""
     CURRENT = auto()
-    """Take it."""
+    """Take the message."""
     REWIND = auto()
     """Take the session back to what the message builds on, begin its epoch, and take it."""
     FUTURE = auto()

@@ -88,7 +88,7 @@ class Memory:
         self._call()
 
     def _call(self) -> None:
-        """Lets those in that wait and have room now; nobody passes one whom all the others keep out."""
+        """Lets those in that wait and have room now; none passes one that all the others keep out."""
         for turn, (share, num_bytes) in list(self._waiting.items()):
             if turn.done():
                 continue
@@ -120,7 +120,8 @@ class RequestMemory:
     """The memory that requests have of a process: a quarter for those that are on their way, the rest for what they
     become.
 
-    Whoever is on its way and waits for the rest keeps nobody from it who has it, so there is always one that ends.
+    A request that is on its way and waits for the rest never holds up one that has it, so there is always one that
+    ends.
     """
 
     def __init__(self, limit: int, wait_s: float = WAIT_S) -> None:

@@ -69,7 +69,7 @@ def fence_message(fence: Fence) -> pb.Fence:
 
 
 def sampling_from(message: pb.SamplingParameters, prefix: str = "sampling.") -> SamplingParameters:
-    """The parameters, with defaults for absent fields. Raises InvalidRequest naming the field behind the prefix."""
+    """The parameters, with defaults for absent fields. Raises InvalidRequest naming the field after the prefix."""
     values = {field.name: value for field, value in message.ListFields() if field.name != "logit_bias"}
     return SamplingParameters.checked({**values, "logit_bias": dict(message.logit_bias)}, prefix)
 
@@ -175,7 +175,7 @@ def spec_from(
     earlier: Sequence[int] = (),
     grammar: Grammar | None = None,
 ) -> SessionSpec:
-    """The session that a message opens, behind the tokens of its OpenParts; with the grammar that it names, compiled.
+    """The session that a message opens, after the tokens of its OpenParts; with the grammar that it names, compiled.
 
     Raises InvalidRequest.
     Whether max_len fits into a context is left to the service: a draft may have a shorter one than the request.
@@ -426,7 +426,7 @@ def tree_message(tree: TokenTree, *, with_logprobs: bool = False) -> pb.TokenTre
 def write_tree(
     message: pb.TokenTree, tree: TokenTree, *, with_logprobs: bool = False, with_distributions: bool = True
 ) -> None:
-    """Makes a new message that of `tree_message`, without distributions where nobody tests with them."""
+    """Makes a new message that of `tree_message`, without distributions where no rule tests with them."""
     message.SetInParent()
     message.token_ids.extend(tree.token_ids)
     if not tree.is_chain:

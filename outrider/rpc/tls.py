@@ -2,8 +2,8 @@
 
 A client's name is the first DNS name among the subject alternative names of its certificate. It is read from the
 certificate itself: what gRPC hands over mixes it with addresses and URIs, and ends at a zero. Who has no
-certificate of the authority that a server asks for is turned away within the handshake, where gRPC tells nobody in
-Python; its own line on stderr ("Handshake failed with error ...") is the server's word about it. The client is told
+certificate of the authority that a server asks for is turned away within the handshake, where gRPC informs no code in
+Python; its own line on stderr ("Handshake failed with error ...") is the server's word about it. The client learns
 nothing but the end of the connection, so it finds the reason with a handshake of its own (`why_refused`).
 """
 
@@ -137,11 +137,11 @@ class TlsFiles:
 
     @classmethod
     def of(cls, tls: Tls | None) -> Self | None:
-        """Those of a `Tls`; None for plaintext. Raises as the constructor."""
+        """Files of a `Tls`; None for plaintext. Raises as the constructor."""
         return None if tls is None else cls(tls)
 
     def renew(self) -> bool:
-        """Takes up what has been replaced; tells whether there was something, and it fits."""
+        """Takes up what has been replaced; returns whether there was something, and it fits."""
         marks = self._look()
         if marks == self._marks:
             return False
@@ -152,7 +152,7 @@ class TlsFiles:
             self._marks = marks
             return False
         if self._look() != marks:
-            # What was checked need not be what was read; whoever comes next looks again.
+            # What was checked need not be what was read; the next call looks again.
             return False
         self._marks, self._contents = marks, contents
         log.info("certificate taken up", cert=self.tls.cert)
@@ -160,7 +160,7 @@ class TlsFiles:
         return True
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Those of a gRPC server, renewed with each connection; with an authority, clients need a certificate."""
+        """Credentials of a gRPC server, renewed with each connection; with an authority, clients need a certificate."""
 
         def configuration() -> grpc.ServerCertificateConfiguration:
             held = self._contents
@@ -174,12 +174,12 @@ class TlsFiles:
         return grpc.dynamic_ssl_server_credentials(configuration(), renewed, bool(self.tls.ca))  # type: ignore[arg-type]
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Those of a channel, as the files were when they were last looked at."""
+        """Credentials of a channel, as the files were when they were last looked at."""
         held = self._contents
         return grpc.ssl_channel_credentials(held.ca or None, held.key or None, held.cert or None)
 
     def server_context(self) -> ssl.SSLContext:
-        """That of a server of Python's own, renewed with each connection; it logs whom it refuses."""
+        """Context of a server of Python's own, renewed with each connection; it logs whom it refuses."""
 
         def choose(handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
             self.renew()
@@ -199,7 +199,7 @@ class TlsFiles:
         return Contents(ca, cert, key, context)
 
     def _warn_of_time(self) -> None:
-        """Logs a certificate that nobody takes yet, or any more; a client may have none."""
+        """Logs a certificate that is not valid yet, or any more; a client may have none."""
         if not self._contents.cert:
             return
         leaf = x509.load_pem_x509_certificate(self._contents.cert)
@@ -250,7 +250,7 @@ class LoggedHandshake(ssl.SSLObject):
     """The server's side of a handshake; one that fails is a line in the log, where asyncio would say nothing."""
 
     def do_handshake(self) -> None:
-        """As of any; raises the same."""
+        """Makes a handshake like any other, and raises the same."""
         try:
             super().do_handshake()
         except ssl.SSLWantReadError:
@@ -338,7 +338,7 @@ def check_client(context: Context, allowed: Collection[str]) -> None:
 def why_refused(address: str, tls: Tls | None) -> str:
     """Why a server that is there takes no connection, as one sentence; empty where that has nothing to do with TLS.
 
-    Tries a handshake, and blocks: for seconds where nobody answers.
+    Tries a handshake, and blocks: for seconds where there is no answer.
     """
     try:
         return _why_refused(address, tls)

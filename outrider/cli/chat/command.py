@@ -94,7 +94,7 @@ class Talk:
     def run(self) -> None:
         """Goes on until the input ends or the user leaves.
 
-        Raises KeyboardInterrupt at the second Ctrl-C in a row. Where nobody sits there, at the first one, and the
+        Raises KeyboardInterrupt at the second Ctrl-C in a row. Where no person sits there, at the first one, and the
         first OutriderError as well.
         """
         going = True
@@ -145,7 +145,7 @@ class Talk:
         return True
 
     def _race(self) -> None:
-        """Answers the last message twice, one behind the other, because both answers share the machine."""
+        """Answers the last message twice, one after the other, because both answers share the machine."""
         fast = self._conversation.again()
         messages, salt = self._conversation.messages(), secrets.token_hex(8)
         plain = Turn(fast.user, fast.seed)

@@ -21,11 +21,11 @@ PROMPT, CONTINUATION = "> ", "… "
 GREETING = "The whole conversation is sent with every message. Ctrl-C stops an answer, /help lists the commands."
 
 Reader = Callable[[], str | None]
-"""Gives the next line of input, None behind the last."""
+"""Gives the next line of input, None after the last."""
 
 
 def read_pipe() -> str | None:
-    """The next line of standard input, None behind the last. Raises InvalidRequest when it is not text."""
+    """Next line of standard input, None after the last. Raises InvalidRequest when it is not text."""
     given = sys.stdin.buffer.readline()
     return decoded("line", given) if given else None
 
@@ -70,7 +70,7 @@ class Screen:
             write(sys.stdout, event.text)
 
     def end(self, turn: Turn) -> None:
-        """Comes behind the last event of a turn."""
+        """Comes after the last event of a turn."""
         if not self._as_json:
             write(sys.stdout, "\n")
             self.say(turn.figures())

@@ -65,7 +65,7 @@ ANSWER_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Answerer:
-    """Who answers; `role` is gateway, target, draft, rest, or "other" for a program that is not ours."""
+    """A program that answers; `role` is gateway, target, draft, rest, or "other" for a program that is not ours."""
 
     role: str
     model: str = ""
@@ -73,7 +73,7 @@ class Answerer:
 
 
 async def who_answers(address: str, tls: Tls | None = None) -> Answerer | None:
-    """Who takes connections on an address; None for nobody. Raises InvalidRequest about files that do not fit."""
+    """Program that takes connections on an address, None if there is none. Raises InvalidRequest about unfit files."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(TIMEOUT_S):

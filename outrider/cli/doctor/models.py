@@ -29,7 +29,7 @@ DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # A header is at most this long in the format's own reader.
 MAX_HEADER_BYTES = 100_000_000
 MEMORY_INFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-# What an engine takes for keys and values unless it is told otherwise, and at most for the sake of one context.
+# What an engine takes for keys and values by default, and at most for the sake of one context.
 DEFAULT_KV_BYTES, MAX_KV_BYTES = 512 << 20, 4 << 30
 # torch and gRPC in each service, and the gateway: measured, rounded up.
 PROCESS_BYTES, GATEWAY_BYTES = 400 << 20, 150 << 20
@@ -262,7 +262,7 @@ def stored_weights(folder: Path) -> tuple[str, int]:
 
 
 def stored_numbers(file: GgufFile) -> tuple[str, int]:
-    """The same of a GGUF file."""
+    """Type of most numbers in a GGUF file, and the count of all."""
     counts: Counter[str] = Counter()
     for tensor in file.tensors.values():
         counts[DTYPES.get(tensor.type.name, tensor.type.name)] += math.prod(tensor.shape)

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from outrider.cli.output import write
 
-# Of sysexits.h: nobody answers, a fault of ours, and what only the operator can change.
+# Exit codes of sysexits.h: no answer, a fault of ours, and what only the operator can change.
 UNAVAILABLE, SOFTWARE, CONFIG = 69, 70, 78
 SELF_TEST = "self test"
 
@@ -34,7 +34,7 @@ class Finding:
 
 
 def ok(check: str, sentence: str) -> Finding:
-    """Nothing to do."""
+    """A finding that asks for nothing."""
     return Finding(check, Status.OK, sentence)
 
 
@@ -54,7 +54,7 @@ def skipped(check: str, sentence: str, fix: str = "") -> Finding:
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """That of the first check that failed, 0 when none did: later ones often fail because of it."""
+    """Exit code of the first check that failed, 0 when none did: later ones often fail because of it."""
     return next((each.exit_code for each in findings if each.status is Status.FAILED), 0)
 
 
