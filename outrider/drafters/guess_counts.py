@@ -1,8 +1,8 @@
 """How many tokens a cheaper guesser guesses before a draft verifies them: what pays by measured chances and costs.
 
 With a chance b that a guess is what the draft draws, g guesses make E = (1 - b^(g + 1)) / (1 - b) tokens of one forward
-of g + 1 rows (Leviathan, Kalman and Matias, 2023, arXiv 2211.17192). Pure, but for the clock of whoever measures; it
-decides how long a proposal takes, and never what is proposed.
+of g + 1 rows (Leviathan, Kalman and Matias, 2023, arXiv 2211.17192). Pure, but for the clock of the code that measures;
+it decides how long a proposal takes, and never what is proposed.
 """
 
 from bisect import bisect_left, insort

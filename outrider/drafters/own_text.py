@@ -64,7 +64,7 @@ class TextIndex:
 
 
 def continue_from(token_ids: Sequence[int], place: int, count: int) -> list[int]:
-    """The `count` tokens behind a place; behind the end those that were found so far are repeated."""
+    """The `count` tokens after a place; after the end those that were found so far are repeated."""
     copied = list(token_ids[place + 1 : place + 1 + count])
     period = len(token_ids) - 1 - place
     while len(copied) < count:

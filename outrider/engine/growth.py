@@ -166,7 +166,7 @@ class Filling:
             self._places.append(place)
 
     def tree(self, *, with_logprobs: bool = False) -> TokenTree:
-        """As in Growth."""
+        """Tree of all nodes; see Growth.tree."""
         return _tree(self.nodes, range(1, len(self.nodes)), with_logprobs=with_logprobs)
 
 

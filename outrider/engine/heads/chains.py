@@ -3,7 +3,7 @@
 MLP speculator (Wertheimer et al., 2024, arXiv 2404.19124), a recurrent cell for each depth; n cells of inner size m:
 
     s' = gelu(norm_i(projection_i s + (e / w) embedding_i(token)) + bias_i);  logits = head_i s'
-    w = 0.5^(0.5 / n);  e = sqrt((1 - w^2) m / 2);  the gelu with erf; behind a committed token s is f
+    w = 0.5^(0.5 / n);  e = sqrt((1 - w^2) m / 2);  the gelu with erf; after a committed token s is f
 
 Blocks (Stern et al., 2018, arXiv 1811.03115; Cai et al., 2024, 2401.10774; Ankner et al., 2024, 2402.05109): of each
 depth some residual blocks and a matrix, which read f, or, grounded, f and the embeddings of all tokens since:
@@ -122,7 +122,7 @@ class SiluBlock:
 
 @dataclass(frozen=True, slots=True)
 class ReluBlock:
-    """BPD's."""
+    """A block of BPD: x + W' relu(W x + b) + b'."""
 
     up: Linear
     down: Linear
@@ -200,7 +200,7 @@ class BlockParts:
 
 
 class BlockHeads:
-    """Medusa, BPD, Hydra and Hydra++; a state is f, and behind it, grounded, the embeddings of the tokens since."""
+    """Medusa, BPD, Hydra and Hydra++; a state is f, and after it, grounded, the embeddings of the tokens since."""
 
     def __init__(self, parts: BlockParts, target: TargetParts, ops: Ops) -> None:
         self._parts, self._target, self._ops = parts, target, ops

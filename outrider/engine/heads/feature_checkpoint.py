@@ -61,7 +61,7 @@ class FeatureFiles:
         return ModelRefused(f"{self.folder} lacks the tensor {spelled}", folder=self.folder, tensor=spelled)
 
     def shape(self, name: str, num_dims: int = 2) -> tuple[int, ...]:
-        """Of a tensor that must be there; raises ModelRefused."""
+        """Shape of a tensor that must be there; raises ModelRefused."""
         if name not in self.tensors:
             raise self.lacking(name)
         shape = self.tensors[name].shape
@@ -149,7 +149,7 @@ def check_feature_head(files: FeatureFiles, target: TargetParts) -> FeatureCheck
 
 
 def _read_law(files: FeatureFiles, target: TargetParts, notes: list[str]) -> tuple[FeatureLaw, int]:
-    """The law, and the size inside the multilayer perceptron."""
+    """Settings of the head, and the size inside the multilayer perceptron."""
     keys = files.keys
     activation = keys.values.get("hidden_act", "silu")
     if activation != "silu":

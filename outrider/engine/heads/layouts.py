@@ -109,7 +109,7 @@ class _Reading:
         return JsonKeys(self.folder / "config.json", values, f"{name}.")
 
     def layer_keys(self) -> JsonKeys:
-        """Of speculators: the keys of a model with one such layer. Raises ModelRefused for layers of other kinds."""
+        """Keys of a model with one such layer, in speculators' files. Raises ModelRefused for layers of other kinds."""
         inner = self.inside(LAYER_CONFIG)
         kind = inner.values.get("model_type", "llama")
         if kind not in LAYER_KINDS:
@@ -317,7 +317,7 @@ def read_mtp(
 def read_kangaroo(
     folder: Path, config: Mapping[str, Any], stored: Mapping[str, StoredTensor], target: TargetParts
 ) -> FeatureCheckpoint:
-    """The adapter of Kangaroo, which goes on behind the target's lower layers; `exit_layer` in config.json is ours."""
+    """The adapter of Kangaroo, which goes on from the target's lower layers; `exit_layer` in config.json is ours."""
     reading = _Reading.of(folder, config, stored, ADAPTER)
     keys = reading.keys
     exit_layer = keys.integer("exit_layer", DEFAULT_EXIT_LAYER)

@@ -70,7 +70,7 @@ class JsonKeys:
         """An integer from `minimum` to `maximum`; absent keys without a default are refused."""
         value = self._get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-            # Of the largest integer nobody needs to hear but who is above it.
+            # The largest integer is named only for a value above it.
             is_above = isinstance(value, int) and value > maximum
             limit = f"from {minimum} to {maximum}" if is_above or maximum < INT32_MAX else f"of at least {minimum}"
             raise self.refuse(key, f"is {value!r}, but must be an integer {limit}")
@@ -117,7 +117,7 @@ def read_windows(keys: JsonKeys, num_layers: int, context_len: int, rule: Window
     windows = rule(keys, num_layers)
     types = [FULL if window is None else SLIDING for window in windows]
     if named not in (None, types):
-        # transformers would pass over this key, and other engines would follow it: nobody knows who is right.
+        # transformers would pass over this key, and other engines would follow it: which is right is unknown.
         layer = next(index for index, kind in enumerate(types) if kind != named[index])
         raise keys.refuse("layer_types", f"does not say {types[layer]} of layer {layer}, as the other keys do")
     return tuple(None if window is None or window >= context_len else window for window in windows)
@@ -294,7 +294,7 @@ class ModelConfig(DecoderFacts):
 
     @classmethod
     def of(cls, keys: JsonKeys, eos_token_ids: frozenset[int]) -> Self:
-        """The same from keys that were read; raises ModelRefused."""
+        """Configuration from keys that were read; raises ModelRefused."""
         architecture = read_architecture(keys)
         if architecture not in FAMILIES:
             raise keys.refuse("architectures", f"is {architecture}, but must be one of {', '.join(FAMILIES)}")
@@ -341,7 +341,7 @@ class ModelConfig(DecoderFacts):
 
 
 def read_architecture(keys: JsonKeys) -> str:
-    """The architecture that config.json names; raises ModelRefused for those that nobody here can serve."""
+    """The architecture that config.json names; raises ModelRefused for those that cannot be served here."""
     names = keys.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise keys.refuse("architectures", f"is {names!r}, but must name one architecture")
@@ -367,7 +367,7 @@ def read_eos_token_ids(folder: Path, config: JsonKeys) -> frozenset[int]:
 
 
 def eos_token_ids_in(keys: JsonKeys) -> frozenset[int] | None:
-    """Those that one object names, if it does; -1 is none, as in GGUF. Raises ModelRefused."""
+    """Ids of the ends that one object names, if it does; -1 is none, as in GGUF. Raises ModelRefused."""
     value = keys.values.get("eos_token_id")
     if value is None:
         return None

@@ -44,7 +44,7 @@ class FusedTransformer:
         return self._model.weights
 
     def embed_more(self, rows: Tensor) -> None:
-        """As of any ProbedDecoder."""
+        """Adds embeddings like any ProbedDecoder."""
         self._model.embed_more(rows)
         self.embedding = self._model.embedding
         self._decoder = _decoder(self._model, ctypes.addressof(self._layers))

@@ -31,7 +31,7 @@ Ints = NDArray[np.int64]
 class DraftDistributions:
     """One distribution a row: token_ids [R, N] and weights [R, N], both int64 on the CPU.
 
-    The probability of an id is its weight over the sum of its row's. Weight 0 is padding, behind all other entries of
+    The probability of an id is its weight over the sum of its row's. Weight 0 is padding, after all other entries of
     its row, whatever id stands there.
     """
 
@@ -95,7 +95,7 @@ def quantise(scores: Tensor, top_n: int, ops: Ops) -> DraftDistributions:
     if not 1 <= top_n <= MAX_TOP_N:
         raise ValueError(f"top_n is {top_n}, but must be in [1, {MAX_TOP_N}]")
     largest, ids = _top(scores, min(top_n, scores.shape[1]))
-    # NaN and +inf come first in a selection, so that the best score tells about its row.
+    # NaN and +inf come first in a selection, so that the best score shows whether its row is sound.
     sound = np.isfinite(largest[:, 0])
     if not sound.all():
         unsound = ~sound

@@ -42,7 +42,7 @@ def forbidden(
     return tuple(
         sequence[-1]
         for sequence in banned
-        # One comparison tells of nearly all sequences that they do not match here.
+        # One comparison shows of nearly all sequences that they do not match here.
         if len(sequence) == 1 or (sequence[-2] == last and tail[1 - len(sequence) :] == sequence[:-1])
     )
 
@@ -65,7 +65,7 @@ class RowContext:
     allowed: Bits | None = None
     """What the request's grammar lets follow; None where there is none, or where no answer gets to."""
     held_back: frozenset[int] = field(init=False, repr=False, compare=False)
-    """Tokens that cannot be drawn here: banned behind this prefix, or an end that comes too soon."""
+    """Tokens that cannot be drawn here: banned after this prefix, or an end that comes too soon."""
 
     def __post_init__(self) -> None:
         ends = self.end_token_ids if self.output_len < self.sampling.min_tokens else frozenset[int]()
