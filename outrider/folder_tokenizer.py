@@ -91,7 +91,7 @@ class Rebuild:
     """What a class makes anew."""
 
     steps: Callable[[bool, bool], Steps]
-    """Before the merges and behind them; given whether a text begins with a space, and "legacy"."""
+    """Steps before the merges and after them; given whether a text begins with a space, and "legacy"."""
     named: Mapping[str, str | None]
     """Special tokens where the files do not name them."""
     has_prefix: bool = False
@@ -256,7 +256,7 @@ class _Tokens:
     named: Mapping[str, Token]
     """Special tokens by their names, in the order in which those without an id get one."""
     extra: Sequence[Token]
-    """Special tokens without names, which come behind them."""
+    """Special tokens without names, which come after them."""
 
     @property
     def special(self) -> list[Token]:
@@ -278,7 +278,7 @@ class _Tokens:
 
 
 def _read_tokens(folder: Path, given: Json, tokenizer: Tokenizer, defaults: Mapping[str, str | None]) -> _Tokens:
-    """Of a folder with `given` in tokenizer_config.json; `tokenizer` is that of tokenizer.json alone.
+    """Tokens of a folder with `given` in tokenizer_config.json; `tokenizer` is that of tokenizer.json alone.
 
     `defaults` are the special tokens of a class that makes its tokenizer anew.
     """

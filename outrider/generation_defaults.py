@@ -1,7 +1,7 @@
 """What requests get where they say nothing: by the model's own files, and by the operator over them.
 
 As vLLM and llama.cpp read them: generation_config.json beside the weights, `general.sampling.*` in a GGUF file. A value
-that no request could have is left out there, because the fault would be the model's and not that of whoever asks.
+that no request could have is left out there, because the fault would be the model's and not that of the client.
 """
 
 import json
@@ -37,7 +37,7 @@ class ModelDefaults:
 
     @classmethod
     def read(cls, place: Path) -> Self:
-        """Of a folder, or of a GGUF file; raises ModelRefused about a file that is none."""
+        """Defaults of a folder, or of a GGUF file; raises ModelRefused about a file that is none."""
         if place.is_file():
             metadata = GgufFile.read(place).metadata
             return cls._of(place, {name: (key, metadata.get(key)) for name, key in GGUF_KEYS.items()})

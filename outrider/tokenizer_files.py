@@ -14,7 +14,7 @@ from outrider.model_names import tokenizer_source
 
 
 def load_tokenizer(model: str) -> tokenizers.Tokenizer:
-    """That of a folder, a GGUF file, a model on the hub, or the one inside a sized model. Raises ModelRefused."""
+    """Tokenizer of a folder, a GGUF file, a model on the hub, or the one inside a sized model. Raises ModelRefused."""
     source = tokenizer_source(model)
     try:
         gguf = find_gguf(source)

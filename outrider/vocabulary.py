@@ -33,7 +33,8 @@ class Vocabulary:
     def read(cls, place: Path | str) -> Self:
         """The vocabulary of a GGUF file, or of a folder: its tokenizer's, added tokens included, or vocabulary.json.
 
-        A draft needs no tokenizer of its own, only to be told from those that fit other targets. Raises ModelRefused.
+        A draft needs no tokenizer of its own, only to be distinguished from those that fit other targets. Raises
+        ModelRefused.
         """
         tokenizer = tokenizer_in(place)
         if tokenizer is None:
@@ -103,7 +104,7 @@ def misfit(tokenizer: Tokenizer, whole: Vocabulary, model: Vocabulary) -> str | 
     `whole` is the tokenizer's own vocabulary.
     """
     if model.size < whole.size:
-        # Where more than added tokens is missing, the sizes tell it.
+        # Where more than added tokens is missing, the sizes show it.
         with suppress(ModelRefused):
             whole = Vocabulary.embedded(tokenizer, model.size, "")
     return whole.difference(model)
@@ -116,7 +117,7 @@ def tokenizer_doubt(place: Path | str) -> str | None:
 
 
 def tokenizer_in(place: Path | str) -> Tokenizer | None:
-    """That of a GGUF file or a folder; None of a folder that only states its vocabulary. Raises ModelRefused."""
+    """Tokenizer of a GGUF file or a folder; None of a folder that only states its vocabulary. Raises ModelRefused."""
     folder, gguf = Path(place), gguf_in(Path(place))
     if gguf is not None:
         return read_tokenizer(GgufFile.read(gguf))

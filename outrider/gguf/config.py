@@ -91,7 +91,7 @@ def spelled(file: GgufFile) -> dict[str, str]:
 def json_config(file: GgufFile) -> dict[str, Any]:
     """The keys of config.json, those that the file states or its tensors show. Raises ModelRefused.
 
-    Values are as the file has them: whoever reads them checks types and limits as for any config.json.
+    Values are as the file has them: the reader checks types and limits as for any config.json.
     """
     name = architecture_of(file)
     given = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items() if key.startswith(f"{name}.")}
@@ -127,7 +127,7 @@ def json_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _check_key(file: GgufFile, name: str, key: str, value: object) -> None:
-    """Raises ModelRefused for a key that changes the numbers, or may: one that nobody here knows and that is on."""
+    """Raises ModelRefused for a key that changes the numbers, or may: one that is not known here and that is on."""
     neutral = NEUTRAL.get(key)
     is_off = not any(value) if isinstance(value, array | list) else not value
     if key in KNOWN or (is_off if neutral is None else value in neutral):

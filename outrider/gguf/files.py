@@ -1,4 +1,4 @@
-"""Which GGUF file a name means: a path, or a hub id with `:FILE.gguf` behind it where its repository has several."""
+"""Which GGUF file a name means: a path, or a hub id with `:FILE.gguf` after it where its repository has several."""
 
 import os
 import re
@@ -64,7 +64,7 @@ def model_stem(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """`org/name`, with `@revision` and `:FILE.gguf` behind it where they are given."""
+    """`org/name`, with `@revision` and `:FILE.gguf` after it where they are given."""
 
     model_id: str
     revision: str | None

@@ -78,7 +78,7 @@ class TensorPlace:
     offset: int
     size: int
     file: Path
-    """Of a split model one of its parts."""
+    """File that holds the numbers: of a split model one of its parts."""
 
     @property
     def type(self) -> TensorType:
@@ -260,7 +260,7 @@ class _Cursor:
         return bool(found) if kind == BOOL else found
 
     def tensor(self, index: int) -> TensorPlace:
-        """Its offset is that in the file's data, which begins where all of the header is read."""
+        """Place of the tensor at an index; its offset is that in the file's data, which begins after the header."""
         name = self.string(f"the name of tensor {index}", MAX_NAME_BYTES)
         what = f"the tensor {shown(name)}"
         num_dimensions = int(self.number("I", what))

@@ -42,7 +42,7 @@ class Words:
     """How a text is cut before its bytes are merged."""
 
     pattern: str | None = None
-    """None: GPT-2's."""
+    """Regular expression of one word; None for GPT-2's."""
     single_digits: bool = False
     composes: bool = False
     """Whether characters are composed first (NFC)."""
@@ -113,7 +113,7 @@ def read_tokenizer(file: GgufFile) -> Tokenizer:
 
 def doubt(file: GgufFile) -> str | None:
     """Why texts may be cut into other tokens than the model was trained with, in one sentence; None of a file that
-    says how they are cut, and of one whose vocabulary tells it.
+    says how they are cut, and of one whose vocabulary shows it.
     """
     if file.metadata.get(MODEL) != "gpt2" or _words_name(file) is not None:
         return None
@@ -125,7 +125,7 @@ def doubt(file: GgufFile) -> str | None:
 
 
 def _words_name(file: GgufFile) -> object:
-    """What `tokenizer.ggml.pre` says or, without that, whose vocabulary it is; None for nobody's."""
+    """Value of `tokenizer.ggml.pre` or, without that, the family of the vocabulary; None for an unknown one."""
     name = file.metadata.get(PRE, "default")
     if name != "default":
         return name

@@ -3,11 +3,11 @@
 A message takes three hops. The servicer reads it, checks its fence and makes a job of it (LinkServicer.job); the jobs
 of a frame run on the device thread, where the service's sessions decide what each message is; what has to be computed
 becomes a task of the verifier or drafter. Answers go into the link's outbox, and all that is there leaves in one frame.
-A message that opens a session with a grammar waits before that until it is compiled, and so do those behind it.
+A message that opens a session with a grammar waits before that until it is compiled, and so do those after it.
 
 Frames are read while answers are computed, because a newer epoch or a close has to be seen while a job runs. Whatever
 is wrong with a message ends the session that it names, and nothing else. A link ends when its gateway ends it; one that
-was cut looks the same, so nothing may depend on which it was: what it leaves behind is on leases.
+was cut looks the same, so nothing may depend on which it was: its sessions are on leases.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ from outrider.v1.types_pb2 import OpenPart
 
 # A link has a handler, two tasks and some jobs, so this bounds all of them. One without sessions makes room.
 MAX_LINKS = 256
-# Until the first frame, which a gateway sends at once: else whoever opens links and says nothing would take them all.
+# Until the first frame, which a gateway sends at once: else a caller that opens links and says nothing would take all.
 FIRST_FRAME_S = 10.0
 # Frames of a link that may wait for the device.
 MAX_UNFINISHED_FRAMES = 16
@@ -175,7 +175,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         outboxes: Outboxes,
         observe: Callable[[ComputeTimes], None] = lambda times: None,
     ) -> None:
-        """`outboxes` are flushed where the device rests; `observe` is told what each answer cost, when it is sent.
+        """`outboxes` are flushed where the device rests; `observe` gets what each answer cost, when it is sent.
 
         `upkeep` is of the service's work in the background.
         """
@@ -204,7 +204,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
 
     @abstractmethod
     def compiled(self, grammars: GrammarEngine, text: str, salt: bytes, output: Sequence[int]) -> Awaitable[Grammar]:
-        """The grammar of a session that is opened behind an output; raises GrammarRefused."""
+        """The grammar of a session that is opened after an output; raises GrammarRefused."""
 
     @abstractmethod
     def fill(self, response: Any, answer: Any) -> None:  # noqa: ANN401 - with a proposal or a verdict
@@ -237,7 +237,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
                     await self._device.call(outbox.end)
             await writer
         finally:
-            # Once cancelled, the reader queues no more jobs, so leases begin behind its last one.
+            # Once cancelled, the reader queues no more jobs, so leases begin after its last one.
             reader.cancel()
             writer.cancel()
             self._links.pop(outbox, None)
@@ -289,7 +289,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
                         jobs += self._jobs(message, link)
                 num_frames += 1
                 run = partial(self._run, jobs, outbox)
-                # Nobody is woken at the end of a job, because the answer is what its client waits for; but some are
+                # No task is woken at the end of a job, because the answer is what its client waits for; but some are
                 # waited for, so that a client cannot fill the device's queue.
                 if num_frames % MAX_UNFINISHED_FRAMES:
                     self._device.post(run)
@@ -301,7 +301,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
                 each.task.cancel()
 
     def _must_wait(self, message: Arrived[RequestT], link: Incoming[RequestT]) -> bool:
-        """Keeps an open with a grammar, and what comes behind it, until that is compiled; tells whether it did."""
+        """Keeps an open with a grammar, and what comes after it, until that is compiled; returns whether it did."""
         request, session_id, grammars = message.request, message.fence.session_id, self._facts.grammars
         found = link.compiling.get(session_id)
         if found is None:
@@ -460,7 +460,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
                 self.fill(response, answer.content)
 
     def _leave(self, outbox: Outbox) -> list[asyncio.Future[Any]]:
-        """Queues the leases at once, because a handler may be cancelled a second time; returns what tells of it."""
+        """Queues the leases at once, because a handler may be cancelled a second time; returns that job's futures."""
         # A service that has stopped has freed everything.
         with suppress(NotReady):
             leaving = self._device.call(partial(self._sessions.table.leave, outbox))

@@ -58,7 +58,7 @@ class ServiceFacts:
     hosted: Mapping[str, ModelRunner] = field(default_factory=dict)
     """What computes those drafters that have a model of their own in this process."""
     tree_drafters: frozenset[str] = frozenset()
-    """Those that make trees where a shape is asked for."""
+    """Drafters that make trees where a shape is asked for."""
     grammars: GrammarEngine | None = None
     """What compiles the grammars of sessions; None where there is no tokenizer."""
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
@@ -85,7 +85,7 @@ class ModelServicer(ModelServiceServicer):
         device: DeviceWorker[Any],
         observe_rollback: Callable[[float], None],
     ) -> None:
-        """`observe_rollback` is told the seconds that a rollback took on the device thread, there."""
+        """`observe_rollback` gets the seconds that a rollback took on the device thread, there."""
         self._facts = facts
         self._observe_rollback = observe_rollback
         self._sessions = sessions

@@ -128,5 +128,5 @@ class ModelServiceSettings(ProcessSettings):
 
     @property
     def clients(self) -> tuple[str, ...]:
-        """The names of those who may ask; none where whoever reaches the service may."""
+        """Names of the clients that may ask; none where every client that reaches the service may."""
         return listed(self.tls_clients) if self.tls_client_ca else ()

@@ -104,7 +104,7 @@ class ChatMessages:
 
     @property
     def finished(self) -> list[Values]:
-        """All messages, finished."""
+        """All messages as a chat body has them."""
         return [message.finished for message in self.messages]
 
     def rule(self, text: str, origin: str) -> None:
