@@ -114,7 +114,7 @@ Found = dict[tuple[str, str], tuple[list[float], list[int]]]
 def measure(
     variants: dict[str, Variant], kind: str, tokens: Sequence[int], spec: SessionSpec, draft_count: int, found: Found
 ) -> None:
-    """One text, round by round; raises TokensDiffer."""
+    """Measures one text, round by round; raises TokensDiffer."""
     for variant in variants.values():
         variant.begin(spec)
     base_len, turn = spec.prompt_len, 0

@@ -23,12 +23,12 @@ class Panel:
 
 
 def text(x: float, y: float, words: str, anchor: str = "middle", extra: str = "") -> str:
-    """A line of text."""
+    """SVG element with a line of text."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {extra}>{escape(words)}</text>'
 
 
 def path(points: Sequence[tuple[float, float]], colour: str, width: float) -> str:
-    """A line from point to point."""
+    """SVG element with a line from point to point."""
     places = " L".join(f"{x:.1f},{y:.1f}" for x, y in points)
     return f'<path d="M{places}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
 

@@ -1,4 +1,4 @@
-"""What the measurements share: intervals, provenance, options, settings, the stack that is measured, and prompts."""
+"""Parts that the measurements share: intervals, provenance, options, settings, the measured stack, and prompts."""
 
 import os
 import platform
@@ -56,7 +56,7 @@ class Spread:
     count: int
 
     def show(self, form: str, scale: float = 1.0) -> str:
-        """All three multiplied by a scale, for instance "1.20 (1.15 to 1.31)"."""
+        """Text of all three, multiplied by a scale, for instance "1.20 (1.15 to 1.31)"."""
         low, median, high = (f"{value * scale:{form}}" for value in (self.low, self.median, self.high))
         return f"{median} ({low} to {high})"
 
@@ -85,7 +85,7 @@ def interval(values: Iterable[float]) -> Spread:
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A Markdown table."""
+    """A table in Markdown, from a header and rows of cells."""
     names = list(header)
     lines = [names, ["---"] * len(names), *(list(row) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -145,7 +145,7 @@ def without_key(words: Sequence[str]) -> list[str]:
 
 
 def provenance() -> dict[str, object]:
-    """Where figures come from: the command line, the machine, the versions of what computes and carries, the commit."""
+    """Provenance of figures: command line, machine, versions of what computes and carries, commit."""
     installed = {each.name: each.version for each in distributions() if each.name in DISTRIBUTIONS}
     return {
         "command": without_key(sys.orig_argv),
@@ -229,7 +229,7 @@ SaveFile = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeThreads:
-    """How many threads compute."""
+    """Number of threads that compute in each service."""
 
     threads: options.Threads = None
     draft_threads: Annotated[

@@ -52,7 +52,7 @@ def file_option(words: str, metavar: str, *names: str) -> object:
 
 
 class Prompt(NamedTuple):
-    """What is asked, and of which kind it is; a text alone is continued, and not answered."""
+    """A text to ask, and its kind; a text alone is continued, and not answered."""
 
     kind: str
     text: str
@@ -97,7 +97,7 @@ def questions(file: Path, size: int, seed: int = 0) -> Iterator[Prompt]:
 
 
 def answer(client: Client, prompt: Prompt, setting: Speculation, length: Length, salt: str) -> Timed:
-    """One answer, and its time."""
+    """Answer to one prompt, with its time."""
     options = GenerationOptions(
         max_tokens=length.tokens,
         temperature=length.temperature,

@@ -79,7 +79,7 @@ class Jump:
 
     @property
     def followed_s(self) -> float:
-        """From the jump to the end of the last bin that is not near what it comes to."""
+        """Seconds from the jump to the end of the last bin that is not near what it comes to."""
         near = max(NEAR_TOKENS, NEAR_SHARE * self.settled)
         away = [at_s for at_s, drafted in self.drafted() if abs(drafted - self.settled) > near]
         return max(away) + BIN_S / 2 - self.began_s if away else 0.0

@@ -60,7 +60,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyOptions:
-    """What is asked for, and how often."""
+    """Options: what is asked for, and how often."""
 
     turns: Annotated[int, typer.Option(help="Turns of four requests.", metavar="N", callback=between(1, 1000))] = 40
     prompt_tokens: Annotated[
@@ -70,7 +70,7 @@ class KeyOptions:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one request showed: milliseconds to its first token, and how much of its prompt was in the cache."""
+    """Findings of one request: milliseconds to its first token, and how much of its prompt was in the cache."""
 
     first_ms: float
     cached_tokens: int
@@ -95,7 +95,7 @@ async def ask(client: AsyncClient, services: Sequence[str], prompt: Sequence[int
 async def measure(
     clients: Mapping[str, AsyncClient], services: Sequence[str], turns: int, prompt_tokens: int
 ) -> dict[str, list[Found]]:
-    """What each kind of request showed, turn by turn; `services` are the addresses of target and draft."""
+    """Findings of each kind of request, turn by turn; `services` are the addresses of target and draft."""
     found: defaultdict[str, list[Found]] = defaultdict(list)
     generator = random.Random(0)
     alice, bob = clients.values()

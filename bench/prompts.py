@@ -33,10 +33,10 @@ QUIET_S, FIRST_ROUNDS = 3.0, 10
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What running streams saw of a long prompt, as their client did: seconds."""
+    """Waits of running streams beside a long prompt, as their client saw them: seconds."""
 
     quiet_gaps: list[float]
-    """Between two rounds of a stream before the prompt was sent."""
+    """Gaps between two rounds of a stream before the prompt was sent."""
     gaps: list[float]
     """Gaps of which some part lies between the sending and the prompt's first token."""
     first_token_s: float
@@ -54,7 +54,7 @@ class Beside:
 
 
 def percentile_99(values: Sequence[float]) -> float:
-    """By linear interpolation within the values, of which there are at least two."""
+    """99th percentile by linear interpolation within the values, of which there are at least two."""
     return statistics.quantiles(values, n=100, method="inclusive")[98]
 
 
@@ -64,7 +64,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 def options(given: argparse.Namespace, seed: int, max_tokens: int) -> GenerationOptions:
-    """What every request is asked with."""
+    """Options that every request is asked with."""
     return {
         "seed": seed,
         "max_tokens": max_tokens,

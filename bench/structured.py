@@ -67,7 +67,7 @@ CHAINS = Speculation(draft_count=4, drafter="model")
 
 
 def answer(client: Client, prompt: str, salt: str, tokens: int, **options: Any) -> Timed:  # noqa: ANN401 - of requests
-    """One greedy answer, and its time."""
+    """Greedy answer to one prompt, with its time."""
     return read_timed(
         client.generate(prompt, max_tokens=tokens, temperature=0.0, cache_salt=salt, timeout_s=TIMEOUT_S, **options)
     )
@@ -92,7 +92,7 @@ def in_turns(
 
 
 def ratio(slow: Sequence[Timed], fast: Sequence[Timed], form: str = ".2f") -> str:
-    """How many times as fast the second is, answer by answer."""
+    """Ratio of times, answer by answer: how many times as fast the second is."""
     return interval(one.token_us / other.token_us for one, other in zip(slow, fast, strict=True)).show(form)
 
 

@@ -72,11 +72,11 @@ FACTS = {
 Asked = Mapping[str, Any]
 """An answer to ask for, in REST's names."""
 Bursts = Iterator[tuple[float, list[int]]]
-"""When bytes came, and which tokens were in them."""
+"""Times when bytes came, and the tokens that were in them."""
 
 
 def over_grpc(client: Client, asked: Asked) -> Bursts:
-    """The answer over gRPC."""
+    """Bursts of an answer over gRPC."""
     shared = {name: asked[name] for name in ("seed", "temperature", "max_tokens", "ignore_eos", "cache_salt")}
     speculation = Speculation(draft_count=asked["speculation"]["draft_count"])
     for event in client.generate(asked["prompt"], **shared, speculation=speculation, timeout_s=TIMEOUT_S):
@@ -130,7 +130,7 @@ def fetched_ms(connection: HTTPConnection, path: str) -> float:
 def measure(
     rest: str, grpc: str, turns: int, tokens: int, draft_count: int
 ) -> tuple[dict[str, list[Heard]], dict[str, list[float]]]:
-    """What came of each surface, and the milliseconds of GETs by path. Raises TokensDiffer."""
+    """Times of each surface's answers, and milliseconds of GETs by path. Raises TokensDiffer."""
     answers: dict[str, list[Heard]] = defaultdict(list)
     gets_ms: dict[str, list[float]] = defaultdict(list)
     with ExitStack() as stack:
@@ -166,7 +166,7 @@ def measure(
 
 
 def replied(rest: str, path: str, body: Asked) -> dict[str, Any]:
-    """What a route of REST answers. Raises RuntimeError about any answer but 200."""
+    """Answer of a route of REST. Raises RuntimeError about any answer but 200."""
     with closing(HTTPConnection(rest, timeout=TIMEOUT_S)) as connection:
         connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
         reply = connection.getresponse()
@@ -177,7 +177,7 @@ def replied(rest: str, path: str, body: Asked) -> dict[str, Any]:
 
 
 def by_page(rest: str, body: Asked) -> Said:
-    """What the page hears, where a fresh one asks."""
+    """Answer that the page gets, where a fresh one asks."""
     with closing(HTTPConnection(rest, timeout=TIMEOUT_S)) as connection:
         auto = {"enabled": True, "draft_count": "auto", "rule": "match", "return_rounds": True}
         fresh = {**body, "seed": str(body["seed"]), "speculation": auto, "probabilities": True}
@@ -191,7 +191,7 @@ def by_page(rest: str, body: Asked) -> Said:
 
 
 def by_command(typed: str, *words: str) -> Said:
-    """What a command prints as JSON. Raises CalledProcessError when it fails."""
+    """Answer that a command prints as JSON. Raises CalledProcessError when it fails."""
     done = subprocess.run((*COMMAND, *words, "--json"), input=typed, capture_output=True, text=True, check=True)
     told = json.loads(done.stdout)
     answer = told["samples"][0] if "samples" in told else told
@@ -199,7 +199,7 @@ def by_command(typed: str, *words: str) -> Said:
 
 
 def continued(rest: str, grpc: str, prompt: str, seed: int, max_tokens: int) -> dict[str, Said]:
-    """How a prompt goes on by every door that continues prompts."""
+    """Continuations of a prompt by every surface that continues prompts."""
     shared: Asked = {"seed": seed, "max_tokens": max_tokens}
     [choice] = replied(rest, REST, {"prompt": prompt, "return_token_ids": True, **shared})["choices"]
     with Client(grpc) as client:
@@ -214,7 +214,7 @@ def continued(rest: str, grpc: str, prompt: str, seed: int, max_tokens: int) -> 
 
 
 def conversed(rest: str, grpc: str, question: str, seed: int, max_tokens: int) -> dict[str, Said]:
-    """What a question is answered by every door that talks."""
+    """Answers to a question by every surface that talks."""
     messages = [{"role": "user", "content": question}]
     shared: Asked = {"messages": messages, "seed": seed, "max_tokens": max_tokens}
     [choice] = replied(rest, CHAT, {**shared, "return_token_ids": True})["choices"]

@@ -36,7 +36,7 @@ class Search(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """How many guesses a message asks for. `arrived_ns` is when it came, on time.perf_counter_ns.
+    """Number of guesses that a message asks for. `arrived_ns` is when it came, on time.perf_counter_ns.
 
     With a shape they are rows of a tree, without one a chain.
     """
@@ -53,9 +53,9 @@ class DraftState(SessionState[DraftTask | BeamDraftTask]):
 
     drafter: str = MODEL
     lane: int = 0
-    """Which of the request's drafts it is."""
+    """Number of the draft among those of the request."""
     cheaper: CheaperDraft | None = None
-    """What guesses for the draft, where there is a cascade."""
+    """Cheaper guesser of the draft, where there is a cascade."""
     committed_len: int = field(init=False)
     asked_len: int = 0
     """base_len of the last request of this epoch, 0 before the first."""
@@ -64,7 +64,7 @@ class DraftState(SessionState[DraftTask | BeamDraftTask]):
     beams: Beams | None = None
     """Beams on its tokens, the prompt, where it is a search; after the live ones they hold guesses."""
     learn: Learn | None = None
-    """What learns from the tokens that follow it."""
+    """Function that learns from the tokens that follow it."""
 
     def __post_init__(self) -> None:
         self.committed_len = len(self.session)
@@ -98,7 +98,7 @@ class DraftState(SessionState[DraftTask | BeamDraftTask]):
 
 
 class DraftSessions(SessionStore[DraftState]):
-    """All sessions of a draft service."""
+    """Sessions of a draft service."""
 
     def __init__(
         self,

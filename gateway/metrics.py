@@ -233,8 +233,8 @@ class GatewayMetrics:
 
 
 class Watched:
-    """What is looked up at every scrape: who runs and waits, which services are there, what was rolled back, and who
-    was not let in.
+    """Figures that are looked up at every scrape: what runs and waits, which services are there, what was rolled back,
+    and who was not let in.
     """
 
     def __init__(

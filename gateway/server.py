@@ -87,7 +87,7 @@ class RunningGateway:
 
     @property
     def rest_address(self) -> str:
-        """Where it serves REST; raises KeyError when it does not."""
+        """Address on which it serves REST; raises KeyError when it does not."""
         return self.further_addresses["rest"]
 
     async def stop(self, grace_s: float = channels.DRAIN_S) -> None:

@@ -1,4 +1,4 @@
-"""What an operator can set of the gateway, and which web sites' pages may make it work.
+"""Settings of the gateway, and which web sites' pages may make it work.
 
 A browser sends what any page asks it to, from inside the user's network, and names the page's site in `origin`. Two
 kinds of pages are let through: those that an operator named, and the gateway's own. A page is the gateway's own only
@@ -107,7 +107,7 @@ def _one_of(*words: str) -> Limit:
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings(ProcessSettings):
-    """What an operator can set. The model is called as its service calls it unless served_model_name says otherwise.
+    """Settings of the gateway. The model is called as its service calls it unless served_model_name says otherwise.
 
     Raises InvalidRequest about a value outside its limit.
     """
@@ -244,7 +244,7 @@ class GatewaySettings(ProcessSettings):
     sites: Sites = field(init=False)
     """Made of cors_origins and allowed_hosts."""
     defaults: OperatorDefaults = field(init=False)
-    """Made of generation_defaults."""
+    """Defaults that generation_defaults states."""
 
     def __post_init__(self) -> None:
         ProcessSettings.__post_init__(self)

@@ -80,7 +80,7 @@ def make_draft(
 
 
 def read_writing(target: Path, model: LlamaForCausalLM, settings: DraftRunSettings, documents: list[str]) -> Writing:
-    """How the target's texts begin. Raises InvalidRequest about `--target`, and about temperatures."""
+    """Beginnings of the target's texts. Raises InvalidRequest about `--target`, and about temperatures."""
     try:
         Vocabulary.read(target)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(target)

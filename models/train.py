@@ -79,7 +79,7 @@ def checked_device(name: str) -> torch.device:
 
 
 def pair_digest(pair: Path | None) -> str | None:
-    """What names the pair to start from. Raises InvalidRequest when it is none, or its halves do not fit."""
+    """Digest of the pair to start from. Raises InvalidRequest when it is none, or its halves do not fit."""
     if pair is None:
         return None
     try:

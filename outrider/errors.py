@@ -1,4 +1,4 @@
-"""Everything that can go wrong, by who has to act on it, and the checks of single values that raise it.
+"""Errors by who has to act on them, and the checks of single values that raise them.
 
 Each class carries the name of its gRPC status and the reason that goes into `ErrorInfo`; surfaces translate at the
 edge, so no other module speaks of status codes.
@@ -61,7 +61,7 @@ def shown(value: object) -> str:
 
 
 def _beginning(value: object, num_chars: int) -> str:
-    """How a value begins as Python writes it, at least so many characters: all of it may be millions."""
+    """Beginning of a value as Python writes it, at least so many characters: all of it may be millions."""
     if isinstance(value, str):
         return repr(value[:num_chars])
     if not isinstance(value, list | dict):

@@ -88,7 +88,7 @@ Steps = tuple[Normalizer | None, PreTokenizer, Decoder]
 
 @dataclass(frozen=True, slots=True)
 class Rebuild:
-    """What a class makes anew."""
+    """Parts of a tokenizer that a class makes anew."""
 
     steps: Callable[[bool, bool], Steps]
     """Steps before the merges and after them; given whether a text begins with a space, and "legacy"."""
@@ -249,7 +249,7 @@ def _is_remote(given: Json) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """What the files beside tokenizer.json say about tokens."""
+    """Facts about tokens from the files beside tokenizer.json."""
 
     numbered: Mapping[int, AddedToken]
     """Added tokens by ids that count for their order alone."""
@@ -263,7 +263,7 @@ class _Tokens:
         return [*self.named.values(), *self.extra]
 
     def missing(self, tokenizer: Tokenizer) -> list[AddedToken]:
-        """What a tokenizer has not added yet, in the order in which it gets ids."""
+        """Tokens that a tokenizer has not added yet, in the order in which they get ids."""
         names = {_text(each) for each in self.named.values()}
         wanted: list[Token] = [self.numbered[index] for index in sorted(self.numbered)]
         known = {each.content for each in tokenizer.get_added_tokens_decoder().values()} | {*map(_text, wanted)}

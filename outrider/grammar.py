@@ -65,7 +65,7 @@ Bits = bytes
 
 
 class ConstraintKind(StrEnum):
-    """How a constraint is written."""
+    """Notation of a constraint."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -77,7 +77,7 @@ class ConstraintKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an answer has to look like; of a choice the text is a JSON list of strings."""
+    """Form that an answer must have; of a choice the text is a JSON list of strings."""
 
     kind: ConstraintKind
     text: str
@@ -89,7 +89,7 @@ class Constraint:
     is_lenient: bool = False
     """Whether keywords of a schema that cannot be enforced are left out; else they are an error."""
     written: str = ""
-    """What errors show where the text is none of the client's."""
+    """Text for errors, where that of the constraint is none of the client's."""
 
     def refused(self, error: Exception) -> InvalidRequest:
         """The error about what cannot be compiled, or followed to the end."""
@@ -169,7 +169,7 @@ class Constraint:
 
 
 def _depth(value: object) -> int:
-    """How deep lists and objects are nested."""
+    """Depth to which lists and objects are nested."""
     deepest, level = 0, [value]
     while level := [each for each in level if isinstance(each, dict | list)]:
         deepest += 1
@@ -199,11 +199,11 @@ class Follower:
         self._matcher: LLMatcher
         self._token_ids: list[int]
         self._error: str | None
-        """What the library says about the last token, or about what may follow it; None while it says nothing."""
+        """Complaint of the library about the last token, or about what may follow it; None while there is none."""
         self._is_off: bool
         """Whether the last token was not allowed."""
         self._masks: dict[int, tuple[Bits, bool]]
-        """By length of the output, with whether it may end there: the latest."""
+        """Masks by length of the output, with whether it may end there: the latest."""
         self._begin()
 
     def reach(self, output: Sequence[int]) -> int:
@@ -231,13 +231,13 @@ class Follower:
         return reached == len(output) or (reached == len(output) - 1 and not self._is_off)
 
     def allowed(self, output: Sequence[int], ends: Collection[int]) -> Bits:
-        """What may follow an output; nothing after one that leaves the grammar or cannot go on."""
+        """Mask of the tokens after an output; empty after one that leaves the grammar or cannot go on."""
         if self.reach(output) < len(output):
             return bytes(self._num_bytes)
         return _with_ends(*self._masks[len(output)], ends)
 
     def exhausted(self, output: Sequence[int]) -> GrammarRefused | None:
-        """What is said of an output after which, or before, a limit of the grammar is exhausted."""
+        """Error of an output after which, or before, a limit of the grammar is exhausted."""
         limit = None if self.reach(output) == len(output) else _limit_in(self._error or "")
         if not limit:
             return None
@@ -282,7 +282,7 @@ class Grammar:
         # By length of prefix, the oldest first; the empty prefix always has one.
         self._states: dict[int, LLMatcher] = {0: pristine}
         self._guessed: dict[tuple[int, ...], Bits | None] = {}
-        """What was last found to follow each path."""
+        """Masks that were found last after each path."""
 
     def session(self, follower: Follower | None = None) -> "Grammar":
         """A grammar of the same text for another session."""
@@ -297,7 +297,7 @@ class Grammar:
 
     @property
     def ignored_keywords(self) -> tuple[str, ...]:
-        """What of a lenient schema is not enforced: keywords by name, such as `format color` or `not`."""
+        """Keywords of a lenient schema that are not enforced, such as `format color` or `not`."""
         found: set[str] = set()
         for warning in self._states[0].get_grammar_warnings():
             kind, _, rest = warning.partition(": ")
@@ -310,7 +310,7 @@ class Grammar:
     def allowed(
         self, output: Sequence[int], paths: Iterable[Sequence[int]], ends: Collection[int]
     ) -> list[Bits | None]:
-        """What may follow an output and each path after it; `ends` may where an answer may end.
+        """Masks of the tokens after an output and each path after it; `ends` may where an answer may end.
 
         Nothing may follow an output that cannot go on. None stands for a path that no answer takes: what follows it is
         never asked for, because its own tokens may not follow what is before them. Where guesses have exhausted the
@@ -336,7 +336,7 @@ class Grammar:
         return found
 
     def confirmed(self, output: Sequence[int], path: Sequence[int], ends: Collection[int]) -> int:
-        """How many tokens of a path, which `allowed` was asked about last, are followed by what plain decoding finds.
+        """Number of tokens of a path, one of `allowed`'s last call, that are followed by what plain decoding finds.
 
         The one after those is still committed, but nothing that was drawn after it.
         """
@@ -418,7 +418,7 @@ def _only_token(bits: Bits) -> int | None:
 
 
 def _limit_in(message: str) -> str | None:
-    """Which limit is exhausted by what the library says, as the end of a sentence; None for another fault."""
+    """Limit that is exhausted by what the library says, as the end of a sentence; None for another fault."""
     for pattern, words in EXHAUSTED.items():
         if found := re.search(pattern, message):
             return found.expand(words)

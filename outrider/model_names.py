@@ -127,7 +127,7 @@ _SIM_OPTION = re.compile(rf"(?P<key>[a-z]+)=(?P<value>{_SIM_NUMBER}(?:\+{_SIM_NU
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """What a device does at best, how much of that a model gets, and what a step costs beside."""
+    """Rates of a device at best, how much of that a model gets, and what a step costs beside."""
 
     name: str
     memory_bytes: float
@@ -169,7 +169,7 @@ class SimulatedModel:
     """The probability that the token which the hash of all simulated models names is its first choice, its second, and
     so on, position by position."""
     stretch: float = 1.0
-    """What all times are multiplied with."""
+    """Factor of all times."""
 
     @property
     def name(self) -> str:
@@ -191,7 +191,7 @@ class SimulatedModel:
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token."""
+        """Bytes of the keys and values of one token."""
         return 2 * self.shape.num_layers * self.shape.num_kv_heads * self.shape.head_dim * SIM_ITEM_BYTES
 
     @property
@@ -215,7 +215,7 @@ class SimulatedModel:
         return self.stretch * (max(memory_s, arithmetic_s) + self.device.launch_s)
 
     def with_option(self, model: str, text: str) -> Self:
-        """With one KEY=VALUE of the name `model`. Raises ModelRefused."""
+        """A copy with one KEY=VALUE of the name `model`. Raises ModelRefused."""
         option = _SIM_OPTION.fullmatch(text)
         if option is None or option["key"] not in SIM_OPTIONS:
             kinds = " and ".join(f"{key}=NUMBER" for key in SIM_OPTIONS)

@@ -59,7 +59,7 @@ class TokenTree:
     def chain(
         cls, token_ids: Sequence[int], distributions: Sequence[DraftDistribution] = (), logprobs: Sequence[float] = ()
     ) -> Self:
-        """The tree of width one."""
+        """A tree of width one."""
         return cls(tuple(token_ids), tuple(range(len(token_ids))), tuple(distributions), tuple(logprobs))
 
     def __len__(self) -> int:

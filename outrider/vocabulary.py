@@ -1,4 +1,4 @@
-"""Which token carries which id, as digests that two services can compare."""
+"""Ids of tokens, as digests that two services can compare."""
 
 import hashlib
 import json
@@ -85,7 +85,7 @@ class Vocabulary:
         return cls.of((token, token_id) for token, token_id in tokens.items() if token_id < num_rows)
 
     def difference(self, other: "Vocabulary") -> str | None:
-        """One sentence about the first difference, or None when the two are the same."""
+        """Sentence about the first difference, or None when the two are the same."""
         if self.size != other.size:
             return f"The vocabularies have {self.size} and {other.size} ids."
         if len(self.digests) != len(other.digests):
@@ -99,7 +99,7 @@ class Vocabulary:
 
 
 def misfit(tokenizer: Tokenizer, whole: Vocabulary, model: Vocabulary) -> str | None:
-    """Why the ids of a model do not mean the tokens of a tokenizer; None where they do, as far as it has rows.
+    """Reason why the ids of a model do not mean the tokens of a tokenizer; None where they do, as far as it has rows.
 
     `whole` is the tokenizer's own vocabulary.
     """
@@ -111,7 +111,7 @@ def misfit(tokenizer: Tokenizer, whole: Vocabulary, model: Vocabulary) -> str | 
 
 
 def tokenizer_doubt(place: Path | str) -> str | None:
-    """Why a model's texts may be cut into other tokens than it was trained with; None for most. Raises ModelRefused."""
+    """Reason why a model's texts may be cut into other tokens than in training; None for most. Raises ModelRefused."""
     gguf = gguf_in(Path(place))
     return None if gguf is None else doubt(GgufFile.read(gguf))
 

@@ -49,7 +49,7 @@ class BeamTask:
 
     @property
     def draw_inputs(self) -> list[DrawInput]:
-        """What its next forward computes."""
+        """Inputs of its next forward."""
         return [DrawInput(feed, self.spec) for feed in self.feeds]
 
     @property
@@ -124,7 +124,7 @@ class BeamTask:
         self.on_failure(error)
 
     def _below(self, places: Sequence[Place], step: BeamStep) -> list[Place | None]:
-        """Where the beams that go on stand in the guesses, None for one that was not proposed."""
+        """Places in the guesses of the beams that go on, None for one that was not proposed."""
         below: list[Place | None] = []
         for each in step.live:
             beam, row = places[each.parent]

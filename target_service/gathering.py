@@ -49,7 +49,7 @@ class Gathering:
     """Knows who is away, and says whether a step should wait for them."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`clock` counts seconds."""
+        """Takes a clock that counts seconds."""
         self._clock = clock
         self.costs = StepCosts()
         self._left_s: dict[Hashable, float] = {}
@@ -93,7 +93,7 @@ class Gathering:
         return step_s + other_s - fixed_s + away_s < WORTH_JOINING * apart_s
 
     def _due(self) -> list[tuple[float, float]]:
-        """In how many seconds each is expected that is not late, and how long it was away last time."""
+        """Seconds until each session is expected that is not late, and how long it was away last time."""
         due, now_s = [], self._clock()
         for session, left_s in list(self._left_s.items()):
             away_s = self._away_s.get(session)

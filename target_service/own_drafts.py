@@ -39,7 +39,7 @@ COPIED_ROWS = 512
 
 
 class OwnProposal(NamedTuple):
-    """What a session's own drafter proposed, what that cost, and how many committed tokens it had to read first."""
+    """Proposal of a session's own drafter, its cost, and how many committed tokens had to be read first."""
 
     tree: TokenTree
     times: ComputeTimes
@@ -50,7 +50,7 @@ NO_PROPOSAL = OwnProposal(EMPTY, ComputeTimes(), 0)
 
 
 class Asked(NamedTuple):
-    """What a drafter is asked for: so many guesses, a chain or the rows of a tree of a shape, at most so deep."""
+    """Request to a drafter: so many guesses, a chain or the rows of a tree of a shape, at most so deep."""
 
     draft_count: int = 0
     shape: TreeShape | None = None
@@ -61,7 +61,7 @@ NOT_ASKED = Asked()
 
 
 class OwnDraft(Protocol):
-    """What a drafter keeps of one session, and the proposal that it makes for it."""
+    """State of a drafter for one session, and the proposal that it makes for it."""
 
     proposal: OwnProposal | None
     """The one that was begun last; None while it is on its way."""
@@ -89,7 +89,7 @@ class OwnDraft(Protocol):
 
 @runtime_checkable
 class ProbingDraft(OwnDraft, Protocol):
-    """One that finds its guesses in rows of the target's own forwards."""
+    """A draft that finds its guesses in rows of the target's own forwards."""
 
     probes: TokenTree
     """Rows that the next forward is to compute after the committed tokens, beside the proposal; EMPTY: none."""
@@ -115,7 +115,7 @@ class OwnDrafter(Protocol[DraftT]):
         """A session's part; with a salt it shares what is read of equal tokens with those of the same salt."""
 
     def advance(self, drafts: Sequence[DraftT]) -> None:
-        """One step of all of them, none of which has its proposal."""
+        """Makes one step of all drafts, none of which has its proposal."""
 
 
 class Hosting(Generic[DraftT]):
@@ -152,7 +152,7 @@ class Hosting(Generic[DraftT]):
             give_up(draft)
 
     def advance(self, drafts: Sequence[DraftT]) -> None:
-        """One step of all that have no proposal yet; those of a step that fails have an empty one."""
+        """Makes one step of all drafts without a proposal; those of a step that fails have an empty one."""
         busy = [draft for draft in drafts if draft.proposal is None]
         if not busy:
             return
@@ -380,7 +380,7 @@ def host_head(target: ModelRunner, head: Head, digest: str, ops: Ops | None = No
 
 
 def head_runner(target: ModelRunner, head: Head, digest: str, ops: Ops | None = None) -> ModelRunner:
-    """What computes a head; from now on the target keeps what it reads.
+    """Runner that computes a head; from now on the target keeps what it reads.
 
     Its cache has room for as many tokens as the target's. `digest` names the head's weights, `ops` are
     those that it computes with, by default the target's.
@@ -398,7 +398,7 @@ def without_room(allocate: Allocate) -> None:
 
 
 class OwnSession(NamedTuple):
-    """One session's part in a drafter."""
+    """A session's part in one drafter."""
 
     hosting: Hosting[Any]
     draft: OwnDraft

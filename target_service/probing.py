@@ -25,14 +25,14 @@ from target_service.own_drafts import NO_PROPOSAL, OwnProposal
 LOOKAHEAD = "lookahead"
 PASS = "pass"
 MIN_DEPTH = 3
-"""With less there is no row to read the last token of the first column from."""
+"""Least depth: with less there is no row to read the last token of the first column from."""
 
 
 class Finder(Protocol):
-    """What probes have found for one session, since it was opened or went back."""
+    """Findings of probes for one session, since it was opened or went back."""
 
     def candidates(self, token_ids: Sequence[int]) -> Sequence[Sequence[int]]:
-        """What may follow these tokens, the best first."""
+        """Continuations of these tokens, the best first."""
 
     def probes(self, token_ids: Sequence[int]) -> TokenTree:
         """Rows to compute after these tokens."""
@@ -64,7 +64,7 @@ class Lookahead:
         self._pool: dict[int, dict[tuple[int, ...], None]] = {}
 
     def candidates(self, token_ids: Sequence[int]) -> Sequence[Sequence[int]]:
-        """What followed the last token wherever it was found, the newest first."""
+        """Continuations of the last token wherever it was found, the newest first."""
         return list(reversed(self._pool.get(token_ids[-1], {})))
 
     def probes(self, token_ids: Sequence[int]) -> TokenTree:
@@ -125,7 +125,7 @@ class PassChain:
 
 
 class ProbeDraft:
-    """One session of such a drafter: what it has found becomes a proposal at once, without a step of its own."""
+    """A session of such a drafter: what it has found becomes a proposal at once, without a step of its own."""
 
     is_reading = False
     reads_features = False
@@ -193,4 +193,4 @@ class ProbeDrafter:
         return ProbeDraft(spec, self._new_finder)
 
     def advance(self, drafts: Sequence[ProbeDraft]) -> None:
-        """Nothing is left to do: a proposal is there as soon as it is begun."""
+        """Does nothing: a proposal is there as soon as it is begun."""

@@ -34,7 +34,7 @@ class OpenSearch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step asks for. `arrived_ns` is when its message came, on time.perf_counter_ns."""
+    """Content of a step's message. `arrived_ns` is when its message came, on time.perf_counter_ns."""
 
     tree: TokenTree
     plain_budget: int
@@ -58,7 +58,7 @@ class TargetState(SessionState[TargetTask]):
     own: OwnSession | None = None
     """Session of its drafter in this process, where it has one."""
     own_asked: Asked = NOT_ASKED
-    """What the drafter is asked for, however far the request and the budget reach."""
+    """Guesses that the drafter is asked for, however far the request and the budget reach."""
     beams: Beams | None = None
     """Beams on its tokens, the prompt, where it is a search."""
     width: int = 0
@@ -96,7 +96,7 @@ class TargetState(SessionState[TargetTask]):
 
     @property
     def next_own(self) -> Asked:
-        """What its own drafter is to make for the next verdict; nothing while the prompt is read.
+        """Guesses that its own drafter is to make for the next verdict; none while the prompt is read.
 
         Numbers depend on lengths and never on tokens: rules that test with uniforms would otherwise be biased.
         """
@@ -142,7 +142,7 @@ class TargetState(SessionState[TargetTask]):
 
 
 class TargetSessions(SessionStore[TargetState]):
-    """All sessions of a target service."""
+    """Sessions of a target service."""
 
     def __init__(
         self,

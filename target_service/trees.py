@@ -1,4 +1,4 @@
-"""Which path of a session's tree the target keeps under the rules that test with the draft's distributions.
+"""Choice of the path of a session's tree that the target keeps, under rules that test with the draft's distributions.
 
 One session at a time, because no two trees are alike. Chains, as most proposals are, go many at once through
 target_service.acceptance; here they would be decided the same, bit for bit.

@@ -45,11 +45,11 @@ class VerifyTask:
     """Called with each verdict, when the session holds its tokens; prepares the task for the next one, or ends it."""
     on_failure: Callable[[OutriderError], None]
     own: OwnSession | None = None
-    """Drafts where the tree is empty."""
+    """Session of the drafter that guesses where the tree is empty."""
     own_asked: Asked = NOT_ASKED
-    """What it is to make for the next verdict."""
+    """Guesses that it is to make for the next verdict."""
     own_proposal: OwnProposal | None = None
-    """What it has made for the next verdict."""
+    """Proposal that it has made for the next verdict."""
     is_drafting: bool = False
     """Whether it is about to make that."""
     probes: TokenTree = EMPTY
@@ -59,7 +59,7 @@ class VerifyTask:
     done: bool = False
     stopped: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """What is known so far of those that the first verdict carries; entry i came from the row of token i."""
+    """Entries known so far of those that the first verdict carries; entry i came from the row of token i."""
 
     @property
     def wants_prompt(self) -> bool:
@@ -68,7 +68,7 @@ class VerifyTask:
 
     @property
     def draw_inputs(self) -> list[DrawInput]:
-        """What its next forward computes, and how tokens are drawn after it: one entry."""
+        """Input of its next forward, and of the draws after it: one entry."""
         # A drafter that reads features has to have those of all tokens before the last.
         feed = Feed(self.session, self.tree, self.wants_prompt, self.wants_own, self.probes)
         return [DrawInput(feed, self.spec)]
@@ -147,7 +147,7 @@ class Verifier:
         self._allocator = BlockAllocator(runner, table)
 
     def advance(self, tasks: Sequence[TargetTask]) -> bool:
-        """One ragged forward over all tasks that have room, and the verdicts that it allows.
+        """Makes one ragged forward over all tasks that have room, and the verdicts that it allows.
 
         False when none has, or when it is better to wait a moment for others. When it raises, no session has changed
         but for what is cached: see outrider.engine.worker.
@@ -236,7 +236,7 @@ class Verifier:
         return [outcomes.get(end - 1) for end in ends], grants
 
     def _verdict(self, task: VerifyTask, walk: Walk, logits: Tensor, root: int) -> TargetVerdict | OutriderError:
-        """What a walk commits, with one entry for each token where wanted; the logits of its root are logits[root]."""
+        """Verdict of a walk, with one entry for each token where wanted; the logits of its root are logits[root]."""
         verdict = commit_walk(task.tree, walk, task.spec, len(task.session))
         if task.own_proposal is not None and task.tree:
             verdict = verdict._replace(own=task.own_proposal)

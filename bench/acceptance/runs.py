@@ -54,7 +54,7 @@ class ModelPair:
 
 
 Trial = tuple[TokenTree, Walk]
-"""One round: what was proposed, and what the target said to it."""
+"""One round: what was proposed, and the walk that the target made of it."""
 
 
 class Readers:
@@ -89,7 +89,7 @@ class Readers:
                 drafts[number].truncate(length)
 
     def round(self, acceptance: Acceptance, draft_count: int, top_n: int) -> list[Trial]:
-        """One round of every session, from its place and back to it."""
+        """Makes one round of every session, from its place and back to it."""
         specs = [replace(spec, acceptance=acceptance) for spec in self.specs]
         return self._decide(specs, self._propose(specs, draft_count, top_n))
 
@@ -221,7 +221,7 @@ def measure(
 
 
 def _counted(readers: Readers, plan: AcceptancePlan, temperature: float, first: int) -> Iterator[RuleCounts]:
-    """All settings in the same places, text by text."""
+    """Counts of all settings in the same places, text by text."""
     by_setting: dict[tuple[Acceptance, int], list[list[tuple[Trial, int]]]] = {}
     for place in plan.places:
         readers.go_to(place)

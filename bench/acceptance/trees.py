@@ -32,7 +32,7 @@ that is decided behind it. ±: one standard error, over texts."""
 
 @dataclass(slots=True)
 class Proposed:
-    """What one kind of proposal came to in all rounds of one prompt."""
+    """Sums of one kind of proposal in all rounds of one prompt."""
 
     rounds: int = 0
     accepted: int = 0
@@ -48,7 +48,7 @@ class Proposed:
         return 1 + self.accepted / self.rounds
 
     def add(self, tree: TokenTree, accepted: int, step_s: Sequence[float]) -> None:
-        """Counts one proposal."""
+        """Counts one proposal of a round."""
         self.rounds += 1
         self.accepted += accepted
         self.depths += max(tree.depths)
@@ -58,7 +58,7 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class TreeCounts:
-    """All rounds of one prompt at one temperature, with trees and chains of so many guesses."""
+    """Counts of all rounds of one prompt at one temperature, with trees and chains of so many guesses."""
 
     temperature: float
     num_rows: int

@@ -55,7 +55,7 @@ class NothingToMeasure(OutriderError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What is asked for: a grid of loads, and how often."""
+    """Plan of a run: a grid of loads, and how often each is asked for."""
 
     streams: tuple[int, ...]
     draft_counts: tuple[int | None, ...]
@@ -79,7 +79,7 @@ class LoadPlan:
 
 
 class Burst(NamedTuple):
-    """What one message brought, and when, by the client's clock."""
+    """Tokens that one message brought, and when it came, by the client's clock."""
 
     at_s: float
     tokens: int
@@ -109,7 +109,7 @@ class Clocks:
 
 @dataclass(frozen=True)
 class Block:
-    """One setting under one load, once; properties are of the window."""
+    """Results of one setting under one load, once; properties are of the window."""
 
     temperature: float
     streams: int
@@ -135,7 +135,7 @@ class Block:
 
     @cached_property
     def gaps_s(self) -> list[float]:
-        """From each message of an answer to the next one."""
+        """Seconds from each message of an answer to the next one."""
         pairs = ((one.at_s, two.at_s) for each in self.answers for one, two in pairwise(each.bursts))
         return [later_s - earlier_s for earlier_s, later_s in pairs if self._holds(later_s)]
 
@@ -286,7 +286,7 @@ async def scrape(address: str, *names: str) -> list[Sample]:
 
 
 def read_answer(number: int, asked_s: float, messages: Sequence[tuple[float, bytes]]) -> LoadAnswer:
-    """What the messages of an answer say."""
+    """Answer that the messages of one request make."""
     answer = LoadAnswer(number, asked_s, [], [])
     for at_s, message in messages:
         event = event_from(pb.GenerateResponse.FromString(message))

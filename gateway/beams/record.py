@@ -25,15 +25,15 @@ class Hypothesis(NamedTuple):
 
 
 class BeamRecord(TokenLog):
-    """What is known of a search. As a token log it has the length of the live beams, and the prompt for its tokens."""
+    """State of a search. As a token log it has the length of the live beams, and the prompt for its tokens."""
 
     def __init__(self, spec: SessionSpec, search: BeamSearch) -> None:
         super().__init__(spec.token_ids)
         self.search = search
         self.live: tuple[LiveBeam, ...] = ()
-        """Best first; none at the prompt."""
+        """Live beams, best first; none at the prompt."""
         self.finished: tuple[Hypothesis, ...] = ()
-        """Best first, at most as many as beams."""
+        """Finished sequences, best first, at most as many as beams."""
         self._spec = spec
         self._output_len = 0
 
@@ -70,7 +70,7 @@ class BeamRecord(TokenLog):
 
     @property
     def room(self) -> int:
-        """Steps until every sequence ends."""
+        """Number of steps until every sequence ends."""
         return self._spec.max_len - len(self)
 
     def commit_steps(self, proposal: Proposal, verdict: Verdict, steps: Sequence[BeamStep]) -> Round:

@@ -33,7 +33,7 @@ class Backend:
     target_timeouts: TargetTimeouts
     audit: ShadowAudit
     lookup: LookupSources | None = None
-    """What is looked up beside a request's own text; None where nothing is looked up."""
+    """Sources beside a request's own text that are looked up; None where nothing is looked up."""
     turn_ends: frozenset[int] = frozenset()
     """Tokens with which the chat template closes an assistant's turn; they end answers as those of the target do."""
     upkeep: Upkeep = field(default_factory=Upkeep)

@@ -1,4 +1,4 @@
-"""What the answer to a conversation may call, and how it is read: the same for every surface."""
+"""Calls that the answer to a conversation may make, and how it is read: the same for every surface."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -58,7 +58,7 @@ def check_variables(field: str, variables: Mapping[str, Any], template: ChatTemp
 
 
 def prompt_end(*, begins_turn: bool | None, goes_on: bool) -> dict[str, bool]:
-    """How a prompt ends, as the template takes it: with the beginning of the assistant's turn unless it is said
+    """End of a prompt, as the template takes it: with the beginning of the assistant's turn unless it is said
     otherwise, or with the last message, which the answer goes on with; raises InvalidRequest about both.
     """
     if goes_on and begins_turn:

@@ -1,4 +1,4 @@
-"""What every surface calls: requests in, events out; places and the queue before them; a log line a request.
+"""Entry of every surface: requests in, events out; places and the queue before them; a log line a request.
 
 Entering `Frontend.open` has checked the requests and waited for the first place, and nothing was sent to a service
 before. So whatever is wrong with a request is known before a surface has promised its client anything. A request that
@@ -56,9 +56,9 @@ class Places:
     arrived_s: float
     priority: int
     taken: deque[tuple[float, int]] = field(default_factory=deque)
-    """When those that it holds were taken, and how many samples ran then."""
+    """Times when its places were taken, and how many samples ran then."""
     waited_s: float = 0.0
-    """From its arrival until it got the latest one."""
+    """Seconds from its arrival until it got the latest one."""
     has_begun: bool = False
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     patience: asyncio.Timeout | None = None
@@ -66,7 +66,7 @@ class Places:
 
 
 class Admission:
-    """At most `places` samples run at a time, and at most queue_len requests wait that have none running.
+    """Admission of requests: at most `places` samples run at a time, and queue_len requests wait that have none.
 
     The smallest priority comes first, and within one who came first, one place at a time: a request that wants more
     than one goes to the end of its priority's queue for each. So the samples of large requests take turns with
@@ -196,7 +196,7 @@ class Admission:
             self._check_open()
 
     def give_back(self, places: Places) -> None:
-        """One place of a request is free from now on; does nothing when it has none left."""
+        """Gives back one place of a request; does nothing when it has none left."""
         if not places.taken:
             return
         # Which of them it was changes no mean. By those who ran beside it and not by all places: had these been taken,
@@ -222,7 +222,7 @@ class Admission:
 
 
 class RequestLog:
-    """What is known so far of one request, which may have several parts and has waited so long for its first place."""
+    """Facts so far of one request, which may have several parts and has waited so long for its first place."""
 
     def __init__(self, requests: Sequence[CheckedRequest], waited_s: float) -> None:
         self._requests = requests
@@ -301,7 +301,7 @@ class Observer(Protocol):
         """A request with an API key of that name is over, and has used so many tokens."""
 
     def observe(self, event: Event) -> None:
-        """Something happened to a request."""
+        """A request has an event: a round, or the completion of a sample."""
 
     def ended(self, error: BaseException | None) -> None:
         """A request that was not turned away is over: None when it ended well, else what ended it."""
@@ -337,7 +337,7 @@ class ModelNames:
 
     @property
     def listed(self) -> list[str]:
-        """All that can be listed."""
+        """Names that can be listed."""
         return [self.main, *(name for name in self.others if name != ANY_NAME)]
 
 
@@ -412,7 +412,7 @@ class Frontend:
                     self.metrics.used(tenant.name, record.prompt_tokens, record.num_tokens)
 
     async def _prepared(self, requests: Sequence[GenerationRequest], number: int) -> RequestContext:
-        """One of several requests, whose number is on its errors."""
+        """Context of one of several requests, whose number is on its errors."""
         try:
             return await prepare(requests[number], self.backend)
         except OutriderError as error:
@@ -474,7 +474,7 @@ def _with_key(request: GenerationRequest, tenant: Tenant, count: int) -> Generat
 
 
 def _spending(tenant: Tenant, requests: Sequence[CheckedRequest]) -> AbstractContextManager[Spending]:
-    """What requests that belong together, and differ in their prompts alone, hold of a key's limits."""
+    """Share of a key's limits for requests that belong together, and differ in their prompts alone."""
     prompt_tokens = sum(request.spec.prompt_len for request in requests)
     max_tokens = max(request.spec.max_len - request.spec.prompt_len for request in requests)
     samples = sum(request.sample_count for request in requests)

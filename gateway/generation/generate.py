@@ -53,7 +53,7 @@ class RoundEvent:
     rejected: tuple[RejectedToken, ...] = ()
     elapsed_us: int = 0  # when the tokens were there, since the gateway received the request
     deltas: tuple[Delta, ...] = ()
-    """What is new, in order; only content unless the request said how its answer is to be read."""
+    """New pieces of the answer, in order; only content unless the request said how its answer is to be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +82,11 @@ class CompletionEvent:
     """Whether there are calls of tools among all deltas."""
     reasoning_tokens: int = 0
     stop_string: str | None = None
-    """The one that ended it."""
+    """Stop string that ended the answer."""
     ignored_keywords: tuple[str, ...] = ()
-    """What of a lenient schema was not enforced."""
+    """Keywords of a lenient schema that were not enforced."""
     sampling: SamplingParameters = field(default_factory=SamplingParameters)
-    """With the defaults that took effect."""
+    """Sampling parameters, with the defaults that took effect."""
 
 
 Event = RoundEvent | CompletionEvent
@@ -195,7 +195,7 @@ async def _rounds(request: CheckedRequest, backend: Backend, target: ModelInfo) 
 
 
 def new_reader(request: CheckedRequest, tokenizer: Tokenizer) -> AnswerReader | None:
-    """What reads an answer to a request, if it asked for that."""
+    """Reader of an answer to a request, if it asked for one."""
     return None if request.reading is None else AnswerReader(request.reading, tokenizer.special_tokens)
 
 

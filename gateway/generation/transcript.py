@@ -70,7 +70,7 @@ class StopScanner:
         return text if self.found is None else ""
 
     def _parted(self, shown: Sequence[str], tails: Mapping[bool, int]) -> tuple[str, list[str]]:
-        """What was held and is new, parted before the longest of some tails; by whether a length counts names."""
+        """Text that was held or is new, parted before the longest of some tails; by whether a length counts names."""
         characters = [*self._held, *shown]
         cut = len(characters)
         for counts_names, length in tails.items():
@@ -120,7 +120,7 @@ class GuessFacts:
 
     @classmethod
     def of(cls, proposal: Proposal, row: int) -> Self:
-        """A row of a proposal."""
+        """Facts of a row of a proposal."""
         tree, index = proposal.tree, row - 1
         logprob = tree.logprobs[index] if tree.logprobs else None
         value = tree.values[index] if tree.values else None
@@ -157,7 +157,7 @@ class PromptToken:
 
 
 def round_facts(committed: Round) -> dict[str, Any]:
-    """How a round came about, by the names of RoundFacts in generation_service.proto."""
+    """Facts of a round, by the names of RoundFacts in generation_service.proto."""
     proposal, verdict = committed.proposal, committed.verdict
     return {
         "base_len": verdict.base_len,
@@ -191,7 +191,7 @@ def counts_by_drafter(committed: Round) -> dict[str, tuple[int, int]]:
 
 @dataclass(slots=True)
 class SpeculationFigures:
-    """What speculation did in a request, counted as generation_service.proto says.
+    """Figures of speculation in a request, counted as generation_service.proto says.
 
     `drafters` has the draft tokens of each drafter and those of them that were accepted.
     """
@@ -277,7 +277,7 @@ class Transcript:
         return self.reader is not None and self.reader.num_calls > 0
 
     def take_deltas(self) -> tuple[Delta, ...]:
-        """What is new since the last time, in order."""
+        """Takes the pieces that are new since the last time, in order."""
         deltas, self._deltas = joined(self._deltas), []
         return deltas
 

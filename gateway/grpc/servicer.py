@@ -157,7 +157,7 @@ class GenerationServicer(GenerationServiceServicer):
 
 
 def _carrier(context: Context | ChatContext) -> dict[str, str]:
-    """What the client sent beside its message, as far as it is text."""
+    """Metadata that the client sent beside its message, as far as it is text."""
     return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 

@@ -36,12 +36,12 @@ class KeysRefused(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What the holder of a key may use; None is without a limit."""
+    """Limits of the holder of a key; None is without a limit."""
 
     concurrent_samples: int | None = None
     """Samples that run or wait at a time."""
     requests_per_minute: int | None = None
-    """Requests that generate."""
+    """Number of requests that generate."""
     tokens_per_minute: int | None = None
     """Tokens of prompts and answers together."""
     max_tokens: int | None = None
@@ -75,7 +75,7 @@ def find_key(keys: Collection[Key], given: bytes) -> Key | None:
 
 
 def read_file(path: Path) -> bytes:
-    """What is in a file, as far as a file of keys may be long. Raises KeysRefused about one that cannot be read."""
+    """Contents of a file, as far as a file of keys may be long. Raises KeysRefused about one that cannot be read."""
     try:
         if not path.is_file():
             raise KeysRefused(f"{path} is no file of keys: it is missing, or not a regular file", file=path)
@@ -120,7 +120,7 @@ def parse_keys(content: bytes, path: str) -> list[Key]:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where something is wrong: the file, and which of its tables."""
+    """Place of a fault: the file, and which of its tables."""
 
     path: str
     number: int
@@ -164,5 +164,5 @@ def _number(entry: Entry, field: str, value: object, least: int) -> int:
 
 
 def _kind(value: object) -> str:
-    """What a value is, in words."""
+    """Kind of a value, in words."""
     return KINDS.get(type(value), "a date or a time")

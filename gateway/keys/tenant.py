@@ -20,7 +20,7 @@ BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """One of the limits by the minute: all of it, what is left, and when all is left again if nothing is taken."""
+    """State of a limit by the minute: all of it, what is left, and when all is left again if nothing is taken."""
 
     limit: int
     remaining: int
@@ -29,14 +29,14 @@ class Allowance:
 
 @dataclass(slots=True)
 class Spending:
-    """What a request holds of a key's limits; `used_tokens` are the only ones that it does not give back."""
+    """Share of a key's limits that a request holds; `used_tokens` are the only ones that it does not give back."""
 
     used_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """The holder of a key."""
+    """The holder of a key, with its limits and what it used of them."""
 
     key: Key
     clock: Clock
@@ -59,7 +59,7 @@ class Tenant:
 
     @property
     def requests(self) -> Allowance | None:
-        """Requests, where they are limited."""
+        """Allowance of requests, where they are limited."""
         if self.limits.requests_per_minute is None:
             return None
         with self.usage.account(self.name) as account:
@@ -184,7 +184,7 @@ class Tenant:
 
 
 def salt_of(tenant: str, cache_salt: str) -> bytes:
-    """What separates the caches of a tenant's request: no other tenant's has it, whatever salt is sent with it.
+    """Salt that separates the caches of a tenant's request: no other tenant's has it, whatever salt is sent with it.
 
     Without a tenant it is the request's own salt.
     """

@@ -1,4 +1,4 @@
-"""What was used of the keys' limits: in this process alone, or in all workers of a gateway together.
+"""Accounts of the keys' limits: of this process alone, or of all workers of a gateway together.
 
 Workers share a folder with a file for each key. A file is read, changed and written under its lock, which the kernel
 gives back for a worker that dies; nothing stays open in between. All read the same clock, the machine's monotonic one.
@@ -35,13 +35,13 @@ class Bucket:
     at_s: float = 0.0
 
     def left(self, per_minute: int, now_s: float) -> float:
-        """What may be taken now."""
+        """Amount that may be taken now."""
         self.used = max(0.0, self.used - (now_s - self.at_s) * per_minute / MINUTE_S)
         self.at_s = now_s
         return per_minute - self.used
 
     def wait_s(self, amount: int, per_minute: int, now_s: float) -> float:
-        """How long until an amount can be taken; 0 is now."""
+        """Seconds until an amount can be taken; 0 is now."""
         missing = amount - self.left(per_minute, now_s)
         return 0.0 if missing <= SLACK else missing * MINUTE_S / per_minute
 
@@ -52,15 +52,15 @@ class Bucket:
 
 @dataclass(slots=True)
 class Account:
-    """What was used of one key's limits."""
+    """Usage of one key's limits."""
 
     requests: Bucket = field(default_factory=Bucket)
     tokens: Bucket = field(default_factory=Bucket)
-    """What requests that are over have used of them."""
+    """Buckets have what requests that are over have used."""
     samples: int = 0
     """Number of samples of this process that run or wait."""
     held_tokens: int = 0
-    """All that these may use, apart from the bucket: what is held does not come back while it is."""
+    """Tokens that these samples may use, apart from the bucket: what is held does not come back meanwhile."""
     other_samples: int = 0
     """Number of samples of the other workers."""
     other_held_tokens: int = 0
@@ -169,7 +169,7 @@ class AccountFile:
                 setattr(account, unit, bucket)
 
     def write(self, account: Account, worker: str) -> None:
-        """Puts it into the file."""
+        """Writes an account into the file."""
         if account.samples:
             self._under_way[worker] = [account.samples, account.held_tokens]
         requests, tokens = account.requests, account.tokens

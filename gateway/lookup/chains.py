@@ -1,4 +1,4 @@
-"""Where the last tokens of a text occurred before: an index by chains, as in zlib (Deutsch, RFC 1951, section 4).
+"""Index of where the last tokens of a text occurred before, by chains, as in zlib (Deutsch, RFC 1951, section 4).
 
 A table has, for each hash of three tokens, the newest place where such a triple ends, and each place has a link to the
 one before it. Hashes collide, so every place is compared token by token before it counts.
@@ -41,7 +41,7 @@ class Context:
             self.hashed = last[-3] * FIRST + last[-2] * SECOND + last[-1] * THIRD >> SHIFT
 
     def agreement(self, tokens: Tokens, place: int) -> int:
-        """How many tokens before a place of a text are these, counted from the last."""
+        """Number of tokens before a place of a text that are these, counted from the last."""
         start = place - self._size
         if start >= 0:
             bits = int.from_bytes(tokens[start:place], "little")

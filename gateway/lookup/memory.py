@@ -1,4 +1,4 @@
-"""What the finished requests of a tenant said, to look up in: each tenant its own, never another's."""
+"""Memory of a tenant's finished requests, to look up in: each tenant its own, never another's."""
 
 from array import array
 from collections import OrderedDict, deque

@@ -26,7 +26,7 @@ class PredictionCursor:
         self._place = place
 
     def find(self, context: Context) -> Match | None:
-        """What the prediction goes on with after the answer, whose end the context is; None where nothing fits."""
+        """Continuation of the answer, whose end the context is, by the prediction; None where nothing fits."""
         tokens = self._chains.tokens
         if self._is_lost:
             # Of equally long matches the next one after the place where the answer left, or else the last before it.

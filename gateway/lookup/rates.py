@@ -1,4 +1,4 @@
-"""How often guesses without a model are accepted, by what they stand on; shared by all requests of a gateway."""
+"""Acceptance of guesses without a model, by what they stand on; shared by all requests of a gateway."""
 
 from enum import IntEnum
 
@@ -10,7 +10,7 @@ HIGHEST = 0.995
 
 
 class Kind(IntEnum):
-    """Where a guess was found."""
+    """Kind of place where a guess was found."""
 
     OWN = 0
     TENANT = 1

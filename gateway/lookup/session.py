@@ -1,4 +1,4 @@
-"""What one request looks up."""
+"""Lookups of one request."""
 
 import asyncio
 from array import array

@@ -20,7 +20,7 @@ VALUE_OF = itemgetter(0)
 
 
 class NextTokens(Protocol):
-    """What follows a token at all, for want of something better."""
+    """Table of the tokens that follow a token at all, for want of something better."""
 
     def after(self, token_id: int) -> Sequence[tuple[int, float]]:
         """Tokens with their shares, the most frequent first; an id below 0 stands for the beginning of a text."""
@@ -36,7 +36,7 @@ class Voter(NamedTuple):
 
 
 class Ground(NamedTuple):
-    """What a row's value stands on: the number of its rate, and its share of the votes there."""
+    """Ground of a row's value: the number of its rate, and its share of the votes there."""
 
     number: int
     share: float
@@ -58,7 +58,7 @@ class Look:
     grounds: tuple[Ground, ...] = ()
 
     def cut(self, num_rows: int) -> "Look":
-        """Only the first rows."""
+        """Look with only the first rows."""
         tree = self.tree
         if num_rows >= len(tree):
             return self
@@ -71,7 +71,7 @@ NOTHING = Look()
 
 @dataclass(slots=True)
 class Vote:
-    """One count of all votes: the rate of each ground, and the last committed token, -1 where there is none."""
+    """Count of all votes: the rate of each ground, and the last committed token, -1 where there is none."""
 
     means: Sequence[float]
     last_token_id: int
@@ -109,7 +109,7 @@ class Vote:
         return Look(tree, tuple([NAMES[ground.number] for ground in grounds]), match_len, tuple(grounds))
 
     def _children(self, voters: list[Voter], path: tuple[int, ...], value: float) -> list[Child]:
-        """What may follow a path, the best first; their values add up to the path's at most."""
+        """Children that may follow a path, the best first; their values add up to the path's at most."""
         groups = _ballots(voters, path)
         if not groups:
             return self._last_resort(path, value)

@@ -164,13 +164,13 @@ class ClientGone(OutriderError):
 
 
 def unexpected(error: Exception) -> OutriderError:
-    """What a client reads about an unexpected error, which is logged with its traceback."""
+    """Error that a client reads in place of an unexpected one, which is logged with its traceback."""
     log.error("unexpected error in a request", exc_info=error)
     return OutriderError(UNEXPECTED_TEXT)
 
 
 def status_of(error: OutriderError) -> int:
-    """The HTTP status of an error."""
+    """HTTP status of an error."""
     return REASONS.get(error.reason) or STATUSES.get(error.status, 500)
 
 

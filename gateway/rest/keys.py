@@ -76,7 +76,7 @@ def entrance_of(request: Request) -> Entrance | None:
 
 
 def limit_headers(tenant: Tenant) -> dict[str, str]:
-    """What is left of the limits by the minute, under OpenAI's names; nothing of those that there are not."""
+    """Headers about what is left of the limits by the minute, under OpenAI's names; none without a limit."""
     found: dict[str, str] = {}
     for unit, allowance in zip(UNITS, (tenant.requests, tenant.tokens), strict=True):
         if allowance is not None:

@@ -1,5 +1,5 @@
-"""What every request passes before its route: an id, a trace and a count, the guard against other sites' pages, and the
-limits of bodies, which are read, checked and parsed here once.
+"""Middleware that every request passes before its route: an id, a trace and a count, the guard against other sites'
+pages, and the limits of bodies, which are read, checked and parsed here once.
 """
 
 import asyncio
@@ -70,21 +70,21 @@ class RestSettings:
     """Limits and habits of the REST surface. Sizes are bytes or characters, times are seconds."""
 
     memory: RequestMemory = field(default_factory=lambda: RequestMemory(512 << 20))
-    """Where bodies take what they and their values hold."""
+    """Memory that bodies and their values are taken from."""
     keep_alive_s: float = 15.0
     """Silence on a stream after which a comment says that it is alive."""
     client_stall_s: float = 30.0
-    """For how long a client may take nothing of what is written to it."""
+    """Seconds for which a client may take nothing of what is written to it."""
     sites: Sites = OWN_PAGE
     door: Door | None = None
-    """Where keys are asked for; None lets everybody in."""
+    """Check of API keys; None admits every client."""
     max_body_bytes: int = 4 << 20
     body_wait_s: float = 30.0
-    """For how long a client may send its body."""
+    """Seconds for which a client may send its body."""
     max_json_depth: int = 64
     max_prompt_chars: int = MAX_TEXT_CHARS
     grpc_port: int = 50050
-    """Where the same gateway serves gRPC; the page names it in the code that it offers."""
+    """Port on which the same gateway serves gRPC; the page names it in the code that it offers."""
     drops_tools: bool = False
     """Whether tools that no chat template has a place for are left out instead of refused."""
     ignores_unknown: bool = False
@@ -340,7 +340,7 @@ class ParsedRequest(Request):
     model: object = None
 
     async def json(self) -> object:
-        """What the route goes on with; a body that is checked already is not checked again."""
+        """Value that the route goes on with; a body that is checked already is not checked again."""
         return self.state.json if self.model is None else self.model
 
     async def check(self, bodies: TypeAdapter[Any] | None) -> None:
@@ -371,12 +371,12 @@ class ParsedBodyRoute(APIRoute):
 
     @property
     def body_type(self) -> Any:  # noqa: ANN401 - whatever a route takes
-        """What its bodies are; None where it takes none."""
+        """Type of the route's bodies; None where it takes none."""
         return self.body_field.field_info.annotation if self.body_field else None
 
     @property
     def bodies(self) -> TypeAdapter[Any] | None:
-        """What makes them of values."""
+        """Adapter that makes bodies of values; None where the route takes none."""
         return None if self.body_type is None else TypeAdapter(self.body_type)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

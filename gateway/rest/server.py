@@ -45,7 +45,7 @@ log = structlog.get_logger()
 
 
 class Places:
-    """How many connections there may be; who asks for nothing makes room for those who come.
+    """Places of the connections that there may be; one that asks for nothing makes room for those that come.
 
     With TLS there are more, which have not shaken hands and are known to no other code; the crowd ends these.
     """
@@ -79,7 +79,7 @@ class HttpConnection(H11Protocol):
 
     @property
     def claim(self) -> tuple[int, float]:
-        """What a connection has to its place, the least first."""
+        """Claim of a connection to its place, the least first."""
         if self.cycle is None or self.cycle.response_complete:
             return int(self._is_welcome), self._active_s
         if self.cycle.more_body:

@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 def line(json: str) -> bytes:
-    """One line of JSON as bytes that every reader takes for one line."""
+    """A line of JSON as bytes that every reader takes for one line."""
     return json.translate(BREAKS).encode()
 
 

@@ -1,4 +1,4 @@
-"""What is known of one drafter, of the trees that it makes, and of one session. Pure."""
+"""Estimates of one drafter, of the trees that it makes, and of one session. Pure."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
@@ -28,7 +28,7 @@ def estimates_key(proposal: Proposal) -> str:
 
 
 class DrafterEstimates:
-    """What is known of one drafter, or of the trees that it makes."""
+    """Estimates of one drafter, or of the trees that it makes."""
 
     def __init__(self, verify_us: RowTable, *, is_chain: bool = True) -> None:
         """The cost of a draft's rows is like that of the target's until more is known."""
@@ -83,7 +83,7 @@ class DrafterEstimates:
 
 
 class SessionEstimates:
-    """What is known of one session, beside what the pool knows: of each drafter that it may have."""
+    """Estimates of one session, beside those of the pool: for each drafter that it may have."""
 
     def __init__(self, pools: Mapping[str, AcceptanceRates]) -> None:
         self.acceptance = {drafter: AcceptanceRates(pool) for drafter, pool in pools.items()}

@@ -17,7 +17,7 @@ WAITING_BUDGET = 8  # tokens committed unasked while the draft is away and may c
 
 @dataclass(frozen=True, slots=True)
 class DraftOutlook:
-    """What can be expected of a draft session now; None where nothing is in the way, or nothing is known."""
+    """Outlook of a draft session now; None where nothing is in the way, or nothing is known."""
 
     obstacle: FallbackReason | None = None  # why it is no use to ask for guesses now
     context_len: int | None = None
@@ -26,7 +26,7 @@ class DraftOutlook:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """One round: draft tokens to ask for, tokens that the target may commit unasked, and why there is no draft.
+    """Plan of a round: draft tokens to ask for, tokens that the target may commit unasked, and why there is no draft.
 
     own_draft_count are those that the target's own drafter is to make, for this verdict and for unasked ones after it,
     a chain or in own_shape. `shape` is that of the draft's guesses, None for a chain. look_count rows come from a
@@ -118,7 +118,7 @@ class RoundPlanner:
         return choice.draft_count > 0 and choice.drafter in self._remotes
 
     def room(self, log: TokenLog) -> int:
-        """How deep a proposal may be: the request's last token is the target's alone."""
+        """Greatest depth of a proposal: the request's last token is the target's alone."""
         return max(0, self._max_len - len(log) - 1)
 
     def plan(
@@ -184,7 +184,7 @@ class RoundPlanner:
             self._policy.observe(committed, self._session, unasked=unasked)
 
     def _look_count(self, outstanding: int, look: Sequence[float]) -> int:
-        """How many rows of a lookup are worth verifying alone."""
+        """Number of rows of a lookup that are worth verifying alone."""
         if self._draft_count is None:
             return self._policy.look_count(look[: self._max_draft_count], self._session, halts=outstanding > 0)
         # Of a fixed number the draft makes them where there is one, and then the target's own drafter.
@@ -236,8 +236,7 @@ class RoundPlanner:
         return self._plain_plan
 
     def _drafters(self, own: str) -> tuple[str, ...]:
-        """Names of the drafters, the target's own first; a drafter's trees have one too, because they cost and bring
-        others.
+        """Names of the drafters, the target's own first, and of their trees, which cost and bring others than chains.
 
         Trees that were drawn have no values, and are taken for chains.
         """

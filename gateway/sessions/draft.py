@@ -55,9 +55,9 @@ class DrafterSeat(NamedTuple):
     """A drafter among those that guess for one request."""
 
     drafter: str = ""
-    """What its service is asked for; empty leaves the choice to it."""
+    """Drafter that its service is asked for; empty leaves the choice to it."""
     name: str = ""
-    """What rounds call it."""
+    """Name of the drafter in rounds."""
     lane: int = 0
     """Number of the drafter: no two of a request draw with the same noise."""
 
@@ -175,7 +175,7 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         )
 
     def _fault_of(self, tree: TokenTree, shape: TreeShape) -> str:
-        """What of a tree's form was not asked for or does not fit the request; empty where all does."""
+        """Fault of a tree's form, which was not asked for or does not fit the request; empty where there is none."""
         # The last token of a request is the target's alone.
         room, depth = max(self._spec.max_len - len(self._log) - 1, 0), max(tree.depths)
         most = min(room, shape.max_depth or room, len(shape.expansions) or room)
@@ -221,7 +221,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
 
     @property
     def outlook(self) -> DraftOutlook:
-        """What to expect of the draft now: why not to ask it, if there is a reason, and its limits."""
+        """Outlook of the draft now: why not to ask it, if there is a reason, and its limits."""
         info = (self._opening.link.info if self._opening is not None else None) or self._replicas.info
         if info is None:
             return DraftOutlook(FallbackReason.DRAFT_ABSENT)
@@ -300,7 +300,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
     async def _exchange(
         self, draft_count: int, shape: TreeShape | None, until_s: float
     ) -> tuple[DraftOpening, pb.ProposeResponse]:
-        """One request and its answer; a draft that lacks tokens gets them all, once."""
+        """Makes one request and takes its answer; a draft that lacks tokens gets them all, once."""
         for _ in range(2):
             link = self._candidate()
             if link is None:

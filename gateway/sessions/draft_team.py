@@ -17,7 +17,7 @@ class DraftTeam:
     """Sessions on several drafts, in the order of their guesses. Each has its own deadlines, epochs and breaker."""
 
     def __init__(self, sessions: Sequence[RemoteDraftSession]) -> None:
-        """At least one session."""
+        """Takes at least one session."""
         self._sessions = tuple(sessions)
 
     @property
@@ -41,7 +41,7 @@ class DraftTeam:
             await session.__aexit__(*exit_)
 
     async def propose(self, draft_count: int, shape: TreeShape | None = None) -> Proposal:
-        """What each that can be asked has guessed, as parts of a proposal that is not merged yet."""
+        """Guesses of each that can be asked, as parts of a proposal that is not merged yet."""
         able = [session for session in self._sessions if draft_count and session.can_guess(draft_count)]
         if not able:
             return NOTHING

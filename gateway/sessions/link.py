@@ -90,7 +90,7 @@ class WrongService(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the gateway needs to know of a service; see GetModelInfoResponse."""
+    """Facts of a service that the gateway needs; see GetModelInfoResponse."""
 
     role: str
     instance_id: int
@@ -112,12 +112,12 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a session needs of a service: the weights with which it began, and room for its longest sequence."""
+    """Needs of a session: the weights with which it began, and room for its longest sequence."""
 
     model_hash: str
     max_len: int
     grammar_engine: str = ""
-    """What compiles its grammar; empty for a session without one."""
+    """Compiler of its grammar; empty for a session without one."""
 
     def met_by(self, info: ModelInfo) -> bool:
         is_engine = self.grammar_engine in {"", info.grammar_engine}
@@ -149,7 +149,7 @@ class ServiceLink:
         self.address = address
         self.mismatch: OutriderError | None = None
         self.refusal: TlsFailed | ClientRefused | None = None
-        """Why there is no connection to a service that is there."""
+        """Reason why there is no connection to a service that is there."""
         self.breaker = CircuitBreaker(*BREAKERS[role])
         self.rollback_seconds = Tally(ROLLBACK_S)
         self.rolled_back_tokens = 0  # that the service's cache lost by Rollback
@@ -261,8 +261,8 @@ class ServiceLink:
         await self.channel.close()
 
     async def _watch(self) -> None:
-        """For ever: a handshake, tried ever more slowly and not in step with other gateways, and then a wait until a
-        session reports a loss, or stream or connection are no longer up.
+        """Watches for ever: a handshake, tried ever more slowly and not in step with other gateways, and then a wait
+        until a session reports a loss, or stream or connection are no longer up.
         """
         loop, (first_s, longest_s) = asyncio.get_running_loop(), BACKOFF_S
         stream_delay_s = 0.0
@@ -301,7 +301,7 @@ class ServiceLink:
                 stream_delay_s = min(max(2 * stream_delay_s, first_s), longest_s)
 
     async def _handshake(self) -> bool:
-        """One handshake; returns whether the service answered, fitting or not."""
+        """Makes one handshake; returns whether the service answered, fitting or not."""
         try:
             info = self._read(await self._models.GetModelInfo(pb.GetModelInfoRequest(), timeout=HANDSHAKE_TIMEOUT_S))
             self._check(info)
@@ -394,7 +394,7 @@ class ServiceLink:
 
 
 def _fault_of(answer: pb.GetModelInfoResponse) -> str:
-    """What a service says of itself that none can say, or that would fill logs and metrics; empty where all is well."""
+    """Fault in what a service says of itself, that none can say or that would fill logs and metrics; empty for none."""
     for each, value in answer.ListFields():
         if isinstance(value, str) and len(value) > MAX_NAME_LEN:
             return f"its {each.name} has {len(value)} characters"
@@ -408,7 +408,7 @@ def _fault_of(answer: pb.GetModelInfoResponse) -> str:
 
 
 class Replicas:
-    """One or more links of one role."""
+    """Links of one role, one or more."""
 
     def __init__(self, links: Sequence[ServiceLink]) -> None:
         self.links = tuple(links)
@@ -434,7 +434,7 @@ class Replicas:
 
     @property
     def mismatch(self) -> OutriderError | None:
-        """Why the first service that answered but does not fit is not used."""
+        """Reason why the first service that answered but does not fit is not used."""
         return next((link.mismatch for link in self.links if link.mismatch is not None), None)
 
     @property
@@ -446,7 +446,7 @@ class Replicas:
 
     @property
     def refusal(self) -> OutriderError | None:
-        """Why there is no connection to the first service that is there and takes none."""
+        """Reason why there is no connection to the first service that is there and takes none."""
         return next((link.refusal for link in self.links if link.refusal is not None), None)
 
     def present(self) -> ModelInfo:
@@ -506,7 +506,7 @@ class Replicas:
         return [link for link in self.links if link.info and (need is None or need.met_by(link.info))]
 
     def _reason(self, need: Need) -> PeerLost:
-        """Why there is none: all are away, none has the same weights, or room, or those that have hang."""
+        """Reason why there is none: all are away, none has the same weights, or room, or those that have hang."""
         if not any(link.info for link in self.links):
             return self.lost()
         if not any(link.info and link.info.model_hash == need.model_hash for link in self.links):

@@ -41,7 +41,7 @@ Received = TypeVar("Received", draft_service_pb2.ProposeResponse, target_service
 
 
 class LinkStream:
-    """One call to one incarnation of a service. `end` says why nothing comes any more, None while it works."""
+    """The call to one incarnation of a service. `end` says why nothing comes any more, None while it works."""
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ class LinkStream:
 
 
 class Mailbox(Generic[Received]):
-    """What one session sends and receives on a link, within one opening of it: one epoch and those of Rollbacks."""
+    """Messages that a session sends and receives on a link, within one opening: one epoch and those of Rollbacks."""
 
     max_unread: ClassVar[int] = MAX_UNREAD
 
@@ -290,7 +290,7 @@ class Mailbox(Generic[Received]):
         self._timer = asyncio.get_running_loop().call_at(self._until_s, self._time_is_up)
 
     def _time_is_up(self) -> None:
-        """It may have been an earlier read's time."""
+        """Wakes the reader if its time is up; it may have been an earlier read's time."""
         self._timer = None
         if asyncio.get_running_loop().time() >= self._until_s:
             self.wake()
@@ -303,14 +303,14 @@ class Mailbox(Generic[Received]):
         return num_bytes
 
     def close(self, message: Request) -> None:
-        """Says the session's last word."""
+        """Sends the session's last message."""
         if self._timer is not None:
             self._timer.cancel()
         self.stream.detach(self._session_id, self, message)
 
 
 def opening_of(spec: SessionSpec, token_log: TokenLog) -> tuple[types_pb2.OpenSession, list[types_pb2.OpenPart]]:
-    """What opens a session with all tokens of the log, and the parts that go before it when these are many."""
+    """Message that opens a session with all tokens of the log, and the parts that go before it when these are many."""
     token_ids = token_log.tokens()
     starts = range(0, len(token_ids) - PART_TOKENS, PART_TOKENS)
     parts = [types_pb2.OpenPart(start=start, token_ids=token_ids[start : start + PART_TOKENS]) for start in starts]

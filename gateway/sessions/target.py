@@ -127,7 +127,7 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         return answer
 
     def own_proposal(self, response: pb.VerifyResponse) -> Proposal | None:
-        """What the target has proposed to itself; raises ProtocolViolation about what no drafter may say."""
+        """Proposal that the target has made to itself; raises ProtocolViolation about what no drafter may say."""
         if not response.verdict.proposal.token_ids:
             return None
         try:
@@ -323,7 +323,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
     async def _attempt(
         self, opening: TargetOpening, proposal: Proposal, plain_budget: int, own: OwnGuesses
     ) -> pb.VerifyResponse:
-        """One request and its answer. The request is repeated ever more seldom, which fencing makes safe.
+        """Makes one request and takes its answer. The request is repeated ever more seldom, which fencing makes safe.
 
         Whenever the deadline of a round passes without an answer, the target is looked at:
         1. It takes no calls. It may be draining, when its sessions go on and end with it; but the session does not wait

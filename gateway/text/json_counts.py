@@ -1,4 +1,4 @@
-"""How much a JSON text becomes: counted before it is parsed, which takes milliseconds where parsing takes seconds.
+"""Size of what a JSON text becomes: counted before it is parsed, in milliseconds where parsing takes seconds.
 
 Three bytes of text, `[],`, become 64 of memory and as long to look at as a prompt of a hundred words.
 """
@@ -26,7 +26,7 @@ WIDE = tuple(bytes([each]) for each in range(0xF0, 0xF5))
 
 @dataclass(slots=True)
 class JsonCounts:
-    """What is in JSON texts that come together, of which each is added before it is parsed.
+    """Counts of JSON texts that come together, of which each is added before it is parsed.
 
     The counts are exact for what is JSON; of anything else a parser takes no more than they say before it stops.
     """
@@ -64,6 +64,6 @@ class JsonCounts:
 
     @property
     def memory_bytes(self) -> int:
-        """What they become at most, parsed and checked."""
+        """Most bytes that they become, parsed and checked."""
         numbers = max(0, self.values - self.nodes - (self.strings - self.keys))
         return self.text_bytes + NODE_BYTES * self.nodes + STRING_BYTES * self.strings + NUMBER_BYTES * numbers

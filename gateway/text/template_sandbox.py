@@ -25,7 +25,7 @@ class TemplateRefusal(TemplateError):
 
 
 class SafeTemplate:
-    """A compiled template."""
+    """A compiled template that can reach nothing but its variables."""
 
     def __init__(self, source: str) -> None:
         """Raises TemplateSyntaxError, and whatever else the compiler makes of nonsense."""

@@ -36,7 +36,7 @@ WINDOW = 12
 
 
 class Tokenizer:
-    """The tokenizer of a model."""
+    """The tokenizer of a model, for texts and for prompts."""
 
     def __init__(self, model: str) -> None:
         """Reads that of a folder, a GGUF file, a model on the hub, or the one inside a sized model.
@@ -81,7 +81,7 @@ class Tokenizer:
         return None if form is None else form.format(prefix=prefix, suffix=suffix)
 
     def name(self, token_id: int) -> str | None:
-        """What the vocabulary calls a token; None of an id that no token has."""
+        """Name of a token in the vocabulary; None of an id that no token has."""
         return self._tokenizer.id_to_token(token_id)
 
     async def spell(self, token_ids: Sequence[int]) -> list[str]:
@@ -120,11 +120,11 @@ class Tokenizer:
         return self._pieces.piece(token_id)
 
     def vocabulary(self) -> Vocabulary:
-        """Which token carries which id, to compare with that of a model."""
+        """Ids and tokens, to compare with those of a model."""
         return self._vocabulary
 
     def misfit(self, model: Vocabulary) -> str | None:
-        """Why a model's ids do not mean these tokens, in one sentence; None where they do, as far as it has rows."""
+        """Reason why a model's ids do not mean these tokens, a sentence; None where they do, as far as it has rows."""
         return misfit(self._tokenizer, self._vocabulary, model)
 
     def detokenizer(self) -> "Detokenizer":

@@ -41,7 +41,7 @@ class CallBody(ABC):
 
     @property
     def text(self) -> str:
-        """All of it until now."""
+        """Text of the body until now."""
         return "".join(self._characters)
 
     def push(self, character: str) -> None:
@@ -55,7 +55,7 @@ class CallBody(ABC):
 
     @abstractmethod
     def calls(self) -> list[ParsedCall] | None:
-        """What it says when no more of it comes; None when that is no call."""
+        """Calls that the body makes when no more of it comes; None when it is no call."""
 
 
 class JsonBody(CallBody):
@@ -209,7 +209,7 @@ class XmlBody(CallBody):
         self._schemas = schemas
         self._has_begun = False
         self.overlap = ""
-        """What closed it, if that opens the next call."""
+        """Marker that closed it, if that opens the next call."""
 
     def _advance(self, character: str) -> None:
         if not self._has_begun:
@@ -246,7 +246,7 @@ class XmlBody(CallBody):
         return [ParsedCall(head["name"], f"{{{', '.join(members)}}}")]
 
     def _value_end(self, text: str, place: int, schema: Schema, *, has_lines: bool) -> re.Match[str] | None:
-        """Where a value ends; on lines of its own, and not closed, only before a parameter that there is."""
+        """End of a value; on lines of its own, and not closed, only before a parameter that there is."""
         if not has_lines:
             return self.INLINE_END.search(text, place)
         properties = schema.get("properties")

@@ -33,7 +33,7 @@ class OfferedTool:
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """Which tools may be called, whether one must be, and how often; None for any number."""
+    """Rules about calls: which tools may be called, whether one must be, and how often; None for any number."""
 
     tools: tuple[OfferedTool, ...] = ()
     needs_call: bool = False
@@ -41,7 +41,7 @@ class CallRules:
 
 
 def call_constraint(reading: Reading, rules: CallRules, added_tokens: Mapping[str, int]) -> Constraint | None:
-    """What makes an answer keep to the rules; None where it may say what it likes.
+    """Constraint that makes an answer keep to the rules; None where it may say what it likes.
 
     `added_tokens` are the ids of the tokenizer's added tokens, special or not. Raises InvalidRequest about a tool that
     the family's syntax cannot call.
@@ -55,7 +55,7 @@ def call_constraint(reading: Reading, rules: CallRules, added_tokens: Mapping[st
 
 
 class _Grammar:
-    """Builds one grammar, rule by rule."""
+    """Builder of one grammar, rule by rule."""
 
     def __init__(self, reading: Reading, rules: CallRules, added_tokens: Mapping[str, int]) -> None:
         self._reading, self._rules, self._added_tokens = reading, rules, added_tokens
@@ -100,7 +100,7 @@ class _Grammar:
         return f"(called SPACE? | {rest})" if self._rules.max_calls == 1 else f"called* {rest}"
 
     def _until(self, rule: str, marker: str) -> str:
-        """Any text until a marker, with it. The letters of one that is a token are no part of the text."""
+        """Expression for any text until a marker, with it. The letters of a marker that is a token are no text."""
         if marker not in self._added_tokens:
             self._lines.append(f"{rule}[lazy]: TEXT {_literal(marker)}")
             return rule

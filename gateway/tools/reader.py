@@ -39,7 +39,7 @@ class _Attempt:
 
 
 class AnswerReader:
-    """Reads one answer."""
+    """Reader of one answer."""
 
     def __init__(self, reading: Reading, special_tokens: Collection[str]) -> None:
         """`special_tokens` are those of the tokenizer, by name."""
@@ -138,7 +138,7 @@ class AnswerReader:
         return ""
 
     def _text_markers(self) -> list[str]:
-        """What counts wherever its letters are, in the state that the answer is in."""
+        """Markers that count wherever their letters are, in the state that the answer is in."""
         found = [*self._openers, *self._closers]
         if self.is_reasoning:
             found = [self._closes_reasoning, *(self._openers if self._format.calls_end_reasoning else ())]
@@ -231,7 +231,7 @@ class AnswerReader:
         return given if is_usable and len(given) == length else secrets.token_hex(length)[:length]
 
     def _restore(self, attempt: _Attempt) -> None:
-        """Says what was no call."""
+        """Hands out as text what was no call."""
         said = attempt.raw if self.is_reasoning else attempt.shown
         text = attempt.space + "".join(said)
         kept = text.rstrip()
@@ -240,7 +240,7 @@ class AnswerReader:
         self._held = text[len(kept) :]
 
     def _say(self, text: str) -> None:
-        """More of what the answer is in at the moment, reasoning or content."""
+        """Hands out more text or reasoning, whichever the answer is in at the moment."""
         if self._drops_space:
             text = text.lstrip()
         if not text:
@@ -252,7 +252,7 @@ class AnswerReader:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """How much of a marker the text ends with."""
+    """Length of a marker's beginning that the text ends with."""
     longest = min(len(text), len(marker) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)
 

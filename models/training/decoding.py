@@ -29,7 +29,7 @@ class LayerWeights(NamedTuple):
 
 
 class States(NamedTuple):
-    """What one step computes for each text."""
+    """Results of one step for each text."""
 
     taps: Tensor
     """[B, taps * H] bfloat16: residuals that enter the tapped layers, side by side."""

@@ -35,13 +35,13 @@ class Turns:
     """A chat template as the ids between the messages."""
 
     before_user: tuple[int, ...]
-    """From the beginning to the first user's message."""
+    """Tokens from the beginning to the first user's message."""
     before_answer: tuple[int, ...]
-    """From the end of a user's message to the answer."""
+    """Tokens from the end of a user's message to the answer."""
     between: tuple[int, ...]
-    """From the end of an answer to the next user's message."""
+    """Tokens from the end of an answer to the next user's message."""
     end_ids: frozenset[int]
-    """Any of them ends a message."""
+    """Ids that end a message, any of them."""
 
     @classmethod
     def read(cls, tokenizer: PreTrainedTokenizerFast, end_ids: frozenset[int]) -> Self | None:
@@ -65,7 +65,7 @@ class Turns:
 
 
 class Text:
-    """One text while it grows: which tokens are given, and at which temperature others are drawn."""
+    """A text while it grows: which tokens are given, and at which temperature others are drawn."""
 
     def __init__(self, given: Sequence[int], temperature: float, turns: Turns | None, *, user_writes: bool) -> None:
         """`given` leads to an answer, or to a user's message that the target writes. Without turns it only grows."""
@@ -95,12 +95,12 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """How the texts of a run begin."""
+    """Beginnings of the texts of a run."""
 
     tokenizer: PreTrainedTokenizerFast
     turns: Turns | None
     bos: tuple[int, ...]
-    """What a plain text begins with."""
+    """Tokens that a plain text begins with."""
     temperatures: tuple[float, ...]
     documents: Sequence[str]
     """Texts of the user's own data; may be empty."""

@@ -1,4 +1,4 @@
-"""How often the guesses of finished drafts are kept: by the kind of task, the depth of the guess and the temperature.
+"""Acceptance of the guesses of finished drafts: by the kind of task, the depth of the guess and the temperature.
 
 The target answers each question at each temperature. A guess is measured at every token of the answers, given that all
 guesses before it were right: at temperature 0 whether it is the target's token, else sum min(p, q), how often the ratio
@@ -28,11 +28,11 @@ DEPTHS = 5
 OWN = "its own texts"
 OWN_TEXTS, QUESTIONS_EACH, ANSWER_LEN, MAX_QUESTION_LEN, TOGETHER = 12, 3, 128, 1200, 48
 Report = dict[str, list[float]]
-"""By "temperature / category": for the head how often the guess of each depth is kept, for the draft that of any."""
+"""Acceptance by "temperature / category": for the head by the depth of the guess, for the draft that of any."""
 
 
 class Question(NamedTuple):
-    """What a user might ask."""
+    """A question that a user might ask."""
 
     category: str
     text: str

@@ -40,8 +40,7 @@ RATES = {"head": 6e-3, "head-overlap": 2e-3, "draft": 4e-3, "draft-overlap": 1e-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRunSettings:
-    """What the drafts depend on, beside target, documents and threads; each is an option, and another value another
-    run."""
+    """Settings that the drafts depend on, beside target, documents and threads; another value of one is another run."""
 
     seed: Annotated[int, typer.Option(callback=between(0, 1 << 62), help="Of everything that is drawn.")] = 1
     tokens: Annotated[int, typer.Option(callback=COUNT, help="Of answers that the target writes, at least.")] = 500_000
@@ -104,7 +103,7 @@ class DraftRunSettings:
 
 
 def head_files(settings: DraftRunSettings, target: LlamaForCausalLM, name: str, draft_ids: Tensor) -> HeadFiles:
-    """All that is decided about the head. Raises InvalidRequest about sizes that do not fit the target."""
+    """Files of the head, with all that is decided about it. Raises InvalidRequest about sizes that do not fit."""
     size = settings.hidden_size or target.config.hidden_size
     sized = replace(settings.head, hidden_size=size, mlp_size=settings.mlp_size or 16 * size // 9)
     taps = taps_of(sized, target.config.num_hidden_layers)

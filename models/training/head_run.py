@@ -33,8 +33,7 @@ GREEDY_TEXTS, PROMPT_LEN, GREEDY_LEN = 64, 32, 160
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSettings:
-    """What a head's weights depend on, beside text, target and device; each is an option, and another value another
-    run."""
+    """Settings that a head depends on, beside text, target and device; another value of one is another run."""
 
     method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "eagle3"
     preset: Annotated[
@@ -153,7 +152,7 @@ def draft_ids_of(learnt: Tensor, size: int | None, vocab_size: int) -> Tensor:
 
 
 def files_of(settings: HeadSettings, held_out: HeldOut, target: LlamaForCausalLM, name: str) -> HeadFiles:
-    """All that is decided about a head before it learns. Raises InvalidRequest about what does not fit."""
+    """Files of a head, with all that is decided before it learns. Raises InvalidRequest about what does not fit."""
     config = target.config
     learnt = targets_of(held_out.token_ids, held_out.blocks, held_out.block_len)
     return HeadFiles(
@@ -235,7 +234,7 @@ class HeadRun:
         return found["token_ids"]  # type: ignore[no-any-return]
 
     def _lessons(self, stage: Stage, teacher: Teacher, lines: list[tuple[Tensor, Tensor]]) -> list[Lesson]:
-        """Each line of text with its share of the stage's blocks."""
+        """Lessons of each line of text, with its share of the stage's blocks."""
         block_len, seed = self.held_out.block_len, f"{self.settings.seed} {stage.name}"
         loss = imitation(teacher, overlap=stage.name == "head-overlap")
         lessons: list[Lesson] = []
@@ -247,7 +246,7 @@ class HeadRun:
         return lessons
 
     def _report(self, head: nn.Module, teacher: Teacher) -> Table:
-        """What it reaches on held-out blocks, and on the target's own greedy text after their beginnings."""
+        """Table of what it reaches on held-out blocks, and on the target's own greedy text after their beginnings."""
         found = self.storage.result("report")
         if found is None:
             blocks = self.held_out.whole_blocks()

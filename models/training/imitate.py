@@ -12,7 +12,7 @@ from training.data import IGNORED
 from training.learn import Loss, micro_batches
 
 STEP_WEIGHT = 0.8
-"""What a step counts for, of the step before it: a guess is of use only after right ones."""
+"""Weight of a step, of that of the step before it: a guess is of use only after right ones."""
 
 
 class Head(Protocol):
@@ -22,7 +22,7 @@ class Head(Protocol):
 
 
 class Reading(NamedTuple):
-    """What a target makes of texts [B, L]."""
+    """Results of a target for texts [B, L]."""
 
     features: Tensor
     """[B, L, F] float32: residuals at the taps, side by side."""
@@ -58,7 +58,7 @@ class Teacher:
         return Reading(features, known, best, (known.logsumexp(-1) - logits.logsumexp(-1)).exp())
 
     def knows(self, token_ids: Tensor) -> Tensor:
-        """Which of the ids are the draft's."""
+        """Mask of the ids that are the draft's."""
         return torch.isin(token_ids, self.draft_ids)
 
 
@@ -99,12 +99,12 @@ def guesses_of(head: nn.Module, features: Tensor, token_ids: Tensor) -> Iterator
 
 
 class Reached(NamedTuple):
-    """How well one step ahead does, given that all guesses before it were right; means over tokens."""
+    """Quality of one step ahead, given that all guesses before it were right; means over tokens."""
 
     overlap: float
     """sum min(p, q) at temperature 1: how often the ratio rule keeps its guess."""
     agreement: float
-    """How often its likeliest id is the target's."""
+    """Share of tokens for which its likeliest id is the target's."""
 
 
 @torch.inference_mode()

@@ -43,7 +43,7 @@ LONG_RATES = {"target": 6e-4, "draft": 2e-3}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """What the weights depend on, beside text, pair and device; each is an option, and another value another run."""
+    """Settings that the weights depend on, beside text, pair and device; another value of one is another run."""
 
     preset: Annotated[str, typer.Option(help=f"Sizes of a new pair, and of all blocks: {', '.join(PRESETS)}.")] = (
         "story"
@@ -84,7 +84,7 @@ class RunSettings:
 
 
 def held_out_of(token_ids: Tensor, settings: RunSettings) -> HeldOut:
-    """What is never learnt of a text. Raises InvalidRequest when it is too short for the preset's blocks."""
+    """Part of a text that is never learnt. Raises InvalidRequest when it is too short for the preset's blocks."""
     preset = settings.sizes
     least = 3 * preset.context_len
     if len(token_ids) < least:

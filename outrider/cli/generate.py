@@ -45,7 +45,7 @@ class InOrder:
         self._kept: defaultdict[int, deque[Round | Result]] = defaultdict(deque)
 
     def take(self, event: Round | Result) -> Iterator[Round | Result]:
-        """Yields what may be shown now."""
+        """Yields the events that may be shown now."""
         self._kept[event.sample_index].append(event)
         while self._kept[self._current]:
             shown = self._kept[self._current].popleft()

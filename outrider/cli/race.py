@@ -17,13 +17,13 @@ KEY_VARIABLE = "OUTRIDER_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class RaceQuestion:
-    """What is asked in a race: a message, or a text to continue."""
+    """Question of a race: a message, or a text to continue."""
 
     text: str
     options: GenerationOptions
     is_chat: bool = True
     api_key: str | None = field(default=None, repr=False)
-    """For a gateway that asks for one."""
+    """Key for a gateway that asks for one."""
 
 
 QUESTION = RaceQuestion(

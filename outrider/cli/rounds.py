@@ -1,4 +1,4 @@
-"""How rounds look in a terminal: tokens in the style of their origin, and guesses that branch as trees."""
+"""Rounds in a terminal: tokens in the style of their origin, and guesses that branch as trees."""
 
 from collections.abc import Iterator, Sequence
 
@@ -31,7 +31,7 @@ KEPT, LOST, SKIPPED = "●", "\N{MULTIPLICATION SIGN}", "○"
 
 
 def legend(*, rejected: bool) -> Text:
-    """What the styles mean; that of rejected guesses only where they are shown."""
+    """Key of the styles; that of rejected guesses only where they are shown."""
     parts = [Text(meaning, STYLES[origin]) for origin, meaning in MEANINGS.items()]
     return Text("  ").join([*parts, Text("rejected guess", REJECTED_STYLE)] if rejected else parts)
 

@@ -77,17 +77,17 @@ def failure(
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Where a call goes, how long it may take, what travels beside it, and whether its client was `closed`."""
+    """Terms of a call: address, deadline, metadata, certificates, and whether its client was `closed`."""
 
     address: str
     timeout_s: float | None
     metadata: Pairs = field(repr=False)
-    """Also the API key, which is shown nowhere."""
+    """Metadata that travel with the call. The API key is among them, so they are never shown."""
     closed: threading.Event
     tls: Tls | None
 
     def failure(self, error: grpc.RpcError) -> OutriderError:
-        """What went wrong in a call on these terms."""
+        """Error for the failure of a call on these terms."""
         return failure(error, self.address, self.timeout_s, is_closed=self.closed.is_set(), tls=self.tls)
 
 

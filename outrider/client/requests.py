@@ -1,4 +1,4 @@
-"""What a caller wants, checked and turned into the protocol's messages: prompts, options and metadata."""
+"""Requests of a caller, checked and turned into the protocol's messages: prompts, options and metadata."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from outrider.v1 import types_pb2
 Prompt = str | Sequence[int]
 """Text, or token ids that are taken as they are."""
 Metadata = Mapping[str, str | bytes] | Iterable[tuple[str, str | bytes]]
-"""What travels beside the message, for instance a `traceparent`: text of printable ASCII, and bytes under names that
+"""Metadata that travel beside the message, such as a `traceparent`: text of printable ASCII, and bytes under names that
 end in -bin."""
 
 
@@ -138,13 +138,13 @@ class GenerationOptions(TypedDict, total=False):
     regex: str | None
     """A regular expression that matches the whole answer."""
     choices: Sequence[str] | None
-    """Texts of which one is the answer."""
+    """Texts of which the answer must be one."""
     lark: str | None
     """A grammar in llguidance's variant of Lark."""
     gbnf: str | None
     """A grammar as llama.cpp writes them."""
     prediction: str | Sequence[int] | None
-    """What the answer is expected to be, as text or token ids, as far as it is known; it changes no token."""
+    """Expected answer, as text or token ids, as far as it is known; it changes no token."""
     timeout_s: float | None
     """Seconds until the call ends with TimedOut. Default: the client's, which is none."""
     metadata: Metadata | None
@@ -155,13 +155,13 @@ class ChatOptions(GenerationOptions, total=False):
     """Options of a conversation: those of a generation, and tools."""
 
     tools: Sequence[Tool] | None
-    """What the model may call, at most 128."""
+    """Tools that the model may call, at most 128."""
     tool_choice: str | Sequence[str] | None
     """auto, none or required; or the name of the tool that must be called, or names of which one must be."""
     parallel_tool_calls: bool | None
     """Whether there may be several calls in an answer. Default: true."""
     template_variables: Mapping[str, bool | float | str] | None
-    """What the model's chat template takes from outside, for instance enable_thinking."""
+    """Variables that the model's chat template takes from outside, for instance enable_thinking."""
     add_generation_prompt: bool | None
     """Whether the assistant's turn begins at the end of the prompt. Default: true, unless the next one is."""
     continue_final_message: bool | None

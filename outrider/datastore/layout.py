@@ -33,7 +33,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class DatastoreHead:
-    """What a file says about itself. `digest` is BLAKE2b, 32 bytes in hex, of everything after the head."""
+    """Facts that a file states about itself. `digest` is BLAKE2b, 32 bytes in hex, of everything after the head."""
 
     vocabulary: Vocabulary
     num_documents: int

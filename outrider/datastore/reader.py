@@ -28,7 +28,7 @@ class Tables:
     """The most frequent tokens of all documents, after each token and at all."""
 
     def __init__(self, bigrams: tuple[memoryview, Shares], unigrams: tuple[memoryview, Shares]) -> None:
-        """Each a view of ids and one of shares, TABLE_WIDTH for each token, with a share of 0 where there are fewer."""
+        """Takes two views each, ids and shares: TABLE_WIDTH for each token, with a share of 0 where there are fewer."""
         self._bigrams = bigrams
         self._unigram = _pairs(*unigrams)
 

@@ -47,7 +47,7 @@ class BeamDraftTask:
     last_token_ids: list[int] = field(init=False)
     steps_left: int = field(init=False)
     num_candidates: int = field(init=False)
-    """Beams of each step."""
+    """Number of beams of each step."""
     rows: list[int] = field(init=False)
     """Row in the proposal of each of the draft's beams."""
     parents: list[int] = field(default_factory=list)
@@ -126,7 +126,7 @@ class BeamDrafter:
         self._pace = Pace(clock)
 
     def advance(self, tasks: Sequence[BeamDraftTask]) -> bool:
-        """One forward over all beams of all tasks, and one step of each whose tokens are cached; no task ever waits."""
+        """Makes one forward over all beams of all tasks, and a step of each whose tokens are cached; none waits."""
         for task in tasks:
             if not task.stopped:
                 try:

@@ -48,16 +48,16 @@ FAILED = "guessing for the draft failed"
 
 
 class CheaperDraft(ABC):
-    """What a cheaper guesser keeps of one session of a draft."""
+    """State that a cheaper guesser keeps for one session of a draft."""
 
     def __init__(self) -> None:
         self.task: DraftTask | None = None
-        """What its model has to do for the guesses that it was asked for; None where they are there."""
+        """Work of its model for the guesses that it was asked for; None where they are there."""
         self.guesses: Sequence[Guess] = ()
         self.kind = 0
-        """What `look` said last."""
+        """Kind of guesses that `look` found last."""
         self.rest = 0
-        """For so many steps it is not looked at."""
+        """Number of steps for which it is not looked at."""
         self._last_rest = 0
 
     def take_rest(self, *, is_wanted: bool) -> None:
@@ -267,7 +267,7 @@ class Cascade:
                     task.take(cheaper.guesses)
 
     def _wish(self, task: DraftTask, cheaper: Inner) -> Wish | None:
-        """For how many guesses a task has a use, if for any and there are some."""
+        """Wish of a task for guesses; None where it has no use for any, or there are none."""
         wanted = min(task.draft_count, self._depth or task.draft_count)
         # After the last row of a chain the draft draws one more.
         limit = wanted - len(task.guesses) - 1

@@ -86,12 +86,12 @@ Guesser = Callable[[ModelRunner, Sequence[Any], Tensor, Sequence[range], int], l
 
 
 class Inner(Protocol):
-    """What a cheaper guesser keeps of one session of a draft; see outrider.drafters.cascade."""
+    """State that a cheaper guesser keeps for one session of a draft; see outrider.drafters.cascade."""
 
     rest: int
 
     def free(self) -> None:
-        """Gives back what is kept."""
+        """Frees the state."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +109,7 @@ class DraftTask:
     num_private: int = 0
     """Committed tokens at the end of which other sessions must not find what is cached."""
     lane: int = 0
-    """Which of the request's drafts this is: their draws are independent."""
+    """Number of the draft among those of the request: their draws are independent."""
     learn: Learn | None = None
     """Function that gets what was committed after its base_len, where something can be learned from that."""
     inner: Inner | None = None
@@ -117,7 +117,7 @@ class DraftTask:
     base_len: int = field(init=False)
     """Committed tokens that the guesses build on."""
     draw_input: DrawInput = field(init=False)
-    """What each of its forwards computes, and how a token is drawn after it."""
+    """Input of its next forward, and parameters of the draws after it."""
     guesses: list[Guess] = field(default_factory=list)
     done: bool = False
     stopped: bool = False
@@ -234,7 +234,7 @@ class ModelDrafter:
         self._ahead = ahead
 
     def advance(self, tasks: Sequence[DraftTask]) -> bool:
-        """One forward over all tasks, and guesses for each whose tokens are cached; no task ever waits.
+        """Makes one forward over all tasks, and guesses for each whose tokens are cached; no task ever waits.
 
         When it raises, no session has changed but for what is cached: see outrider.engine.worker.
         """

@@ -1,4 +1,4 @@
-"""How sure the draft may be of its children, learned from what was accepted: by their scores, and by rank alone.
+"""Estimates of how sure the draft may be of its children, by their scores and by rank, learned from acceptance.
 
 Let the target's score of a token be the draft's plus a Gumbel error of scale s, independent of other tokens. Then the
 target takes child i of a row with the chance softmax(z / s)_i, where z are the draft's scores with their noise: one
@@ -33,14 +33,14 @@ MARGIN = 0.001
 
 
 class Scales:
-    """One scale for each rule and temperature, 0 or above it. Belongs to the device thread."""
+    """Scales of draft scores, one for each rule and temperature, 0 or above it. Belongs to the device thread."""
 
     def __init__(self) -> None:
         self._logs: dict[tuple[Rule, bool], float] = {}
         self._counts: dict[tuple[Rule, bool], int] = {}
 
     def of(self, spec: SessionSpec) -> float:
-        """The scale to grow a tree with."""
+        """Scale to grow a session's tree with."""
         key = _bucket(spec)
         return math.exp(self._logs.get(key, math.log(FIRST_SCALES[key[1]])))
 
@@ -119,7 +119,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """What a drafter has learned about its trees."""
+    """Scales and rates that a drafter has learned about its trees."""
 
     scales: Scales = field(default_factory=Scales)
     ranks: Ranks = field(default_factory=Ranks)

@@ -65,13 +65,13 @@ class GrownTask(DraftTask):
 
     growth: Growth | Filling
     scale: float
-    """See outrider.drafters.scales."""
+    """Scale of the draft's scores; see outrider.drafters.scales."""
     rows: dict[int, int] = field(init=False)
     """Rows of the session's tree by the numbers of the nodes that are expanded, the newest of them last."""
     num_new: int = 1
     """Number of the newest rows, which are expanded now."""
     ranked: SessionSpec = field(init=False)
-    """What its scores are made with: at temperature 0 the argmax leaves one token, and the second best is wanted."""
+    """Parameters of its scores: at temperature 0 the argmax leaves one token, and the second best is wanted."""
 
     def __post_init__(self) -> None:
         DraftTask.__post_init__(self)
@@ -200,7 +200,7 @@ def is_end(spec: SessionSpec, token_id: int) -> bool:
 
 
 class DrawnNode(NamedTuple):
-    """A row that was drawn."""
+    """A guess that was drawn, with its place in the shape."""
 
     guess: Guess
     place: int
@@ -236,7 +236,7 @@ class DrawnTask(DraftTask):
 
     @property
     def proposal(self) -> TokenTree:
-        """In depth-first order, siblings in the order in which they were drawn."""
+        """Rows that were drawn, in depth-first order, siblings in the order in which they were drawn."""
         order = depth_first((number, node.parent) for number, node in enumerate(self.nodes) if number)
         rows = {ROOT: 0} | {number: row for row, number in enumerate(order, start=1)}
         guesses = [self.nodes[number].guess for number in order]

@@ -47,20 +47,19 @@ class RowPlan:
     key_counts: Tensor
     """[R] int32: how many keys the row sees, at least 1."""
     max_key_count: int
-    """At least the largest of key_counts, known to the host, so that no operation has to ask the device and wait."""
+    """Upper bound of key_counts, known to the host, so that no operation has to ask the device and wait."""
 
     @property
     def num_rows(self) -> int:
         return self.token_ids.shape[0]
 
     def select(self, rows: Tensor) -> Self:
-        """Only these rows [S] int64."""
+        """Plan of these rows [S] int64 only."""
         names = ("token_ids", "positions", "slots", "key_starts", "key_counts")
         return replace(self, **{name: getattr(self, name).index_select(0, rows) for name in names})
 
     def windowed(self, window: int | None) -> Self:
-        """Plan of the same rows, each of which sees only the last `window` keys of its list; all of them if that is
-        None.
+        """Plan of the same rows, each of which sees the last `window` keys of its list, or all if that is None.
 
         A list ends with the row itself and has one key for each position, along a tree's path too: of a row at position
         t the positions above t - window are left.
@@ -77,7 +76,7 @@ class RowPlan:
 
 
 class Feed(NamedTuple):
-    """What a session feeds into a forward: its uncached tokens, then its tree, then its probes."""
+    """Input of a session to a forward: its uncached tokens, then its tree, then its probes."""
 
     session: Session
     tree: TokenTree = EMPTY
@@ -121,7 +120,7 @@ class Feed(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Rows to be computed."""
+        """Number of rows to be computed."""
         return self.num_committed + self.num_proposed - max(self.num_computed - 1, 0)
 
     @property

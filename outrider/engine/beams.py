@@ -30,7 +30,7 @@ class Beams:
 
     @property
     def all_sessions(self) -> tuple[Session, ...]:
-        """Every session that holds blocks for the request."""
+        """Sessions that hold blocks for the request."""
         return (self.trunk, *self.parents, *self.sessions)
 
     @property
@@ -112,7 +112,7 @@ class Beams:
         self.parents, self.sessions, self.scores, self._ended_len = [], [], [], 0
 
     def end(self, length: int) -> None:
-        """Every sequence has ended, at this length."""
+        """Ends every sequence, at this length."""
         self.free_beams()
         self._ended_len = length
 
@@ -136,7 +136,7 @@ def beam_logprobs(
 
 
 def _common(session: Session, token_ids: Sequence[int]) -> int:
-    """How many tokens of a sequence a session has cached."""
+    """Number of leading tokens of a sequence that a session has cached."""
     pairs = zip(session.token_ids[: session.cached_len], token_ids, strict=False)
     return next(
         (place for place, (own, other) in enumerate(pairs) if own != other), min(session.cached_len, len(token_ids))

@@ -116,7 +116,7 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What a published block holds: its own tokens, after those of the published block `parent`."""
+    """Content of a published block: its own tokens, after those of the published block `parent`."""
 
     digest: bytes
     salt: bytes
@@ -206,7 +206,7 @@ class PrefixIndex:
 
 
 def first_digest(salt: bytes) -> bytes:
-    """What the chain of a salt begins with."""
+    """Digest that the chain of a salt begins with."""
     return hashlib.blake2b(salt, digest_size=DIGEST_BYTES, person=b"salt").digest()
 
 

@@ -40,13 +40,13 @@ DEFAULT_KV_BYTES, MAX_KV_BYTES = 512 << 20, 4 << 30
 
 @dataclass(slots=True)
 class ForwardCounts:
-    """The forwards of one runner."""
+    """Counts of the forwards of one runner."""
 
     num_rows: int = 0
     busy_s: float = 0.0
     """Seconds for which the device was busy with them, and with the draws after them."""
     batch_sizes: dict[int, int] = field(default_factory=dict)
-    """How many forwards had each number of sessions."""
+    """Number of forwards by their number of sessions."""
 
     def add(self, num_sessions: int, num_rows: int) -> None:
         self.num_rows += num_rows
@@ -55,23 +55,23 @@ class ForwardCounts:
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """What a forward computed."""
+    """Results of a forward."""
 
     logits: Tensor
     """[rows, V] float32 on the device, of roots, tree rows and probes."""
     ranges: list[range | None]
-    """For each feed the rows of logits: the root (its last committed token) first, then its tree's rows in row order;
+    """Rows of logits of each feed: the root (its last committed token) first, then its tree's rows in row order;
     those that were computed before are left out. None: the feed is not finished, and is to be fed again."""
     prefixes: list[range]
-    """For each feed that wants them the rows of logits of the tokens before the root that this forward computed."""
+    """Rows of logits, for each feed that wants them, of the tokens before the root that this forward computed."""
     grants: list[int]
-    """How many rows of each feed were computed."""
+    """Number of rows of each feed that were computed."""
     probes: dict[int, range]
     """The rows of logits of probes, in row order, by the number of their feed; none of a feed that is not finished."""
 
     @property
     def num_rows(self) -> int:
-        """Rows that were computed."""
+        """Number of rows that were computed."""
         return sum(self.grants)
 
 
@@ -164,7 +164,7 @@ class ModelRunner:
 
     @property
     def parts(self) -> TargetParts:
-        """What a head shares with this model; raises ModelRefused for one without a state that a head could read."""
+        """Parts that a head shares with this model; raises ModelRefused for one without a state that heads can read."""
         if not isinstance(self.model, TappedDecoder):
             message = f"{self.identity.model_name} has no state that a head could read"
             raise ModelRefused(message, model=self.identity.model_name)
@@ -232,7 +232,7 @@ class ModelRunner:
 
     @property
     def device(self) -> torch.device:
-        """Where weights, cache and logits live."""
+        """Device of weights, cache and logits."""
         return self.model.embedding.device
 
     @property
@@ -247,7 +247,7 @@ class ModelRunner:
 
     @property
     def numerics_id(self) -> str:
-        """Everything that may change the last bit of a logit, for instance "cpu-bfloat16-native-v4"."""
+        """Name of everything that may change the last bit of a logit, for instance "cpu-bfloat16-native-v4"."""
         parts = (self.device.type, self.identity.dtype, self.identity.modelling, self.ops.name)
         return "-".join(filter(None, parts))
 

@@ -25,7 +25,7 @@ NOTHING_COMPUTED = LowerRows((), 0)
 
 
 class Session:
-    """One sequence; belongs to the device thread, and is not safe to share."""
+    """Tokens of one sequence; belongs to the device thread, and is not safe to share."""
 
     def __init__(self, table: BlockTable, token_ids: Sequence[int], prompt_len: int, salt: bytes | None = None) -> None:
         if not token_ids:
@@ -54,7 +54,7 @@ class Session:
 
     @property
     def next_position(self) -> int:
-        """Where the next forward starts: the first uncached token, or the last token again when all are cached.
+        """Position at which the next forward starts: the first uncached token, or the last one when all are cached.
 
         A forward has to compute the last token to have its logits; its key and value are then written once more,
         with the same bits where the device is row-invariant.
@@ -62,8 +62,7 @@ class Session:
         return min(self.cached_len, len(self.token_ids) - 1)
 
     def reserve(self, num_tree_rows: int = 0, written_from: int | None = None) -> None:
-        """Reserves slots for all tokens and num_tree_rows after them, of which those from written_from on will be
-        written.
+        """Reserves slots for all tokens and num_tree_rows after them; those from written_from on will be written.
 
         By default these are the next position and all after it. Raises CacheFull and leaves the session as it was.
         """
@@ -71,7 +70,7 @@ class Session:
         self.table.reserve(len(self.token_ids) + num_tree_rows, first)
 
     def advance(self, cached_len: int, tree: TokenTree) -> None:
-        """What the runner says after a forward: tokens below cached_len are cached, and tree's rows after them."""
+        """Takes the result of a forward: tokens below cached_len are cached, and tree's rows after them."""
         self.cached_len, self.tree, self.lower = cached_len, tree, NOTHING_COMPUTED
 
     def ahead(self, num_rows: int) -> "Session":

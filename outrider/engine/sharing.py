@@ -85,7 +85,7 @@ class Pace:
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`clock` counts seconds."""
+        """Takes a clock that counts seconds."""
         self._clock = clock
         self._started_s = 0.0
         self._prompts: list[bool] = []

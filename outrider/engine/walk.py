@@ -43,7 +43,7 @@ def child_with(tree: TokenTree, row: int, token_id: int) -> int:
 
 
 def count_evaluated(tree: TokenTree, visited: Sequence[int]) -> int:
-    """One for each visited row with children, of which one is accepted at most: for a chain the tokens tested.
+    """Number of guesses tested: one for each visited row with children, of which at most one is accepted.
 
     Siblings stand for one guess, so that accepted over evaluated means the same for trees and chains.
     """

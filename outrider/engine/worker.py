@@ -214,7 +214,7 @@ class DeviceWorker(Generic[TaskT]):
         return any(could_step)
 
     def _step_alone(self, task: TaskT) -> bool:
-        """One step of one task, unless it has ended by now; when that raises, the task fails."""
+        """Makes one step of one task, unless it has ended by now; when that raises, the task fails."""
         if task.done or task.stopped:
             return False
         # Each is a piece of work, and all of them together may take as long as a stall.

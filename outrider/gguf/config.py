@@ -1,4 +1,4 @@
-"""What config.json would say of a GGUF file: the keys that transformers gives the same model.
+"""Keys of config.json for a GGUF file, as transformers would give them to the same model.
 
 Keys of GGUF carry the architecture's name in front, as in `llama.block_count`; here they stand without it. Whatever
 would make other numbers than the families that are served, and cannot be said in those keys, is refused by name.
@@ -83,7 +83,7 @@ def architecture_of(file: GgufFile) -> str:
 
 
 def spelled(file: GgufFile) -> dict[str, str]:
-    """What the keys of `json_config` are called in the file, for errors to name."""
+    """Names in the file of the keys of `json_config`, for errors."""
     prefix = architecture_of(file)
     return {key: f"{prefix}.{name}" for key, name in (KEYS | SCALING).items()}
 

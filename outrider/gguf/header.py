@@ -30,7 +30,7 @@ NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", BOOL: "B", 10
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """How numbers are stored: in blocks of so many, each of so many bytes."""
+    """Storage of numbers: in blocks of so many, each of so many bytes."""
 
     name: str
     block_len: int
@@ -70,7 +70,7 @@ TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """One tensor: its shape, outermost dimension first, and the bytes of the file that hold it."""
+    """Place of one tensor: its shape, outermost dimension first, and the bytes of the file that hold it."""
 
     name: str
     shape: tuple[int, ...]
@@ -87,13 +87,13 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """What a file says of itself. Arrays of numbers are `array.array`, those of strings lists."""
+    """Header of a file. Arrays of numbers are `array.array`, those of strings lists."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, TensorPlace]
     data_offset: int
-    """Where the header ends, as far as tensors are concerned."""
+    """End of the header, as far as tensors are concerned."""
     parts: tuple[Path, ...] = ()
     """The files of a split model, in order, or the one file."""
 

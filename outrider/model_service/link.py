@@ -75,7 +75,7 @@ Frame = DraftServiceLinkRequest | TargetServiceLinkRequest
 AnswerFrame = DraftServiceLinkResponse | TargetServiceLinkResponse
 StoreT = TypeVar("StoreT", bound=SessionStore[Any])
 Job = Callable[[], None]
-"""What the device thread does for a message; raises what ends the message's session."""
+"""Work of the device thread for a message; raises what ends the message's session."""
 
 
 class SilentLink(OutriderError):
@@ -119,7 +119,7 @@ class OpenParts:
         self._parts[fence.session_id] = fence, token_ids
 
     def peek(self, fence: Fence) -> Sequence[int]:
-        """What `take` would give."""
+        """Tokens that `take` would give."""
         known, token_ids = self._parts.get(fence.session_id, (fence, []))
         return token_ids if known == fence else ()
 
@@ -130,7 +130,7 @@ class OpenParts:
         return token_ids
 
     def forget(self, session_id: bytes) -> None:
-        """Drops what has come of an open."""
+        """Drops the parts of an open that have come."""
         self._num_tokens -= len(self._parts.pop(session_id, (None, ()))[1])
 
 
@@ -142,7 +142,7 @@ class Arrived(Generic[RequestT]):
     fence: Fence
     arrived_ns: int
     grammar: Grammar | None = None
-    """What it opens a session with."""
+    """Grammar that the message opens a session with."""
 
 
 @dataclass(slots=True)
@@ -155,7 +155,7 @@ class Compiling(Generic[RequestT]):
 
 @dataclass(frozen=True, slots=True)
 class Incoming(Generic[RequestT]):
-    """What a link has of messages that are no jobs yet, and where answers to it go."""
+    """Messages of a link that are no jobs yet, and the outbox for their answers."""
 
     outbox: Outbox
     parts: OpenParts = field(default_factory=OpenParts)
@@ -193,11 +193,11 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
     @property
     @abstractmethod
     def services(self) -> channels.Services:
-        """What `outrider.rpc.channels.serve` is to serve."""
+        """Services for `outrider.rpc.channels.serve`."""
 
     @abstractmethod
     def job(self, message: Arrived[RequestT], earlier: Sequence[int], owner: Outbox) -> Job:
-        """What the device thread does for a message; raises InvalidRequest and the like about what it says.
+        """Work of the device thread for a message; raises InvalidRequest and the like about what it says.
 
         Of an open, `earlier` are the tokens that came before it; answers go to `owner`, the outbox of its link.
         """
@@ -363,7 +363,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         return [] if job is None else [(message.fence, job)]
 
     def _job(self, message: Arrived[RequestT], link: Incoming[RequestT]) -> Job | None:
-        """What the device thread does for a message, None for nothing; raises what the message is refused for."""
+        """Work of the device thread for a message, None for nothing; raises what the message is refused for."""
         request, fence, parts, outbox = message.request, message.fence, link.parts, link.outbox
         check_fence(fence, self._facts.context_len)
         earlier: Sequence[int] = ()
@@ -420,7 +420,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
                 self._observe(answer.times)
 
     def _frames(self, answers: Sequence[SessionAnswer[Any]]) -> Iterator[AnswerFrame]:
-        """All answers in as few frames as FRAME_BYTES allows."""
+        """Answers in as few frames as FRAME_BYTES allows."""
         table = self._sessions.table
         new_frame: Callable[[], Any] = partial(
             self.answer_type,

@@ -58,7 +58,7 @@ def probe(
 
 
 def engine_facts() -> dict[str, object]:
-    """What computes here: torch, its threads, the compiled kernels, and CUDA devices."""
+    """Facts about what computes here: torch, its threads, the compiled kernels, and CUDA devices."""
     kernels = load_kernels()
     devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     return {

@@ -54,7 +54,7 @@ class LoadedModel:
     recommended: ModelDefaults = field(default_factory=ModelDefaults)
 
     def set_threads(self) -> None:
-        """What a device thread does first: torch keeps its number of threads for each thread that calls it."""
+        """Sets torch's number of threads, which it keeps for each thread that calls it; runs on the device thread."""
         torch.set_num_threads(self.runner.torch_threads)
 
 
@@ -158,7 +158,7 @@ async def load_model_aside(settings: ModelServiceSettings) -> LoadedModel:
 
 
 def describe(role: str, model: LoadedModel) -> ServiceFacts:
-    """What the facts of all services have in common; every call names another incarnation."""
+    """Facts that all services have in common; every call names another incarnation."""
     runner, identity = model.runner, model.runner.identity
     weights = runner.model.weights
     return ServiceFacts(

@@ -49,7 +49,7 @@ PONG = object()
 
 
 class SessionAnswer(NamedTuple, Generic[ContentT]):
-    """What a session says about a message: a proposal or verdict on the fence's length, or that it lacks tokens."""
+    """Answer of a session to a message: a proposal or verdict on the fence's length, or that it lacks tokens."""
 
     fence: Fence
     content: ContentT | None
@@ -58,7 +58,7 @@ class SessionAnswer(NamedTuple, Generic[ContentT]):
     cached_len: int
     times: ComputeTimes
     error: OutriderError | None = None
-    """Why the session has ended."""
+    """Error that ended the session."""
 
 
 class Outboxes:
@@ -136,7 +136,7 @@ class Outbox:
             self._loop.call_soon_threadsafe(self._wake)
 
     async def take(self) -> list[SessionAnswer[Any]]:
-        """All answers there are, at least one; none at the end of the link."""
+        """Takes all answers there are, at least one; none at the end of the link."""
         while not self._answers and not self._has_ended:
             self._wanted = self._loop.create_future()
             await self._wanted
@@ -214,7 +214,7 @@ class SessionState(ABC, Generic[TaskT]):
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """All that hold blocks for it."""
+        """Engine sessions that hold blocks for it."""
         return (self.session,)
 
     @property
@@ -393,7 +393,7 @@ class LeaseTable(Generic[StateT]):
 
 
 class MinEpochs:
-    """For the sessions that were unknown at their Rollback the least epoch that may open them; the newest ones only."""
+    """Least epochs that may open the sessions that were unknown at their Rollback; the newest ones only."""
 
     def __init__(self, maximum: int = MAX_REMEMBERED) -> None:
         self._maximum = maximum
@@ -501,7 +501,7 @@ class SessionStore(Generic[StateT]):
         )
 
     def _classify_open(self, fence: Fence, owner: Outbox) -> tuple[MessageStatus, StateT | None]:
-        """What to do with an open, and the session if there is one."""
+        """Status of an open, and the session if there is one."""
         held = self.table.get(fence.session_id)
         view = None if held is None else held.view
         return classify_open(fence, view, self._min_epochs[owner.client].get(fence.session_id)), held

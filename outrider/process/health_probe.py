@@ -21,7 +21,7 @@ SERVING, LIVE = "SERVING", "--live"
 
 
 def status_of(address: str, tls: TlsFiles | None = None, timeout_s: float = TIMEOUT_S) -> str:
-    """What the server as a whole says of itself, such as SERVING; empty where it says nothing within the time."""
+    """Status of the server as a whole, such as SERVING; empty where it says nothing within the time."""
     with open_blocking_channel(address, tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:

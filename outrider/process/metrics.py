@@ -65,7 +65,7 @@ class NamedSeries(Collector):
 
 
 def exposition(registry: CollectorRegistry, names: Sequence[str] = ()) -> tuple[bytes, str]:
-    """What a scraper reads as text, all of it or the series of some names, and its content type."""
+    """Text that a scraper reads, of all or some series, and its content type."""
     encoder, content_type = choose_encoder("")
     return encoder(NamedSeries(registry, names) if names else registry), content_type
 
@@ -76,11 +76,11 @@ class MetricsConnection(WSGIRequestHandler):
     timeout = 5.0
 
     def log_message(self, form: str, *args: object) -> None:
-        """Says nothing of who scrapes."""
+        """Drops the library's line about each scrape."""
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """Has a thread for each connection, and MAX_CONNECTIONS at most: one too many takes the place of the oldest."""
+    """Server with a thread for each connection, MAX_CONNECTIONS at most: one too many takes the place of the oldest."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -155,7 +155,7 @@ def serve_metrics(listen: str, registry: CollectorRegistry, upkeep: Upkeep | Non
 
 
 def scraped(address: str, names: Sequence[str] = (), timeout_s: float = SCRAPE_S) -> tuple[bytes, str]:
-    """What the process that serves metrics on HOST:PORT says, all of it or some series, and its content type.
+    """Text of the metrics that a process serves on HOST:PORT, of all or some series, and its content type.
 
     Raises OSError and http.client.HTTPException.
     """
@@ -213,7 +213,7 @@ class Figures(Collector):
     """Counters and histograms that one thread fills, without a lock, for scrapes by another thread."""
 
     def __init__(self, prefix: str) -> None:
-        """The prefix is that of all names."""
+        """Takes the prefix of all names."""
         self._prefix = prefix
         self._families: list[tuple[str, str, str, Tally | dict[str, Count]]] = []
 
@@ -230,7 +230,7 @@ class Figures(Collector):
         return counts
 
     def histogram(self, name: str, meaning: str, bounds: Sequence[float]) -> Tally:
-        """A new histogram."""
+        """Makes a histogram that is part of every scrape."""
         tally = Tally(bounds)
         self._families.append((name, meaning, "", tally))
         return tally
@@ -273,5 +273,5 @@ class LoopTasks(Collector):
         self._loop = asyncio.get_running_loop()
 
     def collect(self) -> Iterable[Metric]:
-        """One family; from any thread."""
+        """Number of tasks, as one family; from any thread."""
         yield GaugeMetricFamily("outrider_tasks", "Tasks of the event loop.", len(asyncio.all_tasks(self._loop)))

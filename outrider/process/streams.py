@@ -182,7 +182,7 @@ def hold_descriptors() -> None:
 
 
 class LostLines(Collector):
-    """What the standard streams of this process have lost."""
+    """Metrics of the lines that the standard streams of this process have lost."""
 
     def collect(self) -> Iterable[Metric]:
         """Number of lost lines, as one family."""

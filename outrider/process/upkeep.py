@@ -67,7 +67,7 @@ class Upkeep(Collector):
             log.warning("background work goes on", work=name)
 
     def collect(self) -> Iterable[Metric]:
-        """One family; from any thread."""
+        """Number of failures, as one family; from any thread."""
         meaning = "Times that work in the background failed and was started again."
         family = CounterMetricFamily("outrider_work_failures", meaning, labels=["work"])
         for name, count in [*self._failures.items()]:

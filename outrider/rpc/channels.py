@@ -123,7 +123,7 @@ UNREAD_OPTIONS: Options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_b
 
 
 def channel_options() -> Options:
-    """Options of every channel."""
+    """Options that every channel has."""
     return (
         *OPTIONS,
         ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -224,7 +224,7 @@ class RunningServer:
 
 
 def service(file: FileDescriptor, name: str, add: Callable[[grpc.aio.Server], None]) -> Services:
-    """One service for `serve`, by its name in a protocol file."""
+    """One service for `serve` to serve, by its name in a protocol file."""
     return {file.services_by_name[name].full_name: add}
 
 

@@ -47,7 +47,7 @@ def raise_descriptors() -> None:
 
 
 def max_connections() -> int:
-    """How many connections one port of this process takes."""
+    """Number of connections that one port of this process takes."""
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return MOST if descriptors == resource.RLIM_INFINITY else min(MOST, descriptors // SHARE)
 
@@ -61,7 +61,7 @@ class OncePerMinute:
     _told_s: float = -LOG_S
 
     def tell(self, count: int = 1, **facts: object) -> None:
-        """It came so often more."""
+        """Counts something that came so often more, and logs it at most once a minute."""
         self._count += count
         now_s = time.monotonic()
         if now_s - self._told_s >= LOG_S:
@@ -71,7 +71,7 @@ class OncePerMinute:
 
 @dataclass(slots=True)
 class Known:
-    """What a connection has asked for."""
+    """Calls and standing of a connection."""
 
     running: int = 0
     """Number of calls that run."""
@@ -99,7 +99,7 @@ def _peer(host: str, port: int) -> Peer | None:
 
 
 class Crowd:
-    """The connections to a port."""
+    """Connections to a port."""
 
     def __init__(self) -> None:
         self.most = max_connections()
@@ -115,7 +115,7 @@ class Crowd:
         return known
 
     def end(self, known: Known, *, was_let_in: bool) -> None:
-        """One of its calls is over."""
+        """Takes note that a call is over."""
         known.running -= 1
         known.active_s = time.monotonic()
         if was_let_in:

@@ -50,7 +50,7 @@ def status_of(error: OutriderError) -> grpc.Status:
 
 
 def error_from(error: grpc.RpcError) -> OutriderError:
-    """What the other side raised, of the same class, text and metadata; PeerLost when there is no other side."""
+    """Error that the other side raised, of the same class, text and metadata; PeerLost when there is no other side."""
     info = _error_info(error)
     if info is None:
         details = error.details() or "no details"
@@ -71,7 +71,7 @@ def session_error(error: OutriderError) -> types_pb2.SessionError:
 
 
 def session_error_from(message: types_pb2.SessionError) -> OutriderError:
-    """What a service raised about a session, of the same class, text and metadata."""
+    """Error that a service raised about a session, of the same class, text and metadata."""
     return _received(message.reason, message.message, message.metadata)
 
 

@@ -77,7 +77,7 @@ SERVICE_MEMORY_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """What messages may take, and what is known of callers by what comes beside these."""
+    """Memory of messages, and what is known of callers by what comes beside these."""
 
     memory: RequestMemory = field(default_factory=lambda: RequestMemory(SERVICE_MEMORY_BYTES))
     name: Callable[[Metadata], str] = lambda _metadata: ""
@@ -283,7 +283,7 @@ def _generator(
 
 
 def num_fields(data: bytes, kind: Descriptor) -> int:
-    """How many fields a message of that kind and the messages in it have, but no more than one too many; of what is no
+    """Number of fields of a message of that kind and the messages in it, but no more than one too many; of what is no
     message, up to where that shows.
     """
     count, stack = 0, [(0, len(data), kind)]

@@ -1,4 +1,4 @@
-"""What requests may hold of a process's memory, in bytes, taken before they are read and before they are parsed."""
+"""Memory of a process for requests, in bytes, taken before they are read and before they are parsed."""
 
 import asyncio
 from collections import Counter
@@ -31,7 +31,7 @@ class Memory:
 
     @contextmanager
     def share(self, whose: str = "") -> Iterator["Share"]:
-        """What one request holds, given back at the end; of those without a name it is not known whose they are."""
+        """Share of one request, given back at the end; of those without a name it is not known whose they are."""
         share = Share(self, whose)
         try:
             yield share
@@ -101,7 +101,7 @@ class Memory:
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """What a request holds of a memory."""
+    """Bytes that a request holds of a memory."""
 
     memory: Memory
     whose: str
@@ -112,7 +112,7 @@ class Share:
         await self.memory.take(self, num_bytes)
 
     def give_back(self) -> None:
-        """Frees all of it."""
+        """Frees all that the request holds."""
         self.memory.give_back(self, self.num_bytes)
 
 

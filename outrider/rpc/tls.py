@@ -81,7 +81,7 @@ class Tls:
             raise InvalidRequest(f"tls.{given}", getattr(self, given), limit)
 
     def context(self, purpose: int) -> ssl.SSLContext:
-        """What Python's own handshakes need, as the files are now; raises InvalidRequest about what cannot be used.
+        """Context for Python's own handshakes, of the files as they are now; raises InvalidRequest about unusable ones.
 
         A server asks for certificates where there is an authority, and a client trusts no other one.
         """
@@ -108,14 +108,14 @@ class Tls:
 
 
 def _words(error: Exception) -> str:
-    """What a library says is wrong, without the place in its source."""
+    """Fault in a library's words, without the place in its source."""
     if isinstance(error, ssl.SSLError):
         return error.reason or "it cannot be read"
     return getattr(error, "strerror", None) or type(error).__name__
 
 
 class Contents(NamedTuple):
-    """What files held when they fitted together, and a server's context of them."""
+    """Contents of files that fitted together, and a server's context of them."""
 
     ca: bytes
     cert: bytes
@@ -211,7 +211,7 @@ class TlsFiles:
         return self.tls.ca, self.tls.cert, self.tls.key
 
     def _look(self) -> list[tuple[int, ...]]:
-        """What differs when a file has been replaced, or what leads to it; nothing of one that is not there."""
+        """Marks that differ when a file has been replaced, or what leads to it; nothing of one that is not there."""
         found: list[tuple[int, ...]] = []
         for path in self._paths():
             with suppress(OSError):
@@ -279,7 +279,7 @@ def _verdict(error: ssl.SSLCertVerificationError, authority: str) -> str:
 
 
 def _alert(error: OSError) -> str:
-    """What the other side said as it ended a handshake, in small letters; empty where it said nothing."""
+    """Words of the other side as it ended a handshake, in small letters; empty where it said nothing."""
     reason = error.reason if isinstance(error, ssl.SSLError) else None
     return (reason or "").partition(ALERT)[2].replace("_", " ").lower()
 
@@ -336,7 +336,7 @@ def check_client(context: Context, allowed: Collection[str]) -> None:
 
 
 def why_refused(address: str, tls: Tls | None) -> str:
-    """Why a server that is there takes no connection, as one sentence; empty where that has nothing to do with TLS.
+    """Reason why a server that is there takes no connection, as one sentence; empty where it is not about TLS.
 
     Tries a handshake, and blocks: for seconds where there is no answer.
     """
@@ -369,7 +369,7 @@ def _why_refused(address: str, tls: Tls | None) -> str:
 
 
 async def refusal(error: grpc.RpcError, address: str, tls: Tls | None) -> TlsFailed | ClientRefused | None:
-    """What a failed call says about certificates, looked into with `why_refused`; None where that is not the reason."""
+    """Error about certificates for a failed call, looked into with `why_refused`; None where that is not the reason."""
     raised = error_from(error)
     if isinstance(raised, ClientRefused):
         return raised
@@ -383,7 +383,7 @@ def has_no_connection(error: grpc.RpcError) -> bool:
 
 
 def _first_byte(address: str, tls: Tls | None) -> bytes:
-    """What a server of gRPC says first; nothing where it refuses the certificate of its client, and without TLS."""
+    """First byte from a server of gRPC; empty where it refuses the certificate of its client, and without TLS."""
     host, _, port = address.rpartition(":")
     context = (tls or Tls()).context(ssl.PROTOCOL_TLS_CLIENT)
     if tls is None:
@@ -399,7 +399,7 @@ def _first_byte(address: str, tls: Tls | None) -> bytes:
 
 
 def _own_fault(tls: Tls) -> str:
-    """What is wrong with one's own certificate, as far as that can be seen from here."""
+    """Fault of one's own certificate, as far as that can be seen from here."""
     server, client = tls.context(ssl.PROTOCOL_TLS_SERVER), tls.context(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()

@@ -1,4 +1,4 @@
-"""What the rules for trees have in common: the probabilities that they compare, their answer, orders of rows.
+"""Parts that the rules for trees share: the probabilities that they compare, their answer, orders of rows.
 
 Sizes: B trees of one shape with R rows, whose root is row 0, and at most N tokens that the children of a row may be.
 All is float64 on the CPU. A sum runs along its row in order, so that a tree's outcome does not depend on the others.

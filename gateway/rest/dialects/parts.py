@@ -31,13 +31,13 @@ class Part:
 
 @dataclass(slots=True)
 class Parts:
-    """All parts so far; the last one is the one that still grows."""
+    """Parts of an answer so far; the last one is the one that still grows."""
 
     parts: list[Part] = field(default_factory=list)
 
     @classmethod
     def of(cls, deltas: Iterable[Delta]) -> Self:
-        """The parts that all deltas make."""
+        """Parts that all deltas make."""
         parts = cls()
         for delta in deltas:
             parts.add(delta)

@@ -28,7 +28,7 @@ HINT = "Ctrl-C again leaves, and so does /quit."
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """What the command line says; a gateway's address, or the stack to start instead."""
+    """Arguments of the command line: a gateway's address, or the stack to start instead."""
 
     options: GenerationOptions
     system: str
@@ -80,7 +80,7 @@ async def kept_stack(stack: Stack) -> AsyncIterator[str]:
 
 
 class Talk:
-    """One user with one gateway."""
+    """A conversation of one user with one gateway."""
 
     def __init__(self, client: Client, chat: Chat, reader: Reader, screen: Screen, *, is_interactive: bool) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""What was said so far, what the next request says, and what a line of input means."""
+"""State of a conversation: what was said so far, what the next request says, and what a line of input means."""
 
 import re
 import secrets
@@ -72,7 +72,7 @@ def help_text() -> str:
 
 @dataclass(slots=True)
 class Turn:
-    """What the user said, and what came back so far. A stopped answer has no result."""
+    """A user's message, and what came back so far. A stopped answer has no result."""
 
     user: str
     seed: int
@@ -80,7 +80,7 @@ class Turn:
     result: Result | None = None
 
     def add(self, event: Event) -> None:
-        """Takes what came."""
+        """Takes the next event of the answer."""
         if isinstance(event, Round):
             self.rounds.append(event)
         else:
@@ -92,7 +92,7 @@ class Turn:
 
     @property
     def answer(self) -> str | None:
-        """What came back, None for nothing yet. An empty answer that ended by itself is one."""
+        """Text that came back, None for nothing yet. An empty answer that ended by itself is one."""
         text = "".join(event.text for event in self.rounds) + (self.result.rest if self.result else "")
         return text if text or self.result else None
 
@@ -128,7 +128,7 @@ class Conversation:
         self.turns: list[Turn] = []
 
     def ask(self, text: str) -> Turn:
-        """Begins a turn with a message."""
+        """Begins a turn with a message of the user."""
         if self.turns and self.turns[-1].answer is None:
             self.turns.pop()
         return self._begin(text, self.seed)

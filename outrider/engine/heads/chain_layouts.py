@@ -412,4 +412,4 @@ CHAIN_LAYOUTS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Reader], ...] = 
     (lambda config: "medusa_num_heads" in config, read_medusa),
     (lambda config: config.get("drafter") == "bpd", read_bpd),
 )
-"""Which config.json belongs to which reader; the first that fits."""
+"""Readers with the config.json that each belongs to; the first that fits."""

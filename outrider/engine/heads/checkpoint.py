@@ -54,10 +54,10 @@ Reader = Callable[[Path, Mapping[str, Any], Mapping[str, StoredTensor], TargetPa
 
 
 class Layout(NamedTuple):
-    """How a layout is recognised, and who reads it."""
+    """A layout of files, with the test that recognises it and its reader."""
 
     detects: Callable[[Mapping[str, Any], Collection[str]], bool]
-    """Given config.json and the names of the tensors."""
+    """Test of config.json and the names of the tensors."""
     read: Reader
     is_rotary: bool = False
     """Whether its heads have positions, so that there is a theta to override."""

@@ -56,7 +56,7 @@ RENAMED = {
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What was written."""
+    """Facts about the files that were written."""
 
     layout: str
     """"speculators eagle", "speculators eagle3", or "unchanged"."""

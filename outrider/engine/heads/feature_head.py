@@ -29,7 +29,7 @@ from outrider.engine.ops import Ops, Weight
 
 
 class Fuse(StrEnum):
-    """How a row's embedding and state come together."""
+    """Way in which a row's embedding and state come together."""
 
     PAIR = "pair"
     """A product with [embedding; state]."""

@@ -65,14 +65,14 @@ class Head(Protocol):
         """States [R, state_size] that the target's features [R, sum of the taps' sizes] mean."""
 
     def step(self, rows: HeadRows) -> tuple[Tensor, Tensor]:
-        """What `logits` reads of each row [R, any], and the state after each row [R, state_size]."""
+        """Outputs of each row [R, any], which `logits` reads, and the state after each row [R, state_size]."""
 
     def logits(self, outputs: Tensor, depths: Sequence[int]) -> Tensor:
         """Logits [W, V] over the target's ids of outputs [W, any] of rows of these depths; -inf where it has none."""
 
 
 class TargetParts(NamedTuple):
-    """What a head shares with its target, or is checked against."""
+    """Parts of the target that a head shares, or is checked against."""
 
     embedding: Tensor
     """[V, H], in the type of the weights."""

@@ -65,7 +65,7 @@ def bare(name: str) -> str:
 
 
 def layer_of(names: Collection[str]) -> str:
-    """What the names of a head's one layer begin with."""
+    """Prefix of the names of a head's one layer."""
     places = ("midlayer.", "transformer.", "mtp_layers.0.", "layers.0.")
     return next((place for place in places if any(bare(name).startswith(place) for name in names)), "layers.0.")
 
@@ -150,7 +150,7 @@ class _Reading:
         normed_residual: bool = False,
         feeds_normed: bool = False,
     ) -> FeatureFiles:
-        """What is to be checked against the target."""
+        """Files of a feature head that are still to be checked against the target."""
         return FeatureFiles(
             folder=self.folder,
             config=self.config,
@@ -251,7 +251,7 @@ def read_eagle3(
 
 
 def _wide_norms(reading: _Reading, sources: Sequence[JsonKeys], *, reads_taps: bool) -> set[str]:
-    """Which tensors a head must have whose attention reads embedding and state side by side."""
+    """Names of the norms that a head must have whose attention reads embedding and state side by side."""
     if not reads_taps and reading.has("features.weight"):
         raise reading.tensors["features.weight"].refuse("is there, though use_aux_hidden_state is false")
     # Both norms stand outside the layer, whatever the layer of a model would do.

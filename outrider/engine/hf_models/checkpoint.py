@@ -56,7 +56,7 @@ class TensorNames:
     tied: Shapes
     """Names of tensors that are another one, and may be left out."""
     prefix: str
-    """What the names of a base model begin with, with or without which files have them."""
+    """Prefix of the names of a base model, with or without which files have them."""
     ignored: tuple[str, ...]
     """Patterns of what older files hold besides."""
 

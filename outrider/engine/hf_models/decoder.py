@@ -22,7 +22,7 @@ STEP = 32
 
 
 def padded(num_rows: int, device: torch.device) -> int:
-    """How many rows to compute for num_rows; more only on the CPU, because elsewhere nothing is promised."""
+    """Number of rows to compute for num_rows; more only on the CPU, because elsewhere nothing is promised."""
     return -(-max(num_rows, 1) // STEP) * STEP if device.type == "cpu" else max(num_rows, 1)
 
 
@@ -101,7 +101,7 @@ NAME = "outrider"
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What one layer asks for; queries are [1, H, R, D], keys and values [1, G, R, D], rotated already."""
+    """Arguments of one layer's attention; queries are [1, H, R, D], keys and values [1, G, R, D], rotated already."""
 
     module: nn.Module
     query: Tensor
@@ -174,7 +174,7 @@ AttentionInterface.register(NAME, _attend)
 
 @dataclass(slots=True)
 class Company:
-    """How many rows of the running forward are somebody's; one object for the experts of one model."""
+    """Number of rows of the running forward that are not padding; one object for the experts of one model."""
 
     num_rows: int = 0
 

@@ -32,11 +32,11 @@ class Checkpoint(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called in logs and facts."""
+        """Name in logs and facts."""
 
     @property
     def folder(self) -> Path:
-        """Where its tokenizer lies: a folder, or a GGUF file."""
+        """Place of its tokenizer: a folder, or a GGUF file."""
 
     @property
     def config(self) -> DecoderFacts: ...

@@ -58,9 +58,9 @@ class JsonKeys:
     path: Path
     values: dict[str, Any]
     prefix: str = ""
-    """Where in the file this object lies, for instance "rope_scaling."; errors name keys with it."""
+    """Place of this object in the file, for instance "rope_scaling."; errors name keys with it."""
     spelled: Mapping[str, str] = field(default_factory=dict)
-    """What errors call keys that have another name in the file."""
+    """Names in errors, for keys that have another name in the file."""
 
     def refuse(self, key: str, fault: str) -> ModelRefused:
         name = self.spelled.get(key, f"{self.prefix}{key}")
@@ -102,7 +102,7 @@ class JsonKeys:
 
 
 Windows = tuple[int | None, ...]
-"""For each layer its window, or None where it sees everything."""
+"""Window of each layer, or None where it sees everything."""
 WindowRule = Callable[[JsonKeys, int], Windows]
 
 
@@ -221,7 +221,7 @@ def _yarn(theta: float, inside: JsonKeys, original_len: int) -> YarnRope:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Where the architectures differ: biases, norms of query and key heads, defaults of keys."""
+    """Differences between architectures: biases, norms of query and key heads, defaults of keys."""
 
     qkv_bias: bool | None
     """None: the key "attention_bias" decides, for the output projection too."""

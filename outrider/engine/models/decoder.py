@@ -1,4 +1,4 @@
-"""What the runner asks of a model, be it our own transformer or transformers' code."""
+"""Interface of a model to the runner, be it our own transformer or transformers' code."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable

@@ -138,7 +138,7 @@ def matrix_fields(name: str, linear: Linear, shape: tuple[int, int]) -> MatrixFi
 
 
 def address_of(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:
-    """Where a float32 tensor of this shape lies, None for none; raises ValueError for any other."""
+    """Address of a float32 tensor of this shape, None for none; raises ValueError for any other."""
     if tensor is None:
         return None
     expect(name, tensor, torch.float32, shape)

@@ -200,7 +200,7 @@ class StoredTensor:
 
 
 def stored_tensors(files: Sequence[Path]) -> list[StoredTensor]:
-    """What the headers of a model's files say, without the rotary frequencies of old files, which are computed anew.
+    """Tensors in the headers of a model's files, without the rotary frequencies of old files, which are computed anew.
 
     Raises ModelRefused for files that are truncated or otherwise unsound.
     """

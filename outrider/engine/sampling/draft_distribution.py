@@ -1,4 +1,4 @@
-"""What a draft both draws from and sends: distributions of the most probable tokens with integer weights.
+"""Distributions of the most probable tokens with integer weights, which a draft both draws from and sends.
 
 Any distribution of a draft gives the target's distribution as long as the verifier tests with the one that was drawn
 from. So the draft truncates and rounds first, and draws from the result: what travels is not an approximation of
@@ -66,7 +66,7 @@ class DraftDistributions:
 
     @property
     def sizes(self) -> list[int]:
-        """How many tokens each row has, 0 where all of them have been drawn."""
+        """Number of tokens of each row, 0 where all of them have been drawn."""
         sizes: list[int] = np.count_nonzero(self.weights.numpy(), axis=1).tolist()
         return sizes
 

@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 class DrawInput(NamedTuple):
-    """What one session wants of a forward: its feed, and the parameters to draw with."""
+    """Input of one session to a forward: its feed, and the parameters to draw with."""
 
     feed: Feed
     spec: SessionSpec
@@ -113,7 +113,7 @@ def rows_of(logits: Tensor, ranges: Sequence[range]) -> Tensor:
 
 
 def row_contexts(draw_input: DrawInput) -> list[RowContext]:
-    """What the rows of an input stand on, the root's first; of a tree that grows those of the new rows."""
+    """Contexts of the rows of an input, the root's first; of a tree that grows those of the new rows."""
     session, spec = draw_input.feed.session, draw_input.spec
     ends = spec.eos_token_ids | spec.stop_token_ids
     # Where a grammar leaves nothing but an end, it may not come too soon.
@@ -141,7 +141,7 @@ def _paths(draw_input: DrawInput) -> list[tuple[int, ...]]:
 
 
 def _allowed(draw_input: DrawInput) -> list[Bits | None]:
-    """What the grammar of an input lets follow each of its rows; None where there is none, or no answer gets there."""
+    """Masks of an input's rows by its grammar; None where there is none, or no answer gets there."""
     spec, feed = draw_input.spec, draw_input.feed
     if spec.grammar is None:
         return [None] * len(feed.depths)
