@@ -107,7 +107,7 @@ def _one_of(*words: str) -> Limit:
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings(ProcessSettings):
-    """Settings of the gateway. The model is called as its service calls it unless served_model_name says otherwise.
+    """Options of a gateway. The model is called as its service calls it unless served_model_name says otherwise.
 
     Raises InvalidRequest about a value outside its limit.
     """

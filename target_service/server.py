@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class TargetSettings(ModelServiceSettings):
-    """Settings of the target service."""
+    """Options that an operator sets for the target service."""
 
     listen: Listen = "127.0.0.1:50052"
     draft_model: Annotated[

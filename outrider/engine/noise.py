@@ -42,7 +42,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Purpose(IntEnum):
-    """Use of a draw. Draws of different purposes at one position are independent.
+    """What a draw is for. Draws of different purposes at one position are independent.
 
     TOKEN is the target's own draw, also after a proposal that is accepted to its end, and the draw of a draft that
     shares it; RESIDUAL is the correction. A position is committed once, so one key serves each of them. DRAFT, the draw

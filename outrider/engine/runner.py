@@ -55,7 +55,7 @@ class ForwardCounts:
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """Results of a forward."""
+    """Logits of a forward, and the rows of them that belong to each feed."""
 
     logits: Tensor
     """[rows, V] float32 on the device, of roots, tree rows and probes."""

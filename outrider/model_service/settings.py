@@ -76,7 +76,7 @@ Listen = Annotated[str, Setting("Where to serve gRPC; port 0 takes a free one.",
 
 @dataclass(frozen=True, slots=True)
 class ModelServiceSettings(ProcessSettings):
-    """Settings of a model service. A sized or simulated model goes by its explicit name afterwards.
+    """Options of a model service. A sized or simulated model goes by its explicit name afterwards.
 
     Raises InvalidRequest about a value outside its limit, and ModelRefused.
     """
