@@ -24,7 +24,7 @@ CostLaw = Callable[[int], float]
 
 @dataclass(eq=False)
 class Device:
-    """Takes sessions with their rows in steps; `done` is told of each one when its step ends."""
+    """Takes sessions with their rows in steps; `done` gets each one when its step ends."""
 
     world: "Devices"
     cost_us: CostLaw

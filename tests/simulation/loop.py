@@ -42,7 +42,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.faults: list[str] = []
-        """What asyncio reported because nobody else could: exceptions of callbacks and of forgotten tasks."""
+        """What asyncio reported because no other code could: exceptions of callbacks and of forgotten tasks."""
         self._dice = random.Random(seed)
         self._now_s = 0.0
         self._num_turns = 0

@@ -83,7 +83,7 @@ def request(base_len: int) -> pb.TargetServiceLinkRequest:
 
 
 def test_messages_arrive_in_order_and_a_half_close_ends_the_call_well() -> None:
-    """Two messages, two answers, EOF, OK; a write behind the end raises InvalidStateError."""
+    """Two messages, two answers, EOF, OK; a write after the end raises InvalidStateError."""
 
     async def check(network: Network, channel: Channel, echo: Echo) -> None:
         call: Any = TargetServiceStub(channel).Link()  # type: ignore[arg-type]

@@ -98,7 +98,7 @@ class SteppedDevice(Generic[TaskT]):
         self.tasks.append(task)
 
     def step(self, advance: Callable[[Sequence[TaskT]], None]) -> bool:
-        """Makes one step of all tasks that are neither done nor stopped; tells whether there were any."""
+        """Makes one step of all tasks that are neither done nor stopped; returns whether there were any."""
         self.tasks = [task for task in self.tasks if not (task.done or task.stopped)]
         if self.tasks:
             advance(self.tasks)
@@ -148,7 +148,7 @@ class Machine:
 
 @dataclass
 class Clock:
-    """A clock of nanoseconds that stands still until it is told to go on."""
+    """A clock of nanoseconds that stands still until it is moved on."""
 
     now_ns: int = 1_000
 

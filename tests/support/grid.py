@@ -207,7 +207,7 @@ async def ask(stack: RunningStack, fields: Fields) -> Samples:
 
 
 def tokens_of(answer: Answer) -> list[generation_pb.GeneratedToken]:
-    """The output's tokens with all that was told about them."""
+    """The output's tokens with all that was reported about them."""
     return [token for each in answer.rounds for token in each.tokens]
 
 
@@ -290,7 +290,7 @@ def check_same_where_equal(one: Samples, other: Samples) -> None:
     for mine, theirs in zip(one.answers, other.answers, strict=False):
         for token, same in zip(tokens_of(mine), tokens_of(theirs), strict=False):
             if token.token_id != same.token_id:
-                # This one still stands behind the same tokens, so the alternatives are the same.
+                # This one still stands after the same tokens, so the alternatives are the same.
                 assert list(token.logprob.top_logprobs) == list(same.logprob.top_logprobs)
                 break
             assert token.logprob == same.logprob

@@ -175,7 +175,7 @@ class RunningStack:
 
 
 async def until_quiet(channel: grpc.aio.Channel) -> None:
-    """Waits until the service behind a channel holds no session and no block."""
+    """Waits until the service that a channel leads to holds no session and no block."""
     stub = ModelServiceStub(channel)
 
     async def is_quiet() -> bool:

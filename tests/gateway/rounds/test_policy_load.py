@@ -1,4 +1,4 @@
-"""The choice of K for many sessions on devices whose cost laws are known; simulated, see simulation.devices."""
+"""The choice of K for many sessions on devices whose cost formulas are known; simulated, see simulation.devices."""
 
 import pytest
 from simulation.devices import CostLaw, Devices
@@ -16,7 +16,7 @@ def small_staircase(rows: int) -> float:
 
 
 def flat(rows: int) -> float:
-    """An accelerator: weights first, and behind 300 rows arithmetic."""
+    """An accelerator: weights first, and after 300 rows arithmetic."""
     return max(5_100, 16 * rows + 300)
 
 

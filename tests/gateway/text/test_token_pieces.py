@@ -100,7 +100,7 @@ def test_bytes_are_written_as_openai_writes_them() -> None:
 
 
 def test_special_and_unknown_ids_have_a_text() -> None:
-    """A special token its name; an id behind the vocabulary, as padded rows of logits have, its number and no bytes."""
+    """A special token its name; an id above the vocabulary, as padded rows of logits have, its number and no bytes."""
     tokenizer = Tokenizer(str(EMBEDDED))
     assert tokenizer.piece(0) == TokenPiece("<|endoftext|>", b"<|endoftext|>")
     assert tokenizer.piece(5000) == TokenPiece("token_id:5000", b"")

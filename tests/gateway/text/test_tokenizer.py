@@ -158,7 +158,7 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_sized_model_has_the_tokenizer_inside() -> None:
-    """The gateway is told the target's name and makes no model of it; an unknown preset is refused in one sentence."""
+    """The gateway gets the target's name and makes no model of it; an unknown preset is refused in one sentence."""
     assert Tokenizer("sized:200m").vocabulary() == TOKENIZER.vocabulary()
     assert Tokenizer("sized:draft-1b").vocabulary() == TOKENIZER.vocabulary()
     with pytest.raises(ModelRefused, match=r"^sized:7b is no sized model") as refusal:

@@ -21,7 +21,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 @dataclass
 class Life:
-    """What happened when; `stalled_s` tells for how long the device has stalled at a time."""
+    """What happened when; `stalled_s` says for how long the device has stalled at a time."""
 
     stalled_s: Callable[[float], float]
     now_s: float = 0.0

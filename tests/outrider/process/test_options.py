@@ -85,7 +85,7 @@ def test_settings_come_from_flags_and_variables(words: str, variables: dict[str,
     ],
 )
 def test_settings_outside_their_limits_do_not_exist(changes: dict[str, Any], sentence: str) -> None:
-    """Whoever makes them."""
+    """Whatever code makes them."""
     with pytest.raises(InvalidRequest, match=sentence):
         replace(Own("a:1"), **changes)
 
@@ -340,7 +340,7 @@ def test_a_full_output_is_told_in_one_sentence(words: str) -> None:
 
 @pytest.mark.parametrize("words", ["--words Hi", "--help", "--rich"])
 def test_an_output_without_a_reader_is_141(words: str) -> None:
-    """Nobody is there to be told, so nothing is said."""
+    """There is no reader, so nothing is said."""
     # The reader has ended before the program begins: it cannot do so while the other side holds its pipe.
     line = f"exec 3> >(exec 0<&-; exec true); wait $!; program {words} >&3"
     assert shell(line) == (141, "", "")

@@ -1,6 +1,6 @@
 """Requests with one fault each, by the field that is at fault: out of range, NaN, infinite, huge, or of the wrong kind.
 
-Each fault tells what a refusal of it must name. Knows no gateway.
+Each fault says what a refusal of it must name. Knows no gateway.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""A real draft behind a server that changes what it says: any field of any message, and what messages come at all."""
+"""A real draft with a server that changes what it says: any field of any message, and what messages come at all."""
 
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -152,7 +152,7 @@ async def flood(frame: Frame, _context: Context) -> AsyncIterator[Frame]:
 
 
 async def to_others(frame: Frame, _context: Context) -> AsyncIterator[Frame]:
-    """Answers for sessions that nobody has, without end."""
+    """Answers for sessions that do not exist, without end."""
     while True:
         for response in frame.responses:
             response.fence.session_id = bytes(16)
@@ -189,7 +189,7 @@ class LyingDraft:
     _calls: set[Any] = field(default_factory=set)
 
     def become(self, lie: Lie | None, manner: Manner | None) -> None:
-        """Begins anew, as another incarnation against which nobody holds anything."""
+        """Begins anew, as another incarnation against which no gateway holds anything."""
         self.lie, self.manner, self.told = lie, manner, 0
         self._life += 1
         for call in self._calls:

@@ -59,7 +59,7 @@ def test_costs_are_split_into_a_fixed_part_and_rows(
 
 
 def test_nothing_is_fixed_while_all_steps_look_alike() -> None:
-    """So nobody waits before it is known what that would save; nor does a row ever cost less than nothing."""
+    """So no step waits before it is known what that would save; nor does a row ever cost less than nothing."""
     costs = StepCosts()
     assert costs.parts == (0, 0)
     for _ in range(9):

@@ -67,7 +67,7 @@ def test_an_evicted_session_is_in_no_forward(target: Target) -> None:
     target.open(SPEC)
     leased = target.held
     target.table.leave(target.answers)
-    # The link's end would stop the job; this one begins behind it.
+    # The link's end would stop the job; this one begins after it.
     target.step(1, 5)
     other = os.urandom(16)
     step = Step(EMPTY, 0, time.perf_counter_ns())

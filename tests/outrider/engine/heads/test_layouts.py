@@ -249,7 +249,7 @@ def test_what_a_loader_may_lose_changes_logits(tmp_path: Path, name: str, one: W
 
 
 def test_the_halves_of_an_mtp_layer_have_an_order(tmp_path: Path) -> None:
-    """The same tensors mean another head as MiMo's and as speculators': only the publisher tells."""
+    """The same tensors mean another head as MiMo's and as speculators': only the publisher shows which."""
     ours = mtp_speculators(tmp_path / "speculators")
     config = json.loads((ours / "config.json").read_text())
     layer = config["transformer_layer_config"]

@@ -44,7 +44,7 @@ def point_to(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
 
 
 def closed_port() -> str:
-    """An address where nobody listens."""
+    """An address without a listener."""
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         return f"http://127.0.0.1:{server.server_port}"
 
@@ -107,7 +107,7 @@ def refusal(name: str) -> str:
 
 
 def test_what_was_downloaded_is_used_without_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody listens where the hub is, and nobody is asked."""
+    """There is no listener where the hub is, and none is asked."""
     point_to(monkeypatch, closed_port())
     newest = write_snapshot(cache, COMMIT, "main")
     older = write_snapshot(cache, OLDER_COMMIT, "v1", seed=1)
@@ -118,7 +118,7 @@ def test_what_was_downloaded_is_used_without_network(cache: Path, monkeypatch: p
 
 
 def test_gguf_files_of_a_repository_are_used_without_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only one by the id alone, one of several by its name behind it."""
+    """The only one by the id alone, one of several by its name after it."""
     point_to(monkeypatch, closed_port())
     folder = write_gguf_snapshot(cache, "a.gguf")
     assert resolve("some-org/tiny") == resolve("some-org/tiny:a.gguf") == folder / "a.gguf"

@@ -1,4 +1,4 @@
-"""Windows and scaled positions keep the law of the CPU path: a row's bits are its own, however the work is cut up."""
+"""Windows and scaled positions keep the rule of the CPU path: a row's bits are its own, however the work is cut up."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
