@@ -10,7 +10,7 @@ LIES: Sequence[tuple[Lie | None, Manner | None]] = [
     *((lie, None) for answer in ANSWERS for lie in lies(answer)),
     *((None, manner) for manner in MANNERS),
 ]
-"""Of every field of every message, and of what messages come at all."""
+"""Lies about every field of every message, and about what messages come at all."""
 
 
 def lie_for(behind: str, orders: Connection) -> None:

@@ -63,13 +63,13 @@ def pods_of(resources: list[Resource]) -> dict[str, Resource]:
 
 
 def container_of(pod: Resource) -> Resource:
-    """Its only container."""
+    """The only container of a pod."""
     (container,) = pod["spec"]["containers"]
     return dict(container)
 
 
 def variables_of(pod: Resource) -> dict[str, str]:
-    """Its environment."""
+    """Variables of the environment of a pod's container."""
     return {each["name"]: each["value"] for each in container_of(pod)["env"]}
 
 

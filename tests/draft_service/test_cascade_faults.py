@@ -102,7 +102,7 @@ def test_a_row_that_cannot_be_drawn_is_met_as_by_the_draft_alone(
 
 
 class Broken(ToyCheaper):
-    """Raises."""
+    """Raises in place of a guess."""
 
     def begin(self, outer: DraftTask, count: int, *, is_final: bool = False) -> None:
         raise RuntimeError("broken")

@@ -44,7 +44,7 @@ def proposals(runner: ModelRunner, *wishes: Wish) -> list[TokenTree]:
 
 
 def asking(spec: SessionSpec) -> SessionSpec:
-    """The same request, and the log-probabilities."""
+    """A copy of a request that also asks for log-probabilities."""
     return replace(spec, draft_logprobs=True)
 
 

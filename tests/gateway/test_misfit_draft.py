@@ -70,7 +70,7 @@ async def gateway(
 
 
 def draft_of(tokenizer: str) -> DraftServicer:
-    """One that fits."""
+    """A draft that fits."""
     return DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3), Vocabulary.read(tokenizer).digests)
 
 

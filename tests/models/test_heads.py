@@ -148,7 +148,7 @@ def plain_eagle3(case: Case, row: int) -> list[Tensor]:
 
 
 def plain_mtp(case: Case, row: int) -> list[Tensor]:
-    """The same of a head whose rows are products, and whose state is normed."""
+    """Guesses of a head whose rows are products, and whose state is normed."""
     layer, found = Layer(case.weights, "mtp_layers.0."), []
     w = layer.weights
     for position in range(1, min(row + 1 + STEPS, LENGTH)):

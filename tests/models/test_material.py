@@ -37,7 +37,7 @@ def write(folder: Path, tokens: int, made: list[int]) -> int:
 
 @pytest.fixture(name="folder", scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two shards."""
+    """A folder with two shards."""
     folder = tmp_path_factory.mktemp("texts")
     assert write(folder, ROWS * LENGTH, []) == 2
     return folder

@@ -267,7 +267,7 @@ class ServerCall:
         return None if expires_s is None else max(0.0, expires_s - self.call.loop.time())
 
     def invocation_metadata(self) -> tuple[()]:
-        """There is none."""
+        """Metadata of the call, which has none."""
         return ()
 
     def auth_context(self) -> dict[str, list[bytes]]:

@@ -53,7 +53,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.set_exception_handler(self._note)
 
     def create_task(self, coro: Any, *, name: Any = None, context: contextvars.Context | None = None) -> Any:
-        """As asyncio's, but notes the task's host."""
+        """Makes a task like asyncio's, but notes the task's host."""
         task = super().create_task(coro, name=name, context=context)
         self._host_of[task] = (context or contextvars.copy_context()).get(HOST, "")
         return task

@@ -26,13 +26,13 @@ class FairWeather:
     """Everything arrives a millisecond later."""
 
     def latency_s(self, address: str) -> float:
-        """A millisecond."""
+        """Latency of a millisecond."""
         return 0.001
 
     notice_s = latency_s
 
     def deliveries(self, call: Call, data: bytes, *, is_up: bool) -> Iterable[Delivery]:
-        """The message."""
+        """Delivers every message."""
         return [Delivery(0.001, data)]
 
 
@@ -56,7 +56,7 @@ class Echo(TargetServiceServicer, ModelServiceServicer):
             raise
 
     async def GetModelInfo(self, request: object, context: Any) -> model_pb.GetModelInfoResponse:  # noqa: N802
-        """Never answers."""
+        """Never sends an answer."""
         await asyncio.Event().wait()
         raise AssertionError
 

@@ -118,7 +118,7 @@ def simulate(scenario: Scenario) -> list[Outcome]:
 
 
 class World:
-    """One run."""
+    """World of one run."""
 
     def __init__(self, loop: VirtualLoop, scenario: Scenario) -> None:
         self._loop = loop

@@ -43,7 +43,7 @@ class Ledger:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, one_lane: bool = False) -> None:
         """With one_lane drafters share their lanes, as they once did."""
         self.keys: dict[tuple[int, int], list[int]] = defaultdict(list)
-        """Of seed and base_len those of the first guess after it, in the order in which they were made."""
+        """Keys, by seed and base_len, of the first guess after it, in the order in which they were made."""
         self.rounds: list[tuple[int, int, TokenTree, Floats]] = []
         """Seed, base_len, tree, and the target's distribution [V] after the root."""
 
@@ -103,7 +103,7 @@ def distance_of_round(rule: TreeRule, keys: Sequence[int], tree: TokenTree, targ
 
 
 async def distances(folder: Path, rule: str, drafters: str, ledger: Ledger) -> list[float]:
-    """Those of the first drafted round after each of ten prompts."""
+    """Distances of the first drafted round after each of ten prompts."""
     names, is_team = LISTS[drafters]
     target, draft = (str(write_tiny_model(folder / str(seed), "llama", NUM_TOKENS, seed)) for seed in range(2))
     other = str(write_tiny_model(folder / "2", "llama", NUM_TOKENS, 2))

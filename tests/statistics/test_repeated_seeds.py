@@ -104,7 +104,7 @@ async def deviations(
     num_runs: int = NUM_RUNS,
     num_seeds: int = NUM_SEEDS,
 ) -> list[float]:
-    """Those of each run of all seeds, which take turns to use the sources."""
+    """Deviations of each run of all seeds, which take turns to use the sources."""
     slots = asyncio.Semaphore(AT_A_TIME)
     number = getattr(types_pb2, f"ACCEPTANCE_RULE_{rule.upper()}")
     target, draft = map(str, pair)

@@ -94,7 +94,7 @@ class SteppedDevice(Generic[TaskT]):
         self.tasks: list[TaskT] = []
 
     def submit(self, task: TaskT) -> None:
-        """Takes a task."""
+        """Takes a task to advance."""
         self.tasks.append(task)
 
     def step(self, advance: Callable[[Sequence[TaskT]], None]) -> bool:
@@ -122,7 +122,7 @@ class Counting:
     error: OutriderError | None = None
 
     def fail(self, error: OutriderError) -> None:
-        """Remembers."""
+        """Remembers the error."""
         self.done, self.error = True, error
 
 
@@ -171,7 +171,7 @@ class HeldDevice:
         await waiting
 
     async def let_go(self) -> None:
-        """Ends it."""
+        """Ends the hold for good."""
         self._gate.set()
         await self._waiting
 

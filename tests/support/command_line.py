@@ -59,7 +59,7 @@ class Terminal:
     received: bytearray = field(default_factory=bytearray)
 
     def type(self, text: str) -> None:
-        """Presses keys."""
+        """Presses the keys of a text."""
         os.write(self.handle, text.encode())
 
     async def until(self, words: str) -> str:
@@ -223,7 +223,7 @@ class ScriptedGateway(GenerationServiceServicer):
     async def Chat(  # noqa: N802, the protocol's name
         self, request: pb.ChatRequest, context: Call
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """The same script, by what the last message says."""
+        """Answers by the script that the last message names."""
         self.chats.append(request)
         generation = request.generation
         async for response in self._answer(request.messages[-1].content, generation, context, generation.seed):

@@ -146,7 +146,7 @@ def fields_of(row: Row) -> dict[str, Any]:
 
 
 def plain_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The same request decoded plainly under `match`."""
+    """Fields of the same request decoded plainly under `match`."""
     speculative = {"rule", "acceptance", "draft_count", "enabled", "drafter", "drafters", "shape", "prediction_text"}
     return {name: value for name, value in fields.items() if name not in speculative} | {"draft_count": 0}
 
@@ -173,7 +173,7 @@ class Samples:
 
     @property
     def token_ids(self) -> list[tuple[int, ...]]:
-        """What was said."""
+        """Token ids of all answers."""
         return [answer.token_ids for answer in self.answers]
 
     @property
@@ -286,7 +286,7 @@ def check_logprobs(fields: Fields, answer: Answer, *, wants_echo: bool) -> None:
 
 
 def check_same_where_equal(one: Samples, other: Samples) -> None:
-    """As far as two answers say the same, their log-probabilities are equal bit by bit."""
+    """Asserts that log-probabilities are equal bit by bit as far as two answers say the same."""
     for mine, theirs in zip(one.answers, other.answers, strict=False):
         for token, same in zip(tokens_of(mine), tokens_of(theirs), strict=False):
             if token.token_id != same.token_id:

@@ -184,7 +184,7 @@ class Source:
     is_closed: bool = False
 
     async def run(self) -> AsyncGenerator[bytes, None]:
-        """The frames."""
+        """Yields the frames of the stream."""
         task = asyncio.current_task()
         try:
             for frame in self.frames:

@@ -224,7 +224,7 @@ class Words(BaseModel):
     @field_validator("words")
     @classmethod
     def note(cls, words: list[str]) -> list[str]:
-        """Takes any."""
+        """Takes any list of words."""
         cls.threads.append(threading.get_ident())
         return words
 

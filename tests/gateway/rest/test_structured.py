@@ -35,7 +35,7 @@ def named(schema: object = SCHEMA, **fields: Any) -> dict[str, Any]:
 
 
 def by_vllm(**fields: Any) -> dict[str, Any]:
-    """The same as structured_outputs."""
+    """Fields as structured_outputs, in vLLM's names."""
     return {"structured_outputs": fields}
 
 

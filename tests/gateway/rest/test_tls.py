@@ -22,7 +22,7 @@ from outrider.rpc.tls import Tls, TlsFiles, why_refused
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Says hello."""
+    """Answers with a greeting."""
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
     await send({"type": "http.response.body", "body": b"hello"})
 
@@ -132,7 +132,7 @@ class Torn(TlsFiles):
         self._next_ones = next_ones
 
     def renew(self) -> bool:
-        """As of any."""
+        """Renews like any other."""
         is_new = super().renew()
         replace_files(self._next_ones, self.tls, "cert")
         return is_new

@@ -11,7 +11,7 @@ def staircase(rows: int) -> float:
 
 
 def small_staircase(rows: int) -> float:
-    """Its draft."""
+    """Cost of its draft by rows."""
     return 40 + 160 * -(-rows // 5)
 
 
@@ -21,7 +21,7 @@ def flat(rows: int) -> float:
 
 
 def small_flat(rows: int) -> float:
-    """Its draft."""
+    """Cost of its draft by rows."""
     return max(800, 2 * rows + 200)
 
 

@@ -101,7 +101,7 @@ async def team() -> AsyncIterator[Team]:
 
 
 def sources(rounds: list[Round]) -> set[str]:
-    """Who made rows of proposals."""
+    """Drafters that made rows of proposals."""
     return {each.proposal.source(row) for each in rounds for row in range(1, each.draft_count + 1)}
 
 

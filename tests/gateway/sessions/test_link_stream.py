@@ -284,7 +284,7 @@ class Full(TargetServicer):
     has_room = False
 
     async def Link(self, frames: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
-        """Refuses."""
+        """Refuses links until it has room."""
         if self.has_room:
             await super().Link(frames, context)
         else:

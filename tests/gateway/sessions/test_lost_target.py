@@ -23,7 +23,7 @@ class Patient(Replicas):
     """Replicas whose link is open whenever a session looks for one, however busy the machine is."""
 
     async def wait(self, session: object, need: Need, until_s: float, failed: ServiceLink | None = None) -> ServiceLink:
-        """As always."""
+        """Waits as always."""
         await eventually(lambda: self.info is not None)
         return await super().wait(session, need, until_s, failed)
 

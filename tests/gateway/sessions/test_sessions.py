@@ -334,7 +334,7 @@ async def test_a_model_that_does_not_fit_is_absent() -> None:
     """A service with another vocabulary is never asked, and the link keeps the sentence that says why."""
 
     def refuse(info: ModelInfo) -> None:
-        """Nothing fits."""
+        """Refuses every service, for none fits."""
         raise VocabularyMismatch("different")
 
     async with serving(DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())) as address:
@@ -409,7 +409,7 @@ class Recommending(TargetServicer):
     async def GetModelInfo(  # noqa: N802 - the name is the protocol's
         self, request: model_pb.GetModelInfoRequest, context: object
     ) -> model_pb.GetModelInfoResponse:
-        """As any, but for that."""
+        """Answer like any other, but for that."""
         answer = await super().GetModelInfo(request, context)
         answer.generation_defaults.temperature = -1
         return answer

@@ -52,7 +52,7 @@ class Watched:
         self.threads: set[int] = set()
 
     def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> Any:
-        """As the library's own."""
+        """Encodes like the library's own."""
         self.threads.add(threading.get_ident())
         self._pair.wait(60)
         return self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
@@ -77,7 +77,7 @@ class Gated:
         self.gate = threading.Event()
 
     def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> Any:
-        """As the library's own."""
+        """Encodes like the library's own."""
         if len(texts[0]) > HUGE_TEXT:
             self.gate.wait(60)
         return self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
@@ -124,7 +124,7 @@ class CountingTokenizer(Tokenizer):
     num_decoded = 0
 
     def decode(self, token_ids: list[int]) -> str:
-        """As the original."""
+        """Decodes like the original."""
         self.num_decoded += len(token_ids)
         return super().decode(token_ids)
 

@@ -48,7 +48,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(model: Path) -> ModelServiceSettings:
-    """Of a service with a model."""
+    """Settings of a service with a model."""
     return ModelServiceSettings(str(model), kv_tokens=1024)
 
 

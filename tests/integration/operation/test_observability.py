@@ -100,7 +100,7 @@ async def _use(stub: GenerationServiceStub) -> tuple[pb.Completion, str]:
 
 
 async def _roll_back(channel: grpc.aio.Channel) -> None:
-    """Of a session that is unknown, which is a call like any other."""
+    """Rolls back a session that is unknown, which is a call like any other."""
     fence = types_pb2.Fence(session_id=b"?" * 16, epoch=1, base_len=1)
     assert (await ModelServiceStub(channel).Rollback(model_service_pb2.RollbackRequest(fence=fence))).cached_len == 0
 

@@ -49,7 +49,7 @@ def in_template(folder: Path) -> None:
 
 
 def nowhere(_: Path) -> None:
-    """Its name says enough."""
+    """Makes no model: its name says enough."""
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class Terminal(io.StringIO):
     """A stream that says that it is a terminal."""
 
     def isatty(self) -> bool:
-        """Says so."""
+        """Says that it is a terminal."""
         return True
 
 
@@ -218,7 +218,7 @@ class Metrics(BaseHTTPRequestHandler):
         self.wfile.write(METRICS.format(tokens=float(next(self.scrapes))).encode())
 
     def log_message(self, *_: object) -> None:
-        """Says nothing."""
+        """Writes no line about a request."""
 
 
 @pytest.fixture

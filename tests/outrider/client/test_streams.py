@@ -45,7 +45,7 @@ def outcome_of(client: Client, prompt: str, **options: Any) -> OutriderError:
 
 
 async def async_outcome_of(address: str, prompt: str, **options: Any) -> OutriderError:
-    """The same in asyncio."""
+    """Error that a request ends with in asyncio."""
     async with AsyncClient(address) as client:
         with pytest.raises(OutriderError) as raised:
             await client.generate(prompt, **options).result()

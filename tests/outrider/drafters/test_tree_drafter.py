@@ -211,7 +211,7 @@ def test_the_last_place_is_the_deepest(runner: ModelRunner) -> None:
 def test_siblings_are_drawn_one_after_the_other_without_replacement(
     runner: ModelRunner, rule: Rule, sampling: str
 ) -> None:
-    """Each from the distribution of the one before without its token, with its own lane's noise; values are not known."""
+    """Each from the distribution of the one before without its token, with its own lane's noise; values are unknown."""
     wanted = ruled(spec(SAMPLINGS[sampling]), rule)
     tree = fresh_tree(runner, wanted, 12, TreeShape(expansions=(3, 2)))
     numbers = [0] * 3

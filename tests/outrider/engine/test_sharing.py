@@ -1,4 +1,4 @@
-"""Who gets rows of a step, and how many rows of prompts it may have beside those who run."""
+"""Rows of a step: which feeds get them, and how many rows of prompts there may be beside those that run."""
 
 from collections.abc import Callable
 

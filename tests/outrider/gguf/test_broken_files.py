@@ -61,7 +61,7 @@ def at(place: int, data: bytes) -> Callable[[bytes], bytes]:
 
 
 def behind(name: str, skipped: int, data: bytes) -> Callable[[bytes], bytes]:
-    """The same, so many bytes after the first place where a name stands."""
+    """A fault that writes data so many bytes after the first place where a name stands."""
     return lambda content: at(content.index(name.encode()) + len(name) + skipped, data)(content)
 
 

@@ -103,7 +103,7 @@ async def serving(running: RunningModelService, folder: Path, kind: type[ClientT
 
 
 async def test_only_those_who_are_named_may_ask(served: Served[TargetClient], folder: Path) -> None:
-    """Any other one, though its certificate is signed by the authority, learns so, and so does the log; but for health."""
+    """Any other one, though the authority signed its certificate, learns so, and so does the log; but for health."""
     info = await ModelServiceStub(served.channels["gateway-b"]).GetModelInfo(pb.GetModelInfoRequest())
     assert info.role == pb.SERVICE_ROLE_TARGET
     with capture_logs() as logs:

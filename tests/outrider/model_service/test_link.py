@@ -217,7 +217,7 @@ class Gateway:
             yield frame
 
     async def write(self, frame: target_pb.TargetServiceLinkResponse) -> None:
-        """Takes a frame."""
+        """Takes a frame of answers."""
         await self.may_read.wait()
         self.answers += frame.responses
 
@@ -391,7 +391,7 @@ class Held(GrammarEngine):
         self.may_compile = threading.Event()
 
     def get(self, text: str, salt: bytes = b"") -> Grammar:
-        """As that of every engine, later."""
+        """Grammar like that of every engine, later."""
         assert self.may_compile.wait(PATIENCE_S)
         return super().get(text, salt)
 

@@ -42,7 +42,7 @@ class Lodger:
     task: object = None
 
     def stop_job(self) -> bool:
-        """Counts."""
+        """Counts the stops."""
         self.stopped += 1
         return False
 

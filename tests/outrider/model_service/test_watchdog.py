@@ -28,15 +28,15 @@ class Life:
     diary: list[tuple[float, object]] = field(default_factory=list)
 
     async def sleep(self, delay_s: float) -> None:
-        """Time passes."""
+        """Lets time pass."""
         self.now_s += delay_s
 
     async def say_unwell(self) -> None:
-        """Remembers."""
+        """Remembers that it was called."""
         self.diary.append((self.now_s, "unwell"))
 
     def end(self, code: int) -> None:
-        """Remembers."""
+        """Remembers the code."""
         self.diary.append((self.now_s, code))
 
     async def watch(self, limit_s: float) -> list[tuple[float, object]]:

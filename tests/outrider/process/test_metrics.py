@@ -42,7 +42,7 @@ async def served() -> AsyncIterator[RunningMetrics]:
 
 
 def lines(running: RunningMetrics, query: str = "", accept: str = "") -> list[str]:
-    """The samples."""
+    """Samples of a scrape, line by line."""
     request = urllib.request.Request(f"http://{running.address}/metrics{query}", headers={"accept": accept})
     with urllib.request.urlopen(request) as answer:
         wanted = "application/openmetrics-text" if accept == OPEN_METRICS else "text/plain"

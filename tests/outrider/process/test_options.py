@@ -100,7 +100,7 @@ def ended(app: typer.Typer, *words: str, monkeypatch: pytest.MonkeyPatch) -> int
 
 @dataclass(frozen=True)
 class Limits:
-    """Settings."""
+    """Settings with limits."""
 
     limit: Annotated[float, Setting("Whatever.", above(0))] = 1.0
 
@@ -182,7 +182,7 @@ def test_options_that_exclude_each_other() -> None:
 
 @dataclass(frozen=True)
 class Size:
-    """A group."""
+    """A group of two options."""
 
     max_width: Annotated[int | None, typer.Option(metavar="N")] = None
     tall: Annotated[bool, typer.Option("--tall")] = False
@@ -195,7 +195,7 @@ def command_with(seen: list[object]) -> typer.Typer:
     @app.command()
     @grouped
     def show(name: str, *, size: Size, loud: Annotated[bool, typer.Option("--loud")] = False) -> None:
-        """Shows."""
+        """Shows its arguments."""
         seen.extend((name, size, loud))
 
     return app
@@ -255,7 +255,7 @@ class Told:
     exit_code: int = 2
 
     def format_message(self) -> str:
-        """As it was given."""
+        """Sentence as it was given."""
         return self.message
 
 

@@ -37,7 +37,7 @@ class Servicer(ModelServiceServicer):
         self.handle = handle
 
     async def GetModelInfo(self, request: object, context: object) -> pb.GetModelInfoResponse:  # noqa: N802
-        """Unary."""
+        """Answers one message with one."""
         await self.handle()
         return pb.GetModelInfoResponse(model_name="m")
 
@@ -49,7 +49,7 @@ class Streamer(TargetServiceServicer):
         self.handle = handle
 
     async def Link(self, request_iterator: AsyncIterator[object], context: grpc.aio.ServicerContext) -> None:  # noqa: N802
-        """Bidirectional."""
+        """Answers every message of a stream."""
         async for _ in request_iterator:
             await context.write(target_pb.TargetServiceLinkResponse(numerics_id="n" * 1024))
             await self.handle()
@@ -65,7 +65,7 @@ class Harness:
         """What handlers do when nothing is to go wrong."""
 
     async def start(self, listen: str = "127.0.0.1:0") -> channels.RunningServer:
-        """Serves."""
+        """Serves on an address; the test stops it."""
 
         async def handle() -> None:
             await self.handle()

@@ -31,7 +31,7 @@ class Servicer(ModelServiceServicer):
         self.goes_on, self.waiting, self.asked = asyncio.Event(), 0, 0
 
     async def GetModelInfo(self, request: object, context: object) -> pb.GetModelInfoResponse:  # noqa: N802
-        """Waits."""
+        """Waits until it is released."""
         self.waiting += 1
         await self.goes_on.wait()
         return pb.GetModelInfoResponse()

@@ -104,7 +104,7 @@ def junk(chance: random.Random, vocabulary_size: int, within: Guess) -> Guess:
 
 
 def last_rows(guess: Guess, limit: int) -> Guess:
-    """The same guesses without rows deeper than `limit` tokens after the prompt."""
+    """A guess without rows deeper than `limit` tokens after the prompt."""
 
     def cut(record: BeamRecord) -> TokenTree:
         tree, num_beams = guess(record), len(record.live)

@@ -44,7 +44,7 @@ class Pair:
 
     @property
     def num_tokens(self) -> int:
-        """V."""
+        """Number of tokens, V."""
         return self.target.shape[1]
 
     @property
@@ -227,7 +227,7 @@ class Language:
 
     @property
     def num_tokens(self) -> int:
-        """V."""
+        """Number of tokens, V."""
         return self.target.shape[1]
 
     def scores(self, logits: Tensor) -> Tensor:
@@ -245,22 +245,22 @@ class Language:
 
 
 def draft_key(seeds: Words, base_len: int, position: int) -> Words:
-    """Of the draft's own draw."""
+    """Key of the draft's own draw."""
     return round_keys(seeds, base_len, position, Purpose.DRAFT)
 
 
 def acceptance_key(seeds: Words, base_len: int, position: int) -> Words:
-    """Of the uniform that decides about a draft token."""
+    """Key of the uniform that decides about a draft token."""
     return round_keys(seeds, base_len, position, Purpose.ACCEPTANCE)
 
 
 def residual_key(seeds: Words, _base_len: int, position: int) -> Words:
-    """Of the token in the place of a rejected one."""
+    """Key of the token in the place of a rejected one."""
     return noise_keys(seeds, position, Purpose.RESIDUAL)
 
 
 def token_key(seeds: Words, _base_len: int, position: int) -> Words:
-    """Of the target's own token."""
+    """Key of the target's own token."""
     return noise_keys(seeds, position, Purpose.TOKEN)
 
 
@@ -374,7 +374,7 @@ class Rounds:
         return self.rule(self.target_probs[rows], rows[:, 1:], distributions.token_ids, distributions.weights, uniforms)
 
     def next_keys(self, seeds: Tensor, accepted: Tensor, base_len: int, draft_count: int) -> Tensor:
-        """Of the draw after the accepted tokens: a correction, or after all of them the target's own token."""
+        """Keys of the draw after the accepted tokens: a correction, or after all of them the target's own token."""
         ways = [self.keys(self.residual_key, base_len, base_len + count)[seeds] for count in range(draft_count)]
         ways.append(self.keys(self.token_key, base_len, base_len + draft_count)[seeds])
         return torch.stack(ways, dim=1).gather(1, accepted)[:, 0]
@@ -385,7 +385,7 @@ class Rounds:
 
 
 class MatchRounds(Rounds):
-    """The same under `match`: the draft draws with the target's noise, and the target's own draws decide."""
+    """Rounds under `match`: the draft draws with the target's noise, and the target's own draws decide."""
 
     def draft(self, seeds: Tensor, last: Tensor, base_len: int) -> Tensor:
         """The last committed token and the chain after it, [B, K + 1]."""
@@ -441,7 +441,7 @@ Entries = list[TokenLogprob]
 
 
 def asking(spec: SessionSpec, count: int = COUNT) -> SessionSpec:
-    """The same request with all log-probabilities."""
+    """A copy of a request that asks for all log-probabilities."""
     return replace(spec, logprob_count=count, prompt_logprobs=True)
 
 

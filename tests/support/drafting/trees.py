@@ -58,7 +58,7 @@ class TreePair:
 
     @property
     def num_tokens(self) -> int:
-        """V."""
+        """Number of tokens, V."""
         return self.target.shape[1]
 
     def distribution(self, length: int) -> Floats:
@@ -338,7 +338,7 @@ class TreeRounds(Rounds):
         return torch.stack(token_ids, dim=1), distributions
 
     def lane_keys(self, seeds: Tensor, base_len: int, row: int, purpose: Purpose) -> Tensor:
-        """Of the draw or the test of a row."""
+        """Keys of the draw or the test of a row."""
         position, lane = base_len + self.tree.depths[row] - 1, self.lanes[purpose][row - 1]
         return lane_keys_of_all(base_len, position, purpose, lane, self.num_seeds)[seeds]
 

@@ -74,7 +74,7 @@ def logits_and_reach(
 
 
 def logprobs_and_reach(model: transformers.PreTrainedModel, token_ids: Sequence[int]) -> tuple[Tensor, float]:
-    """The same of what a model says about the token after each position."""
+    """Log-probabilities of the token after each position by a model, and how far rounding may carry them."""
 
     @torch.no_grad()
     def compute() -> Tensor:

@@ -247,7 +247,7 @@ def shaped(field: str, value: object, **constraint: Any) -> Fault:
 
 
 def shapes(kind: str, *texts: str) -> Faults:
-    """Those of one kind, by their text."""
+    """Faults of one kind of shape, by their text."""
     return st.sampled_from([shaped(f".{kind}", text, **{kind: text}) for text in ("", *texts)])
 
 

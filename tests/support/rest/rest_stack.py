@@ -41,7 +41,7 @@ class RestStack:
 
     @property
     def admission(self) -> Admission:
-        """Who runs and who waits."""
+        """Admission of the gateway, with what runs and waits."""
         assert self.stack.gateway is not None
         return self.stack.gateway.frontend.admission
 

@@ -129,7 +129,7 @@ Manner = Callable[[Frame, Context], AsyncIterator[Frame | bytes]]
 
 
 async def silent(_frame: Frame, _context: Context) -> AsyncIterator[bytes]:
-    """No answer."""
+    """Sends no answer."""
     return
     yield b""
 
@@ -146,7 +146,7 @@ async def large(frame: Frame, _context: Context) -> AsyncIterator[Frame]:
 
 
 async def flood(frame: Frame, _context: Context) -> AsyncIterator[Frame]:
-    """The same again and again."""
+    """Sends one answer again and again."""
     while True:
         yield frame
 
@@ -173,7 +173,7 @@ async def ended(_frame: Frame, context: Context) -> AsyncIterator[Frame]:
 
 
 FAULTY: Sequence[Manner] = (garbage, large, flood, to_others)
-"""Those in which no draft may answer."""
+"""Manners in which no draft may answer."""
 MANNERS: Sequence[Manner] = (*FAULTY, twice, ended, silent)
 
 

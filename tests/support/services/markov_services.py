@@ -380,7 +380,7 @@ class DraftServicer(Service, draft_service_pb2_grpc.DraftServiceServicer):  # ty
     def right_answer(
         self, fence: types_pb2.Fence, token_ids: list[int], seed: int, count: int
     ) -> draft_pb.ProposeResponse:
-        """So many guesses after the tokens."""
+        """Response with so many guesses after the tokens."""
         prefix = list(token_ids)
         for _ in range(count // 2 if self.branching else count):
             prefix.append(self.model.draw(prefix, seed))

@@ -70,7 +70,7 @@ class Client(ABC):
 
     @abstractmethod
     def begin(self) -> Link:
-        """Begins a link."""
+        """Begins a link to the service."""
 
     @abstractmethod
     def request(self, fence: pb.Fence, **action: Message) -> Message:
@@ -149,7 +149,7 @@ class TargetClient(Client):
     """A session of a target service."""
 
     def begin(self) -> Link:
-        """Begins a link."""
+        """Begins a link to the service."""
         return Link(TargetServiceStub(self.channel).Link(), target_pb.TargetServiceLinkRequest)
 
     def request(self, fence: pb.Fence, **action: Message) -> target_pb.VerifyRequest:
@@ -191,7 +191,7 @@ class TargetClient(Client):
         await self.send(self.stepping(*arguments, **options))
 
     async def acknowledge(self, epoch: int, base_len: int, plain_budget: int = 0) -> None:
-        """Acknowledges."""
+        """Acknowledges the verdicts up to a length."""
         message = target_pb.Acknowledge(plain_budget=plain_budget)
         await self.send(self.request(self.fence(epoch, base_len), acknowledge=message))
 
@@ -207,7 +207,7 @@ class DraftClient(Client):
     """A session of a draft service."""
 
     def begin(self) -> Link:
-        """Begins a link."""
+        """Begins a link to the service."""
         return Link(DraftServiceStub(self.channel).Link(), draft_pb.DraftServiceLinkRequest)
 
     def request(self, fence: pb.Fence, **action: Message) -> draft_pb.ProposeRequest:

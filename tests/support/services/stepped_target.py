@@ -60,7 +60,7 @@ class Target:
 
     @property
     def held(self) -> TargetState:
-        """The session."""
+        """State of the session in the target."""
         held = self.table.get(self.session_id)
         assert held is not None
         return held

@@ -182,7 +182,7 @@ def test_others_do_not_wait_for_a_drafter_that_reads(runner: ModelRunner) -> Non
 
 
 class Broken(ToyDrafter):
-    """Raises."""
+    """Raises in place of a proposal."""
 
     def advance(self, drafts: object) -> None:
         raise RuntimeError("broken")
@@ -196,7 +196,7 @@ class BrokenDraft(ToyDraft):
 
 
 class BrokenEarly(ToyDrafter):
-    """Its sessions raise."""
+    """Drafter whose sessions raise."""
 
     def open(self, spec: SessionSpec, salt: bytes | None) -> ToyDraft:
         return BrokenDraft(self.guesses, spec, self.steps)

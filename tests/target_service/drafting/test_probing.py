@@ -265,7 +265,7 @@ class Fixed(Lookahead):
 
 @pytest.mark.parametrize("rule", Rule)
 def test_candidates_become_a_tree_or_a_chain(runner: ModelRunner, rule: Rule) -> None:
-    """Beginnings in common are one row, and there are only K rows; a rule that needs distributions has the best alone."""
+    """Beginnings in common are one row, and there are K rows; a rule that needs distributions has the best alone."""
     session = runner.open(PROMPT, 5)
     make: Callable[[], Finder] = Fixed
     draft = ProbeDraft(replace(ruled(SAMPLED, rule), draft_logprobs=True), make)

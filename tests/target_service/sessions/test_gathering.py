@@ -17,7 +17,7 @@ BOTH = [(rows, 0.004 + 0.0005 * rows) for rows in (1, 5, 20, 40)]
 
 
 class Named:
-    """A session."""
+    """A session with a name."""
 
 
 class World:

@@ -15,7 +15,7 @@ SPEC = spec_of(PROMPT, 40, eos=())
 
 
 def _open_again(target: Target, budget: int = 0) -> list[SessionAnswer]:
-    """The same open on another link."""
+    """Opens the session again on another link."""
     answers = Answers()
     target.sessions.open(target.fence(1, len(PROMPT)), SPEC, Step(EMPTY, budget, 0), answers)
     return answers

@@ -126,7 +126,7 @@ def boundaries(length: int, num_layers: int = NUM_LAYERS, hidden: int = HIDDEN) 
 
 
 def computed(folder: Path, ops: Ops | None = None, length: int = LENGTH, theta: float | None = None) -> Tensor:
-    """Our logits."""
+    """Logits that our engine computes."""
     target, ops = tiny_target(), ops or EagerOps()
     head = read_head(folder, target, theta).load(target, CPU, torch.float32, ops)
     token_ids = random_ids(length + DRAFTED, VOCAB)
@@ -142,7 +142,7 @@ class Expected:
 
     @classmethod
     def of(cls, oracle: HeadOracle, token_ids: list[int]) -> "Expected":
-        """Those of a text whose last tokens are drafted."""
+        """Logits and states of a text whose last tokens are drafted."""
 
         def compute() -> Tensor:
             return torch.from_numpy(oracle.logits(token_ids[:-DRAFTED], token_ids[-DRAFTED:]))
@@ -152,7 +152,7 @@ class Expected:
 
 
 def expected(folder: Path, family: str, layer: str, length: int = LENGTH, theta: float | None = None) -> Expected:
-    """The oracle's."""
+    """Results of the oracle."""
     parts = tiny_target()
     arrays = [tensor.double().numpy() for tensor in (parts.embedding, parts.output, boundaries(length))]
     oracle = HeadOracle(folder, Target(*arrays), family, layer, theta)

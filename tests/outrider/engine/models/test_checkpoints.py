@@ -1,4 +1,4 @@
-"""Who computes which model, and who pays for transformers."""
+"""Which code computes which model, and which processes pay for transformers."""
 
 import subprocess
 import sys

@@ -37,7 +37,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 
 
 def logits(model: Path, dtype: str = "float32") -> torch.Tensor:
-    """Of 40 random tokens, the last ten steps."""
+    """Logits of 40 random tokens, the last ten steps."""
     decoded, _ = all_logits(ModelRunner.load(str(model), dtype=dtype, kv_tokens=1024), random_ids(40, 300), 30)
     return decoded
 

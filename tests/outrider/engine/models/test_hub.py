@@ -55,7 +55,7 @@ def hub_that_says(status: int, code: str) -> Iterator[str]:
 
     class Refusing(BaseHTTPRequestHandler):
         def answer(self) -> None:
-            """Says no."""
+            """Answers with a refusal."""
             self.send_response(status)
             self.send_header("X-Error-Code", code)
             self.send_header("Content-Length", "0")
@@ -86,7 +86,7 @@ def write_snapshot(cache: Path, commit: str, revision: str, seed: int = 0) -> Pa
 
 
 def write_gguf_snapshot(cache: Path, *names: str) -> Path:
-    """The same of a repository that has GGUF files alone."""
+    """Writes a snapshot of a repository that has GGUF files alone."""
     model = write_tiny_model(cache.parent / "tiny", "llama")
     folder = cache / "models--some-org--tiny" / "snapshots" / COMMIT
     folder.mkdir(parents=True)

@@ -59,7 +59,7 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(params=[True, False], ids=["fused", "single"])
 def model(folder: Path, request: pytest.FixtureRequest) -> Iterator[Model]:
-    """Its forward is one call of the kernels, or goes op by op."""
+    """A model whose forward is one call of the kernels, or goes op by op."""
     runner = ModelRunner.load(str(folder), dtype="float32", kv_tokens=640)
     if not request.param:
         runner.model = runner.model._model  # type: ignore[attr-defined]

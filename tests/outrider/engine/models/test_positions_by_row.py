@@ -89,7 +89,7 @@ def fresh(runner: ModelRunner, token_ids: Sequence[int], tree: TokenTree = EMPTY
 
 
 def assert_like_fresh(runner: ModelRunner, session: Session) -> None:
-    """Its cache holds bitwise what a prefill of its tokens in one forward would."""
+    """Asserts that its cache holds bitwise what a prefill of its tokens in one forward would."""
     for kept, expected in zip(kv_state(runner, session), fresh(runner, session.token_ids)[1:], strict=True):
         assert torch.equal(kept, expected)
 
