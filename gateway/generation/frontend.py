@@ -1,9 +1,9 @@
-"""What every surface calls: requests in, events out; places and the queue before them; a log line a request.
+"""Entry of every surface: requests in, events out; places and the queue before them; a log line a request.
 
 Entering `Frontend.open` has checked the requests and waited for the first place, and nothing was sent to a service
-before. So whatever is wrong with a request is known before a surface has promised its client anything. Whoever waits
-holds nothing but a line in a list, so waiting costs no service anything; a full queue says so at once. Further samples
-of a request begin as they get places.
+before. So whatever is wrong with a request is known before a surface has promised its client anything. A request that
+waits holds nothing but a line in a list, so waiting costs no service anything; a full queue says so at once. Further
+samples of a request begin as they get places.
 
 A log line has sizes, times and figures, and never a word, a token id or a seed. Of an error only the reason is logged,
 because its sentence may repeat what the client wrote.
@@ -32,7 +32,7 @@ from gateway.text.chat_template import ChatTemplate
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
 from outrider.process.telemetry import bound, request_scope
 
-# What a client is told to wait: between a moment and a minute, by how fast places came free lately.
+# Seconds that a client is asked to wait: between a moment and a minute, by how fast places came free lately.
 RETRY_AFTER_S = (1.0, 60.0)
 SMOOTHING = 0.2
 
@@ -51,14 +51,14 @@ class ClientStalled(OutriderError):
 
 @dataclass(slots=True, eq=False)
 class Places:
-    """Those of one request: it has one for each of its samples that runs, and waits for one at a time."""
+    """Places of one request: it has one for each of its samples that runs, and waits for one at a time."""
 
     arrived_s: float
     priority: int
     taken: deque[tuple[float, int]] = field(default_factory=deque)
-    """When those that it holds were taken, and how many samples ran then."""
+    """Times when its places were taken, and how many samples ran then."""
     waited_s: float = 0.0
-    """From its arrival until it got the latest one."""
+    """Seconds from its arrival until it got the latest one."""
     has_begun: bool = False
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     patience: asyncio.Timeout | None = None
@@ -66,11 +66,11 @@ class Places:
 
 
 class Admission:
-    """At most `places` samples run at a time, and at most queue_len requests wait that have none running.
+    """Admission of requests: at most `places` samples run at a time, and queue_len requests wait that have none.
 
     The smallest priority comes first, and within one who came first, one place at a time: a request that wants more
     than one goes to the end of its priority's queue for each. So the samples of large requests take turns with
-    everybody else's. Nobody's priority changes while it waits, and nobody's place is taken away.
+    everybody else's. A request's priority never changes while it waits, and its place is never taken away.
     """
 
     def __init__(self, places: int, queue_len: int, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -95,10 +95,11 @@ class Admission:
         return sum(not places.taken for places in self._queue)
 
     def retry_after_s(self, priority: int = 0) -> int:
-        """Whole seconds after which a request of that priority may find a place, behind those who wait and go before.
+        """Whole seconds after which a request of that priority may find a place, after those that wait and go before.
 
-        It follows from how fast places came free lately. Those who run and have not ended count too: in a burst of long
-        requests nothing else tells that they are long. Who comes meanwhile, and goes before as well, is not foreseen.
+        It follows from how fast places came free lately. Requests that run and have not ended count too: in a burst of
+        long ones nothing else shows that they are long. A request that comes meanwhile, and goes before, is not
+        foreseen.
         """
         now_s, (min_s, max_s) = self._clock_s(), RETRY_AFTER_S
         ages_s = [now_s - taken_s for places in self._entered for taken_s, _ in places.taken]
@@ -119,7 +120,7 @@ class Admission:
             )
 
     def close(self) -> None:
-        """Sends whoever comes, and whoever waits and has not begun, elsewhere; others get all their places in turn."""
+        """Refuses requests that come, or wait and have not begun, so that they go elsewhere; others get all places."""
         self.is_leaving = self._is_closed = True
         for places in self._queue:
             if not places.has_begun:
@@ -134,7 +135,7 @@ class Admission:
                 places.patience.reschedule(0.0)
 
     async def next_of(self, events: AsyncIterator[EventT], places: Places) -> EventT | None:
-        """The next event of a request, None behind the last; raises NotReady after `end`."""
+        """Next event of a request, None after the last; raises NotReady after `end`."""
         if not self._is_over:
             try:
                 async with asyncio.timeout(None) as places.patience:
@@ -184,7 +185,7 @@ class Admission:
             self._left.set()
 
     async def take(self, places: Places) -> None:
-        """Waits for one more place, behind all who wait and have no greater priority. Raises NotReady when it is the
+        """Waits for one more place, after all that wait and have no greater priority. Raises NotReady when it is the
         first and the gateway stops.
         """
         places.turn.clear()
@@ -195,7 +196,7 @@ class Admission:
             self._check_open()
 
     def give_back(self, places: Places) -> None:
-        """One place of a request is free from now on; does nothing when it has none left."""
+        """Gives back one place of a request; does nothing when it has none left."""
         if not places.taken:
             return
         # Which of them it was changes no mean. By those who ran beside it and not by all places: had these been taken,
@@ -221,7 +222,7 @@ class Admission:
 
 
 class RequestLog:
-    """What is known so far of one request, which may have several parts and has waited so long for its first place."""
+    """Facts so far of one request, which may have several parts and has waited so long for its first place."""
 
     def __init__(self, requests: Sequence[CheckedRequest], waited_s: float) -> None:
         self._requests = requests
@@ -229,13 +230,13 @@ class RequestLog:
         self._arrived_s = time.monotonic() - waited_s
         self._first_token_s: float | None = None
         self.num_tokens = 0
-        """Of all answers."""
+        """Number of output tokens of all samples."""
         self._completions: list[CompletionEvent] = []
         self._figures = SpeculationFigures()
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts."""
+        """Number of tokens of all prompts."""
         return sum(request.spec.prompt_len for request in self._requests)
 
     def observe(self, event: Event) -> None:
@@ -283,7 +284,7 @@ def _ms(seconds: float) -> float:
 
 
 class Observer(Protocol):
-    """What is told of every request, whatever surface it came by."""
+    """A listener that every request is reported to, whatever surface it came by."""
 
     def admitted(self, requests: Sequence[CheckedRequest]) -> None:
         """A request has its first place; `requests` are its parts."""
@@ -300,7 +301,7 @@ class Observer(Protocol):
         """A request with an API key of that name is over, and has used so many tokens."""
 
     def observe(self, event: Event) -> None:
-        """Something happened to a request."""
+        """A request has an event: a round, or the completion of a sample."""
 
     def ended(self, error: BaseException | None) -> None:
         """A request that was not turned away is over: None when it ended well, else what ended it."""
@@ -336,7 +337,7 @@ class ModelNames:
 
     @property
     def listed(self) -> list[str]:
-        """All that can be listed."""
+        """Names that can be listed."""
         return [self.main, *(name for name in self.others if name != ANY_NAME)]
 
 
@@ -361,7 +362,7 @@ class Frontend:
         self, requests: Sequence[GenerationRequest], enter: Entrance | None = None
     ) -> AsyncIterator[Generation]:
         """Checks requests that belong together, and waits for a place for the first sample; the others wait for theirs
-        while events come. What they hold is given back when it is left. `enter` tells whose requests they are, where
+        while events come. What they hold is given back when it is left. `enter` returns whose requests they are, where
         keys are asked for: asked when the requests are there, and once more when they have their place.
 
         Raises InvalidRequest, PromptTooLong, Overloaded, RateLimited, InvalidKey, and what is said of a target that is
@@ -411,7 +412,7 @@ class Frontend:
                     self.metrics.used(tenant.name, record.prompt_tokens, record.num_tokens)
 
     async def _prepared(self, requests: Sequence[GenerationRequest], number: int) -> RequestContext:
-        """One of several requests, whose number is on its errors."""
+        """Context of one of several requests, whose number is on its errors."""
         try:
             return await prepare(requests[number], self.backend)
         except OutriderError as error:
@@ -473,7 +474,7 @@ def _with_key(request: GenerationRequest, tenant: Tenant, count: int) -> Generat
 
 
 def _spending(tenant: Tenant, requests: Sequence[CheckedRequest]) -> AbstractContextManager[Spending]:
-    """What requests that belong together, and differ in their prompts alone, hold of a key's limits."""
+    """Share of a key's limits for requests that belong together, and differ in their prompts alone."""
     prompt_tokens = sum(request.spec.prompt_len for request in requests)
     max_tokens = max(request.spec.max_len - request.spec.prompt_len for request in requests)
     samples = sum(request.sample_count for request in requests)

@@ -1,4 +1,4 @@
-"""From a checked body to a response, streamed or whole: the same for both kinds of route.
+"""The way from a checked body to a response, streamed or whole: the same for both kinds of route.
 
 Until its request is accepted, nothing is promised to a client, and every error has a status. Afterwards an error is the
 last event of a stream, and there is no [DONE]. What an answer looks like is the say of the route's AnswerWriter.
@@ -49,7 +49,7 @@ CHAT_NAMES = {**COMMON_NAMES, "logprob_count": "top_logprobs", "prompt": "messag
 
 
 def generation_request(fields: GenerationFields, names: ModelNames) -> GenerationRequest:
-    """What a body asks the gateway for, all but the prompt and the log-probabilities.
+    """Request that a body makes of the gateway, all but the prompt and the log-probabilities.
 
     Raises UnknownModel about another model than the served one, and InvalidRequest about fields that do not go
     together.
@@ -169,7 +169,7 @@ class ResponseFigures:
     """Drafted and accepted tokens of every verdict on a proposal."""
     ends: dict[int, CompletionEvent] = field(default_factory=dict)
     token_counts: Counter[int] = field(default_factory=Counter)
-    """Of every choice until now."""
+    """Number of tokens of every choice until now."""
 
     @property
     def first_choices(self) -> list[int]:
@@ -181,7 +181,7 @@ class ResponseFigures:
         return len(self.ends) == self.first_choices[-1]
 
     def add(self, index: int, event: Event) -> None:
-        """Counts an event of a choice."""
+        """Counts an event of a choice for the figures."""
         if isinstance(event, CompletionEvent):
             self.ends[index], self.token_counts[index] = event, event.completion_tokens
             return
@@ -253,7 +253,7 @@ class ResponseFigures:
         )
 
     def facts(self) -> responses.Facts:
-        """What it takes to repeat and to judge the answer."""
+        """Facts that are needed to repeat and to judge the answer."""
         ends = [end for _, end in sorted(self.ends.items())]
         logprobs = [end.cumulative_logprob for end in ends if end.cumulative_logprob is not None]
         facts = responses.Facts(
@@ -321,7 +321,7 @@ class ChunkWriter(AnswerWriter):
 
 
 def padding(bare: str) -> str:
-    """What `obfuscation` has to be in an event that is otherwise this JSON."""
+    """Value of `obfuscation` in an event that is otherwise this JSON."""
     # In bytes: that is what can be seen of a chunk from outside.
     return secrets.token_hex(PADDING)[: -len(line(bare + ',"obfuscation":""')) % PADDING]
 

@@ -1,5 +1,5 @@
-"""What every request passes before its route: an id, a trace and a count, the guard against other sites' pages, and the
-limits of bodies, which are read, checked and parsed here once.
+"""Middleware that every request passes before its route: an id, a trace and a count, the guard against other sites'
+pages, and the limits of bodies, which are read, checked and parsed here once.
 """
 
 import asyncio
@@ -70,21 +70,21 @@ class RestSettings:
     """Limits and habits of the REST surface. Sizes are bytes or characters, times are seconds."""
 
     memory: RequestMemory = field(default_factory=lambda: RequestMemory(512 << 20))
-    """Where bodies take what they and their values hold."""
+    """Memory that bodies and their values are taken from."""
     keep_alive_s: float = 15.0
     """Silence on a stream after which a comment says that it is alive."""
     client_stall_s: float = 30.0
-    """For how long a client may take nothing of what is written to it."""
+    """Seconds for which a client may take nothing of what is written to it."""
     sites: Sites = OWN_PAGE
     door: Door | None = None
-    """Where keys are asked for; None lets everybody in."""
+    """Check of API keys; None admits every client."""
     max_body_bytes: int = 4 << 20
     body_wait_s: float = 30.0
-    """For how long a client may send its body."""
+    """Seconds for which a client may send its body."""
     max_json_depth: int = 64
     max_prompt_chars: int = MAX_TEXT_CHARS
     grpc_port: int = 50050
-    """Where the same gateway serves gRPC; the page names it in the code that it offers."""
+    """Port on which the same gateway serves gRPC; the page names it in the code that it offers."""
     drops_tools: bool = False
     """Whether tools that no chat template has a place for are left out instead of refused."""
     ignores_unknown: bool = False
@@ -95,7 +95,7 @@ class RequestIds:
     """The middleware around everything else: it gives each request an id, a trace and headers, and counts its answer.
 
     The id is the client's `x-request-id` where that is short and plain, and in every line that is logged meanwhile.
-    What nobody expected becomes a 500, or the end of the connection. Refusals are sent at a pace; see Throttle. While
+    An unexpected error becomes a 500, or the end of the connection. Refusals are sent at a pace; see Throttle. While
     the gateway `is_leaving` no connection is kept, so that the next request finds another one.
     """
 
@@ -137,11 +137,11 @@ class RequestIds:
                 await self._app(scope, receive, send_with_headers)
             except Exception as error:
                 if status:
-                    # Whoever closes the connection logs it as well.
+                    # The code that closes the connection logs it as well.
                     raise
                 await error_response(unexpected(error), scope["path"])(scope, receive, send_with_headers)
             finally:
-                # Clients choose paths and methods, so those that nobody serves share one label; what a middleware
+                # Clients choose paths and methods, so those that are not served share one label; what a middleware
                 # answers has met no route. Without a status the client was gone before there was one.
                 route = getattr(scope.get("route"), "path", "other")
                 label = method if method in METHODS else "other"
@@ -193,7 +193,7 @@ class SiteGuard(CORSMiddleware):
 class BodyLimits:
     """Reads the whole body, which is limited in size and time and must be JSON, before anything is spent on it.
 
-    So is what comes before it. Its value goes to the route in the request's state, its bytes to whoever reads them.
+    The same goes for what comes before it. Its value goes to the route in the request's state, its bytes to any reader.
     What both hold is taken from the memory of all requests, before they are there, until the answer begins.
     """
 
@@ -231,7 +231,7 @@ class BodyLimits:
             async def let_go(message: Message) -> None:
                 turn.end()
                 if message["type"] == "http.response.start" and message["status"] < 400:
-                    # Whoever answers has made of them what it needs; an error may still have hold of them.
+                    # The code that answers has made of them what it needs; an error may still have hold of them.
                     messages.clear()
                     state.pop("json", None)
                     kept.give_back()
@@ -244,7 +244,8 @@ class BodyLimits:
                     if body:
                         state.update(json=await self._parsed(body, headers, receive, kept, turn), turn=turn)
                 except OutriderError as error:
-                    # The server drops what is left of the body: closing would take the answer from whoever still sends.
+                    # The server drops what is left of the body: closing would take the answer from a client that still
+                    # sends.
                     await error_response(error, scope["path"])(scope, receive, send)
                     return
                 messages.append({"type": "http.request", "body": body, "more_body": False})
@@ -339,7 +340,7 @@ class ParsedRequest(Request):
     model: object = None
 
     async def json(self) -> object:
-        """What the route goes on with; a body that is checked already is not checked again."""
+        """Value that the route goes on with; a body that is checked already is not checked again."""
         return self.state.json if self.model is None else self.model
 
     async def check(self, bodies: TypeAdapter[Any] | None) -> None:
@@ -356,7 +357,7 @@ class ParsedRequest(Request):
                 # There may be thousands.
                 return None, error.errors()
 
-        # What comes behind it is that the client leaves.
+        # A message that comes after it says that the client leaves.
         await self.body()
         async with while_there(self.receive):
             self.model, findings = await turn.run(validated)
@@ -370,12 +371,12 @@ class ParsedBodyRoute(APIRoute):
 
     @property
     def body_type(self) -> Any:  # noqa: ANN401 - whatever a route takes
-        """What its bodies are; None where it takes none."""
+        """Type of the route's bodies; None where it takes none."""
         return self.body_field.field_info.annotation if self.body_field else None
 
     @property
     def bodies(self) -> TypeAdapter[Any] | None:
-        """What makes them of values."""
+        """Adapter that makes bodies of values; None where the route takes none."""
         return None if self.body_type is None else TypeAdapter(self.body_type)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -1,4 +1,4 @@
-"""What /v1 answers, as models that are also its documentation, and the base of what fills them in on both routes.
+"""Answers of /v1, as models that are also its documentation, and the base of what fills them in on both routes.
 
 A field that is not set is not sent.
 """
@@ -284,7 +284,7 @@ def logprob_of(token: GeneratedToken | PromptToken) -> TokenLogprob:
 
 @dataclass(slots=True)
 class ChoiceBuffer:
-    """One choice of an answer that is sent whole."""
+    """Choice of an answer that is sent whole."""
 
     texts: list[str] = field(default_factory=list)
     tokens: list[GeneratedToken] = field(default_factory=list)
@@ -300,7 +300,7 @@ class ChoiceBuffer:
         return finish_of(self.end)
 
     def add(self, event: Event) -> None:
-        """Keeps an event."""
+        """Keeps an event of the choice."""
         self.deltas += event.deltas
         if isinstance(event, RoundEvent):
             self.texts += [token.text for token in event.tokens]
@@ -313,7 +313,7 @@ class ChoiceBuffer:
 
 @dataclass(frozen=True, slots=True)
 class ResponseHeader:
-    """What is the same in every chunk of an answer."""
+    """Fields that are the same in every chunk of an answer."""
 
     id: str
     created: int
@@ -322,7 +322,7 @@ class ResponseHeader:
 
 
 class AnswerWriter(ABC):
-    """What an answer is on one route: frames of a stream, or one JSON text. Choices are numbered over all prompts."""
+    """Writer of an answer on one route: frames of a stream, or one JSON text. Choices are numbered over all prompts."""
 
     @property
     def takes_long(self) -> bool:
@@ -339,7 +339,7 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def end(self) -> list[bytes]:
-        """The frames behind the last event."""
+        """Frames after the last event."""
 
     @abstractmethod
     def failure(self, error: OutriderError) -> list[bytes]:
@@ -352,7 +352,7 @@ class AnswerWriter(ABC):
 
 @dataclass
 class ResponseFormatter(ABC):
-    """How chunks look on one of OpenAI's older routes."""
+    """Formatter of chunks on one of OpenAI's older routes."""
 
     header: ResponseHeader
     tokenizer: Tokenizer
@@ -384,12 +384,12 @@ class ResponseFormatter(ABC):
 
     @abstractmethod
     def chunk(self, index: int, text: str, tokens: Tokens = (), finish: Finish | None = None) -> Envelope:
-        """A chunk of one choice."""
+        """Chunk of one choice, with its text and tokens."""
 
     @abstractmethod
     def bare_chunk(self) -> Envelope:
-        """A chunk without choices."""
+        """Chunk without choices, for usage."""
 
     @abstractmethod
     def body(self, choices: Sequence[ChoiceBuffer]) -> Envelope:
-        """The whole answer."""
+        """Envelope of the whole answer."""

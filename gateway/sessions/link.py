@@ -2,7 +2,7 @@
 
 A link makes a handshake with its service until it answers, opens the stream that carries all sessions, watches it, and
 begins again when it was away, because the next incarnation may be another model. A service that answers but does not
-fit is treated as absent, says why once in the log, and is looked at again now and then. A handshake cannot tell whether
+fit is treated as absent, says why once in the log, and is looked at again now and then. A handshake cannot show whether
 a service works, because a process whose device hangs still says who it is. Only real work proves it well again, so a
 circuit breaker that all requests share tries work, by one session at a time and ever more seldom.
 
@@ -70,7 +70,7 @@ BREAKERS = {"draft": (2, (0.5, 10.0)), "target": (1, (0.0, 0.0))}
 MAX_BYTES = {"draft": 2 * FRAME_BYTES, "target": MAX_MESSAGE_BYTES}
 # A draft answers what it is asked. How far a target may go on unasked, its sessions know.
 MAX_UNASKED = {"draft": 64.0, "target": math.inf}
-MISFIT_LOOK_S = 5.0  # between two looks at a service that does not fit: behind one address another may come
+MISFIT_LOOK_S = 5.0  # between two looks at a service that does not fit: at one address another may come
 MAX_NAME_LEN, MAX_OFFERS = 1024, 64  # of a model, and drafters
 DRAFTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 TRIAL_COST = 0.05  # share of the time that trials may cost; pauses grow beyond the longest where they are dear
@@ -90,7 +90,7 @@ class WrongService(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the gateway needs to know of a service; see GetModelInfoResponse."""
+    """Facts of a service that the gateway needs; see GetModelInfoResponse."""
 
     role: str
     instance_id: int
@@ -112,12 +112,12 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a session needs of a service: the weights with which it began, and room for its longest sequence."""
+    """Needs of a session: the weights with which it began, and room for its longest sequence."""
 
     model_hash: str
     max_len: int
     grammar_engine: str = ""
-    """What compiles its grammar; empty for a session without one."""
+    """Compiler of its grammar; empty for a session without one."""
 
     def met_by(self, info: ModelInfo) -> bool:
         is_engine = self.grammar_engine in {"", info.grammar_engine}
@@ -149,12 +149,12 @@ class ServiceLink:
         self.address = address
         self.mismatch: OutriderError | None = None
         self.refusal: TlsFailed | ClientRefused | None = None
-        """Why there is no connection to a service that is there."""
+        """Reason why there is no connection to a service that is there."""
         self.breaker = CircuitBreaker(*BREAKERS[role])
         self.rollback_seconds = Tally(ROLLBACK_S)
         self.rolled_back_tokens = 0  # that the service's cache lost by Rollback
         self.model_hash = ""
-        """Of the service when it was there last and did fit; empty before."""
+        """Model hash of the service when it was there last and did fit; empty before."""
         self.faults = 0  # of what it sent, that no service may send
         self._info: ModelInfo | None = None
         self._instance_id = 0
@@ -162,7 +162,7 @@ class ServiceLink:
         self._check = check
         self._defaults = defaults or OperatorDefaults()
         self._tls = tls
-        # A channel that was given need not lead to the address, so nobody tries a handshake there.
+        # A channel that was given need not lead to the address, so no handshake is tried there.
         self._has_address = channel is None
         self._use(channel or open_link_channel(address, tls, MAX_BYTES[role]))
         self._probe: asyncio.Task[float | None] | None = None
@@ -176,18 +176,18 @@ class ServiceLink:
 
     @property
     def info(self) -> ModelInfo | None:
-        """Who the service is; None while it is away or does not fit."""
+        """Facts of the service; None while it is away or does not fit."""
         return self._info if self._stream is not None and self._stream.end is None else None
 
     def present(self) -> ModelInfo:
-        """As `info`; raises PeerLost while the service is away, or the reason why it does not fit."""
+        """Facts like those of `info`; raises PeerLost while the service is away, or the reason why it does not fit."""
         if self.info is None:
             # Raised for many requests; with what it was raised through before it would keep what each of them held.
             raise (self.mismatch or self.lost()).with_traceback(None)
         return self.info
 
     def lost(self) -> PeerLost:
-        """That it is away, with the reason where there is one that an operator has to mend."""
+        """Error that the service is away, with the reason where there is one that an operator has to mend."""
         reason = "" if self.refusal is None else f": {self.refusal.message}"
         return PeerLost(f"{self} cannot be reached{reason}", address=self.address)
 
@@ -199,13 +199,13 @@ class ServiceLink:
         return self._stream
 
     def report_lost(self, stream: LinkStream) -> None:
-        """Tells the link that a session has lost its service there; it counts as away until the next handshake."""
+        """Takes a session's report that it lost its service there; it counts as away until the next handshake."""
         if stream is self._stream:
             self._info = None
             self._lost.set()
 
     async def settled(self, timeout_s: float) -> bool:
-        """Waits while the service is away; tells whether it answered in time, fitting or not."""
+        """Waits while the service is away; returns whether it answered in time, fitting or not."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._settled.wait(), timeout_s)
         return self._settled.is_set()
@@ -261,8 +261,8 @@ class ServiceLink:
         await self.channel.close()
 
     async def _watch(self) -> None:
-        """For ever: a handshake, tried ever more slowly and not in step with other gateways, and then a wait until a
-        session reports a loss, or stream or connection are no longer up.
+        """Watches for ever: a handshake, tried ever more slowly and not in step with other gateways, and then a wait
+        until a session reports a loss, or stream or connection are no longer up.
         """
         loop, (first_s, longest_s) = asyncio.get_running_loop(), BACKOFF_S
         stream_delay_s = 0.0
@@ -301,7 +301,7 @@ class ServiceLink:
                 stream_delay_s = min(max(2 * stream_delay_s, first_s), longest_s)
 
     async def _handshake(self) -> bool:
-        """One handshake; tells whether the service answered, fitting or not."""
+        """Makes one handshake; returns whether the service answered, fitting or not."""
         try:
             info = self._read(await self._models.GetModelInfo(pb.GetModelInfoRequest(), timeout=HANDSHAKE_TIMEOUT_S))
             self._check(info)
@@ -368,7 +368,7 @@ class ServiceLink:
         if role != self.role:
             message = f"A {role} service answers at {self.address}, but a {self.role} service is wanted there"
             raise WrongService(message, address=self.address, role=role)
-        # What a draft recommends is for nobody.
+        # What a draft recommends is not used.
         own = GenerationDefaults() if role == "draft" else defaults_from(answer.generation_defaults)
         fault = _fault_of(answer)
         if fault:
@@ -394,7 +394,7 @@ class ServiceLink:
 
 
 def _fault_of(answer: pb.GetModelInfoResponse) -> str:
-    """What a service says of itself that none can say, or that would fill logs and metrics; empty where all is well."""
+    """Fault in what a service says of itself, that none can say or that would fill logs and metrics; empty for none."""
     for each, value in answer.ListFields():
         if isinstance(value, str) and len(value) > MAX_NAME_LEN:
             return f"its {each.name} has {len(value)} characters"
@@ -408,7 +408,7 @@ def _fault_of(answer: pb.GetModelInfoResponse) -> str:
 
 
 class Replicas:
-    """One or more links of one role."""
+    """Links of one role, one or more."""
 
     def __init__(self, links: Sequence[ServiceLink]) -> None:
         self.links = tuple(links)
@@ -420,7 +420,7 @@ class Replicas:
 
     @property
     def info(self) -> ModelInfo | None:
-        """Who the first present service is that takes new requests; None while all are away."""
+        """Facts of the first present service that takes new requests; None while all are away."""
         return next((link.info for link in self.links if self.fits(link)), None)
 
     def fits(self, link: ServiceLink) -> bool:
@@ -434,7 +434,7 @@ class Replicas:
 
     @property
     def mismatch(self) -> OutriderError | None:
-        """Why the first service that answered but does not fit is not used."""
+        """Reason why the first service that answered but does not fit is not used."""
         return next((link.mismatch for link in self.links if link.mismatch is not None), None)
 
     @property
@@ -446,17 +446,17 @@ class Replicas:
 
     @property
     def refusal(self) -> OutriderError | None:
-        """Why there is no connection to the first service that is there and takes none."""
+        """Reason why there is no connection to the first service that is there and takes none."""
         return next((link.refusal for link in self.links if link.refusal is not None), None)
 
     def present(self) -> ModelInfo:
-        """As `info`; raises PeerLost while all are away, or the reason why none fits."""
+        """Facts like those of `info`; raises PeerLost while all are away, or the reason why none fits."""
         if self.info is None:
             raise (self.mismatch or self.lost()).with_traceback(None)
         return self.info
 
     def lost(self) -> PeerLost:
-        """That all are away, with the first reason that an operator has to mend."""
+        """Error that all are away, with the first reason that an operator has to mend."""
         reason = "" if self.refusal is None else f": {self.refusal.message}"
         return PeerLost(f"{self} cannot be reached{reason}", address=self.links[0].address)
 
@@ -469,7 +469,7 @@ class Replicas:
         return next((link for link in links if not link.breaker.blocks(session)), None)
 
     async def wait(self, session: object, need: Need, until_s: float, failed: ServiceLink | None = None) -> ServiceLink:
-        """As `pick`, but waits for one until the loop's clock says so; raises PeerLost then."""
+        """Waits for the link that `pick` finds, at most until the loop's clock says so; raises PeerLost then."""
         loop = asyncio.get_running_loop()
         while (link := self.pick(session, need, failed)) is None:
             if loop.time() >= until_s:
@@ -478,7 +478,7 @@ class Replicas:
         return link
 
     async def settled(self, timeout_s: float) -> bool:
-        """Waits until a service has answered, fitting or not; tells whether one did in time."""
+        """Waits until a service has answered, fitting or not; returns whether one did in time."""
         waits = {asyncio.create_task(link.settled(timeout_s)) for link in self.links}
         try:
             while waits:
@@ -491,7 +491,7 @@ class Replicas:
                 task.cancel()
 
     async def after_handshake(self, timeout_s: float) -> ModelInfo:
-        """As `present`, but waits a little for handshakes that are under way."""
+        """Facts like those of `present`, after a little wait for handshakes that are under way."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s
         while True:
@@ -506,7 +506,7 @@ class Replicas:
         return [link for link in self.links if link.info and (need is None or need.met_by(link.info))]
 
     def _reason(self, need: Need) -> PeerLost:
-        """Why there is none: all are away, none has the same weights, or room, or those that have hang."""
+        """Reason why there is none: all are away, none has the same weights, or room, or those that have hang."""
         if not any(link.info for link in self.links):
             return self.lost()
         if not any(link.info and link.info.model_hash == need.model_hash for link in self.links):
@@ -525,7 +525,7 @@ class Targets(Replicas):
 
     @property
     def mismatch(self) -> OutriderError | None:
-        """As of any replicas, and that those which are there have other weights."""
+        """Mismatch of any replicas, and that those which are there have other weights."""
         strangers = self.left_out
         if strangers and self.info is None:
             return PeerLost(f"{self._first} cannot be reached, and {'; '.join(strangers)}", address=self._first.address)
@@ -533,7 +533,7 @@ class Targets(Replicas):
 
     @property
     def left_out(self) -> list[str]:
-        """Those with other weights."""
+        """Sentences about the replicas with other weights."""
         wanted = self._first.model_hash
         return [
             f"{link} has other weights, with which no request begins (model hash {link.info.model_hash}, not {wanted})"
@@ -597,7 +597,7 @@ class CircuitBreaker:
             self._on_trial = session
 
     def failed(self, session: object, cause: Exception, cost_s: float = 0.0) -> None:
-        """The service failed a session, which lost cost_s. While open, only the one on trial tells anything new."""
+        """The service failed a session, which lost cost_s. While open, only the one on trial says anything new."""
         if self.is_open:
             if session != self._on_trial:
                 return

@@ -1,4 +1,4 @@
-"""What commands write: answers as text, in a terminal or as JSON, and figures and facts about them."""
+"""Output of commands: answers as text, in a terminal or as JSON, and figures and facts about them."""
 
 import asyncio
 import json
@@ -52,19 +52,19 @@ def console_for(file: TextIO) -> Console:
 
 
 class View:
-    """Shows the answers to one request, event by event, one sample behind the other."""
+    """Shows the answers to one request, event by event, one sample after the other."""
 
     def begin(self, prompt: str, options: RequestOptions) -> None:
-        """Comes before the first event."""
+        """Comes before the first event, with the request."""
 
     def show(self, event: Round) -> None:
-        """Shows what a round committed."""
+        """Shows the tokens that a round committed."""
 
     def finish(self, result: Result) -> None:
         """Shows the result of a sample."""
 
     def end(self) -> None:
-        """Comes behind the last event."""
+        """Comes after the last event."""
 
     def interrupt(self) -> None:
         """Comes instead of the end, before whatever is said about that."""
@@ -130,7 +130,7 @@ class TerminalView(_TextView):
 
 
 class PlainView(_TextView):
-    """The text alone, as it comes, and a newline behind it; log-probabilities and figures go to the notes."""
+    """The text alone, as it comes, and a newline after it; log-probabilities and figures go to the notes."""
 
     def __init__(self, output: TextIO, notes: TextIO) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ SECTIONS = {
 
 
 def sample_object(rounds: Sequence[Round], result: Result, *, with_rounds: bool = False) -> dict[str, Any]:
-    """One answer. Its tokens come one by one only with log-probabilities, its rounds only when they are wanted."""
+    """JSON object of one answer. Its tokens come only with log-probabilities, its rounds only when they are wanted."""
     tokens = [token for event in rounds for token in event.tokens]
     logprobs = {"tokens": [_token(each) for each in tokens]} if any(each.logprob for each in tokens) else {}
     sections = {name: {field: getattr(result, field) for field in names} for name, names in SECTIONS.items()}
@@ -274,7 +274,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _without_guesses(options: RequestOptions) -> str:
-    """Why nothing was guessed, as far as the one who asked can know."""
+    """Reason why nothing was guessed, as far as the client can know."""
     if options.no_speculation or options.draft_count == "0":
         return "no guesses, as asked"
     if parse_draft_count(options.draft_count) is None:
@@ -292,7 +292,7 @@ def rule_words(acceptance: Acceptance) -> list[str]:
 
 
 def logprob_table(prompt: Sequence[PromptToken], tokens: Sequence[GeneratedToken]) -> Table:
-    """One row a token, the prompt's dim; alternatives are ids, because only the gateway has their texts."""
+    """Table with a row for each token, the prompt's dim; alternatives are ids, because their texts are not sent."""
     table = Table("token", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("id", justify="right")
     table.add_column("logprob", justify="right")
@@ -312,7 +312,7 @@ def logprob_table(prompt: Sequence[PromptToken], tokens: Sequence[GeneratedToken
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a service says about its model."""
+    """Facts of a model, as its service states them."""
 
     role: str
     model: str
@@ -328,11 +328,11 @@ class ModelFacts:
     free_blocks: int = 0
     sessions: int = 0
     drafters: tuple[str, ...] = ()
-    """That guess in this process."""
+    """Drafters that guess in this process."""
 
 
 async def model_facts(address: str, tls: Tls | None = None) -> ModelFacts:
-    """What a service says about its model. Raises OutriderError, PeerLost when nobody answers."""
+    """Facts of a service's model. Raises OutriderError, PeerLost when there is no answer."""
     async with open_channel(address, TlsFiles.of(tls)) as channel:
         try:
             info = await ModelServiceStub(channel).GetModelInfo(
@@ -359,7 +359,7 @@ async def model_facts(address: str, tls: Tls | None = None) -> ModelFacts:
 
 
 def model_table(facts: Sequence[ModelFacts], metrics: Mapping[str, str]) -> Table:
-    """One column a model, so that the table fits into a narrow terminal. `metrics` are addresses by role."""
+    """Table with a column for each model, so that it fits into a narrow terminal. `metrics` are addresses by role."""
     table = Table("role", *(fact.role for fact in facts))
     table.add_row("model", *(fact.model for fact in facts))
     table.add_row("parameters", *(f"{fact.parameters:,}" for fact in facts))
@@ -376,7 +376,7 @@ def model_table(facts: Sequence[ModelFacts], metrics: Mapping[str, str]) -> Tabl
 
 
 def model_line(fact: ModelFacts, metrics: str | None) -> str:
-    """What the table says about a model, as one line."""
+    """Facts of a model, those of the table, as one line."""
     parts = [
         f"The {fact.role}: {fact.model}",
         f"{fact.parameters:,} parameters in {fact.dtype}",

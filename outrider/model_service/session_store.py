@@ -2,7 +2,7 @@
 
 Everything here belongs to the device thread and runs between two steps, so that no session changes under one and none
 is freed under a running forward. A Rollback is a call of its own and may overtake the open of its session; which epochs
-are over is remembered, or the older open behind it would be taken.
+are over is remembered, or the older open after it would be taken.
 """
 
 import asyncio
@@ -49,22 +49,22 @@ PONG = object()
 
 
 class SessionAnswer(NamedTuple, Generic[ContentT]):
-    """What a session says about a message: a proposal or verdict on the fence's length, or that it lacks tokens."""
+    """Answer of a session to a message: a proposal or verdict on the fence's length, or that it lacks tokens."""
 
     fence: Fence
     content: ContentT | None
-    """None asks for the tokens behind known_len, unless there is an error."""
+    """Proposal or verdict; None asks for the tokens after known_len, unless there is an error."""
     known_len: int
     cached_len: int
     times: ComputeTimes
     error: OutriderError | None = None
-    """Why the session has ended."""
+    """Error that ended the session."""
 
 
 class Outboxes:
     """The outboxes that the device has filled since it last rested.
 
-    Nobody is woken before, so that all that one step has for one gateway leaves together.
+    No link is woken before, so that all that one step has for one gateway leaves together.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class Outbox:
         self._outboxes.add(self)
 
     def take_flooded(self) -> set[bytes]:
-        """Sessions that have had more answers here than one may have, and lost what came behind; each is told once."""
+        """Sessions that have had more answers here than one may have, and lost what came after; each is named once."""
         flooded, self._flooded = self._flooded, set()
         return flooded
 
@@ -124,7 +124,7 @@ class Outbox:
         self._wake()
 
     def end(self) -> None:
-        """Ends the link behind the answers so far."""
+        """Ends the link after the answers so far."""
         self._has_ended = True
         self._outboxes.add(self)
 
@@ -136,7 +136,7 @@ class Outbox:
             self._loop.call_soon_threadsafe(self._wake)
 
     async def take(self) -> list[SessionAnswer[Any]]:
-        """All answers there are, at least one; none at the end of the link."""
+        """Takes all answers there are, at least one; none at the end of the link."""
         while not self._answers and not self._has_ended:
             self._wanted = self._loop.create_future()
             await self._wanted
@@ -214,7 +214,7 @@ class SessionState(ABC, Generic[TaskT]):
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """All that hold blocks for it."""
+        """Engine sessions that hold blocks for it."""
         return (self.session,)
 
     @property
@@ -228,10 +228,10 @@ class SessionState(ABC, Generic[TaskT]):
 
     @abstractmethod
     def rewind(self, epoch: int, length: int) -> bool:
-        """Begins an epoch at a length, at most the committed one; tells whether a job was stopped."""
+        """Begins an epoch at a length, at most the committed one; returns whether a job was stopped."""
 
     def stop_job(self) -> bool:
-        """Stops the running job, whose answer is never sent; tells whether there was one."""
+        """Stops the running job, whose answer is never sent; returns whether there was one."""
         task, self.task = self.task, None
         if task is not None:
             task.stopped = True
@@ -270,7 +270,7 @@ class LeaseTable(Generic[StateT]):
         self.num_evicted = 0
         """Leased sessions that were ended early to make room."""
         self.num_expired = 0
-        """Leased sessions that were ended because nobody came back in time."""
+        """Leased sessions that were ended because no gateway came back in time."""
         self.num_preempted = 0
         """Sessions that lost their cache, and nothing else, to another one."""
         self._clock = clock
@@ -352,7 +352,7 @@ class LeaseTable(Generic[StateT]):
             self.drop(session_id)
 
     def evict_oldest(self) -> bool:
-        """Frees the session that has been leased longest; tells whether there was one."""
+        """Frees the session that has been leased longest; returns whether there was one."""
         oldest = next(iter(self._leases), None)
         if oldest is None:
             return False
@@ -393,7 +393,7 @@ class LeaseTable(Generic[StateT]):
 
 
 class MinEpochs:
-    """For the sessions that were unknown at their Rollback the least epoch that may open them; the newest ones only."""
+    """Least epochs that may open the sessions that were unknown at their Rollback; the newest ones only."""
 
     def __init__(self, maximum: int = MAX_REMEMBERED) -> None:
         self._maximum = maximum
@@ -438,7 +438,7 @@ class ServiceCounts:
     evicted_session_count: int
     expired_lease_count: int
     cached_block_count: int
-    """Of the free blocks those that keep a prefix."""
+    """Number of free blocks that keep a prefix."""
     prefix_query_tokens: int
     prefix_hit_tokens: int
 
@@ -457,7 +457,7 @@ class SessionStore(Generic[StateT]):
         self.table = table
         self._runner = runner
         self._kind = kind
-        # By the client: whatever others say about an id that nobody has opened is about sessions of their own.
+        # By the client: what others say about an id that is not opened is about sessions of their own.
         self._min_epochs: defaultdict[str, MinEpochs] = defaultdict(MinEpochs)
         self._num_stopped_jobs = 0
         self._prefix_cache = prefix_cache
@@ -501,7 +501,7 @@ class SessionStore(Generic[StateT]):
         )
 
     def _classify_open(self, fence: Fence, owner: Outbox) -> tuple[MessageStatus, StateT | None]:
-        """What to do with an open, and the session if there is one."""
+        """Status of an open, and the session if there is one."""
         held = self.table.get(fence.session_id)
         view = None if held is None else held.view
         return classify_open(fence, view, self._min_epochs[owner.client].get(fence.session_id)), held

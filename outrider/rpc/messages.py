@@ -69,24 +69,24 @@ def fence_message(fence: Fence) -> pb.Fence:
 
 
 def sampling_from(message: pb.SamplingParameters, prefix: str = "sampling.") -> SamplingParameters:
-    """The parameters, with defaults for absent fields. Raises InvalidRequest naming the field behind the prefix."""
+    """The parameters, with defaults for absent fields. Raises InvalidRequest naming the field after the prefix."""
     values = {field.name: value for field, value in message.ListFields() if field.name != "logit_bias"}
     return SamplingParameters.checked({**values, "logit_bias": dict(message.logit_bias)}, prefix)
 
 
 def sampling_message(sampling: SamplingParameters) -> pb.SamplingParameters:
-    """The message with every field set."""
+    """Message of sampling parameters, with every field set."""
     return pb.SamplingParameters(**sampling.model_dump())
 
 
 def defaults_from(message: model_pb.GenerationDefaults) -> GenerationDefaults:
-    """What a model recommends; raises InvalidRequest."""
+    """Defaults that a model recommends; raises InvalidRequest."""
     values = {field.name: value for field, value in message.ListFields()}
     return GenerationDefaults.checked(values, "generation_defaults.")
 
 
 def open_message(spec: SessionSpec, token_ids: Sequence[int]) -> pb.OpenSession:
-    """What opens a session whose committed tokens are `token_ids`; those of the spec are only the prompt."""
+    """Message that opens a session whose committed tokens are `token_ids`; those of the spec are only the prompt."""
     return pb.OpenSession(
         token_ids=token_ids,
         prompt_len=spec.prompt_len,
@@ -108,7 +108,7 @@ def open_message(spec: SessionSpec, token_ids: Sequence[int]) -> pb.OpenSession:
 
 
 def live_beams_message(width: int, live: Iterable[LiveBeam]) -> pb.LiveBeams:
-    """The beams of a search."""
+    """Message of the live beams of a search."""
     beams = [pb.LiveBeam(token_ids=beam.token_ids, score=beam.score) for beam in live]
     return pb.LiveBeams(width=width, beams=beams)
 
@@ -175,7 +175,7 @@ def spec_from(
     earlier: Sequence[int] = (),
     grammar: Grammar | None = None,
 ) -> SessionSpec:
-    """The session that a message opens, behind the tokens of its OpenParts; with the grammar that it names, compiled.
+    """The session that a message opens, after the tokens of its OpenParts; with the grammar that it names, compiled.
 
     Raises InvalidRequest.
     Whether max_len fits into a context is left to the service: a draft may have a shorter one than the request.
@@ -260,7 +260,7 @@ def times_message(times: ComputeTimes) -> pb.ComputeTimes:
 
 
 def finish_reason(message: pb.FinishReason.ValueType) -> FinishReason | None:
-    """Why a request ended, None while it goes on or for a reason of a newer protocol."""
+    """Reason why a request ended, None while it goes on or for a reason of a newer protocol."""
     return FINISH_REASONS_BY_NUMBER.get(message)
 
 
@@ -381,7 +381,7 @@ def _check_rows(name: str, num_entries: int, num_rows: int) -> None:
 def _distributions_from(
     message: pb.TokenTree, token_ids: Sequence[int], vocabulary_size: int
 ) -> tuple[DraftDistribution, ...]:
-    """What each row's token was drawn from; those that are left out are made of the sibling's before."""
+    """Distributions that the rows' tokens were drawn from; those left out are made of the sibling's before."""
     distributions: list[DraftDistribution] = []
     siblings: dict[int, int] = {}
     for row, each in enumerate(message.distributions):
@@ -426,7 +426,7 @@ def tree_message(tree: TokenTree, *, with_logprobs: bool = False) -> pb.TokenTre
 def write_tree(
     message: pb.TokenTree, tree: TokenTree, *, with_logprobs: bool = False, with_distributions: bool = True
 ) -> None:
-    """Makes a new message that of `tree_message`, without distributions where nobody tests with them."""
+    """Makes a new message that of `tree_message`, without distributions where no rule tests with them."""
     message.SetInParent()
     message.token_ids.extend(tree.token_ids)
     if not tree.is_chain:

@@ -35,7 +35,7 @@ class Unheard(Supervisor):
     """Starts services so."""
 
     async def start(self, *launches: Launch) -> list[str]:
-        """As any supervisor, with every line of theirs at `debug`."""
+        """Starts services like any supervisor, with every line of theirs at `debug`."""
         return await super().start(*map(self._unheard, launches))
 
     def _unheard(self, launch: Launch) -> Launch:

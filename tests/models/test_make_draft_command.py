@@ -106,7 +106,7 @@ def test_the_engine_loads_both_drafts(made: tuple[Path, str], trained: tuple[Pat
 
 
 def test_what_does_not_fit_is_refused(trained: tuple[Path, str], tmp_path: Path) -> None:
-    """One sentence that names the option and its value, and no folder is left behind."""
+    """One sentence that names the option and its value, and no folder is left."""
 
     def refusal(*options: str | Path) -> str:
         start = ("--target", trained[0] / "target", "--out", tmp_path / "out", "--text-len", "64", "--draft-size", "32")

@@ -193,7 +193,7 @@ def test_the_other_methods_have_layouts_of_their_own(made: Made, trained: tuple[
 
 
 def test_what_does_not_fit_is_refused(corpus: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
-    """One sentence that names the option and its value, and no folder is left behind."""
+    """One sentence that names the option and its value, and no folder is left."""
 
     def refusal(*options: str) -> str:
         start = ("--corpus", corpus, "--target", trained[0] / "target", "--out", tmp_path / "out", "--preset", "tiny")

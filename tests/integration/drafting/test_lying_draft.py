@@ -99,7 +99,7 @@ async def told(here: Lied, lie: Lie, asked: tuple[str, ...]) -> tuple[str, ...]:
         await here.link.settled(1.0)
         return ("auto",)
     if lie.path[0].containing_type is model_pb.RollbackResponse.DESCRIPTOR:
-        # Whoever is late is taken back.
+        # A draft that is late is taken back.
         here.draft.manner = silent
         return ("named",)
     return tuple(asked)
