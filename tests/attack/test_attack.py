@@ -47,7 +47,7 @@ NUM_HEAVY, NUM_CROWD = max(26, NUM_MESSAGES // 200), 300 if NUM_MESSAGES < 10_00
 # Before anything is compared, because caches fill and threads start with the first that ask.
 WARM_UP = max(100, NUM_MESSAGES // 10)
 # Of each stream, before and after, for the p99 gap to be one of a thousand and more.
-QUIET_ANSWERS = 32
+QUIET_ANSWERS = 32 if NUM_MESSAGES >= 10_000 else 4
 # Of the connections to another port, for one to a port of metrics.
 SHARE = 8
 ROLES = ("gateway", "target", "draft")

@@ -71,7 +71,10 @@ def test_a_run_says_what_it_does_and_what_came_of_it(made: Made) -> None:
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("last_words", ["samples: ", "head: step 4,", "head-overlap: step 2,"])
+@pytest.mark.parametrize(
+    "last_words",
+    ["head: step 4,", *(pytest.param(each, marks=pytest.mark.grid) for each in ("samples: ", "head-overlap: step 2,"))],
+)
 def test_a_killed_run_goes_on_to_the_same_weights(
     corpus: Path, trained: tuple[Path, str], made: Made, tmp_path: Path, last_words: str
 ) -> None:

@@ -152,7 +152,9 @@ async def test_served_tokens_follow_the_distribution_of_the_target(
     await check_requests(pair, rule, 1000, own[drafter])
 
 
-@pytest.mark.parametrize("rule", ["match", "ratio", "block"])
+@pytest.mark.parametrize(
+    "rule", [*(pytest.param(each, marks=pytest.mark.grid) for each in ("match", "ratio")), "block"]
+)
 async def test_tokens_under_a_grammar_follow_the_masked_distribution(pair: tuple[Path, Path], rule: str) -> None:
     """That of the target, masked and made to sum to one at every token; the draft's masked one does not pass for it."""
     by_target, by_draft = await chance_of_answers(pair, rule, 2000, takes_turns=True)

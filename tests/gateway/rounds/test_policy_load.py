@@ -52,7 +52,7 @@ def test_it_is_never_much_slower_than_any_fixed_count(
     assert chosen > 0.93 * max(fixed.values())
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_guesses_pay_until_the_device_is_full() -> None:
     """On an accelerator they win at 64 sessions, and at 256 rows have become dear."""
     assert speed(ACCELERATOR, 64, None)[0] > 1.15 * speed(ACCELERATOR, 64, 0)[0]
