@@ -65,7 +65,7 @@ test-slow: $(SETUP) ## training runs, benchmarks, processes that die, distributi
 test-assistant: $(SETUP) ## the assistant of `outrider up`, fetched if it is not there yet
 	$(BIN)/python -m pytest -m assistant tests/assistant
 
-test-grid: $(SETUP) ## the full exactness grid, 400 schemas, beams of thirty prompts: half an hour
+test-grid: $(SETUP) ## the full exactness grid, 400 schemas, beams of thirty prompts, wide statistics: over an hour
 	$(BIN)/python -m pytest -m grid $(SIDE_BY_SIDE)
 
 test-page: $(SETUP) ## the page in Chromium, which Debian's package chromium provides

@@ -3,7 +3,7 @@
     python -m bench.cascade [--draft models/draft] [--cascade lookup] [--counts 4,8] [--texts 8] [--temperature 0]
 
 Texts are known beforehand: stories that the embedded target has written, and one of their sentences said again and
-again. Every round both drafts propose K tokens, in turns, behind the same tokens, and the text says how many of them
+again. Every round both drafts propose K tokens, in turns, after the same tokens, and the text says how many of them
 were right and what comes next. The cascade `useless` always guesses wrongly, and shows what that costs. Proposals must
 be the same, bit for bit.
 """
@@ -69,7 +69,7 @@ class Variant:
         self.propose((), 2)
 
     def propose(self, new: Sequence[int], count: int) -> tuple[TokenTree, float, int]:
-        """Commits tokens; the proposal behind them, its milliseconds and its forwards. Raises OutriderError."""
+        """Commits tokens; returns the proposal after them, its milliseconds and its forwards. Raises OutriderError."""
         started_s = time.perf_counter()
         failed: list[OutriderError] = []
         self.session.replace_tail(self.base_len, new)
@@ -114,7 +114,7 @@ Found = dict[tuple[str, str], tuple[list[float], list[int]]]
 def measure(
     variants: dict[str, Variant], kind: str, tokens: Sequence[int], spec: SessionSpec, draft_count: int, found: Found
 ) -> None:
-    """One text, round by round; raises TokensDiffer."""
+    """Measures one text, round by round; raises TokensDiffer."""
     for variant in variants.values():
         variant.begin(spec)
     base_len, turn = spec.prompt_len, 0
@@ -150,7 +150,7 @@ def cascades(name: str, dtype: str, num_threads: int) -> Cascade:
 
 
 def main() -> None:
-    """Measures, and prints."""
+    """Prints a table of the measured proposals, a draft alone against one with a cascade."""
     parser = argparse.ArgumentParser(prog="python -m bench.cascade", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--draft", default=embedded_model("draft"), help="model of the draft")
     parser.add_argument("--cascade", nargs="+", default=["lookup", USELESS], help="what guesses for it, or useless")

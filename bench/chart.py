@@ -7,7 +7,7 @@ from html import escape
 
 from bench.common import Spread
 
-# Okabe and Ito's colours, which most people who see colours differently tell apart.
+# Okabe and Ito's colours, which most people who see colours differently can distinguish.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 380, 250, 58, 64, 56
 STEPS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
@@ -23,12 +23,12 @@ class Panel:
 
 
 def text(x: float, y: float, words: str, anchor: str = "middle", extra: str = "") -> str:
-    """A line of text."""
+    """SVG element with a line of text."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {extra}>{escape(words)}</text>'
 
 
 def path(points: Sequence[tuple[float, float]], colour: str, width: float) -> str:
-    """A line from point to point."""
+    """SVG element with a line from point to point."""
     places = " L".join(f"{x:.1f},{y:.1f}" for x, y in points)
     return f'<path d="M{places}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
 

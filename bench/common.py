@@ -1,4 +1,4 @@
-"""What the measurements share: intervals, provenance, options, settings, the stack that is measured, and prompts."""
+"""Parts that the measurements share: intervals, provenance, options, settings, the measured stack, and prompts."""
 
 import os
 import platform
@@ -56,7 +56,7 @@ class Spread:
     count: int
 
     def show(self, form: str, scale: float = 1.0) -> str:
-        """All three multiplied by a scale, for instance "1.20 (1.15 to 1.31)"."""
+        """Text of all three, multiplied by a scale, for instance "1.20 (1.15 to 1.31)"."""
         low, median, high = (f"{value * scale:{form}}" for value in (self.low, self.median, self.high))
         return f"{median} ({low} to {high})"
 
@@ -85,14 +85,14 @@ def interval(values: Iterable[float]) -> Spread:
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A Markdown table."""
+    """A table in Markdown, from a header and rows of cells."""
     names = list(header)
     lines = [names, ["---"] * len(names), *(list(row) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 class Timed(NamedTuple):
-    """One answer that was read to its end. Times begin behind the first round, which reads the prompt."""
+    """One answer that was read to its end. Times begin after the first round, which reads the prompt."""
 
     token_us: float
     tokens_a_round: float
@@ -119,7 +119,7 @@ def read_timed(stream: Stream) -> Timed:
 
 
 def machine() -> str:
-    """Processor and number of CPUs, as far as the system tells."""
+    """Processor and number of CPUs, as far as the system reports them."""
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else platform.machine()}, {os.cpu_count()} CPUs"
@@ -145,7 +145,7 @@ def without_key(words: Sequence[str]) -> list[str]:
 
 
 def provenance() -> dict[str, object]:
-    """Where figures come from: the command line, the machine, the versions of what computes and carries, the commit."""
+    """Provenance of figures: command line, machine, versions of what computes and carries, commit."""
     installed = {each.name: each.version for each in distributions() if each.name in DISTRIBUTIONS}
     return {
         "command": without_key(sys.orig_argv),
@@ -193,8 +193,8 @@ def settings_of(
 ) -> dict[str, Speculation]:
     """Settings by their names: plain where K is 0, and auto where it is None, so that the gateway chooses.
 
-    All but plain with each of the drafters; an empty one leaves that to the gateway too. Behind them trees of so many
-    rows, so deep at most, whose shape is otherwise the drafter's.
+    All but plain with each of the drafters; an empty one leaves that to the gateway too. After them come trees of so
+    many rows, so deep at most, whose shape is otherwise the drafter's.
     """
     settings = {}
     for count, drafter in product(draft_counts, drafters):
@@ -229,7 +229,7 @@ SaveFile = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeThreads:
-    """How many threads compute."""
+    """Number of threads that compute in each service."""
 
     threads: options.Threads = None
     draft_threads: Annotated[
@@ -260,7 +260,7 @@ class MeasuredModels(options.Models):
 
 
 def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
-    """As outrider.cli.local_stack.choose_models; raises ModelRefused also when there is no draft for the target."""
+    """Pair of outrider.cli.local_stack.choose_models; raises ModelRefused also when the target has no draft."""
     target_model, draft_model = choose_models(target, draft, no_draft=False)
     if draft_model is None:
         raise ModelRefused(f"There is no draft for {target_model}; name one with --draft.", model=target_model)

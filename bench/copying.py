@@ -52,7 +52,7 @@ def file_option(words: str, metavar: str, *names: str) -> object:
 
 
 class Prompt(NamedTuple):
-    """What is asked, and of which kind it is; a text alone is continued, and not answered."""
+    """A text to ask, and its kind; a text alone is continued, and not answered."""
 
     kind: str
     text: str
@@ -71,7 +71,7 @@ Found = dict[str, dict[str, list[Timed]]]
 
 
 def copy_set(passages: Sequence[str], size: int, seed: int = 0) -> Iterator[Prompt]:
-    """So many prompts of each kind; passages are paragraphs, and one that is edited has the word to be replaced."""
+    """Prompts of each kind, `size` of them; passages are paragraphs, and one that is edited has the word to replace."""
     source = random.Random(seed)
     fitting = [each for each in passages if MIN_CHARS <= len(each) <= MAX_CHARS]
     for _ in range(size):
@@ -85,7 +85,7 @@ def copy_set(passages: Sequence[str], size: int, seed: int = 0) -> Iterator[Prom
 
 
 def questions(file: Path, size: int, seed: int = 0) -> Iterator[Prompt]:
-    """So many first turns of each category of Spec-Bench (Xia et al., 2024, arXiv 2401.07851)."""
+    """First turns of each category of Spec-Bench, at most `size` (Xia et al., 2024, arXiv 2401.07851)."""
     by_category = defaultdict(list)
     for line in file.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
@@ -97,7 +97,7 @@ def questions(file: Path, size: int, seed: int = 0) -> Iterator[Prompt]:
 
 
 def answer(client: Client, prompt: Prompt, setting: Speculation, length: Length, salt: str) -> Timed:
-    """One answer, and its time."""
+    """Answer to one prompt, with its time."""
     options = GenerationOptions(
         max_tokens=length.tokens,
         temperature=length.temperature,
@@ -132,7 +132,7 @@ def measure(client: Client, prompts: Sequence[Prompt], length: Length, has_draft
         if len({each.token_ids for each in answers.values()}) > 1:
             raise TokensDiffer(f"{prompt.text!r} was answered in different ways by {', '.join(answers)}")
         if len(answers[PLAIN].token_ids) < 8:
-            # There is nothing to measure behind a few words.
+            # An answer of a few words is too short to measure.
             continue
         for name, taken in answers.items():
             found[prompt.kind][name].append(taken)
@@ -140,7 +140,7 @@ def measure(client: Client, prompts: Sequence[Prompt], length: Length, has_draft
 
 
 def render(found: Found) -> str:
-    """Of each kind the medians of ratios to plain decoding with their intervals, and tokens a round."""
+    """Table of each kind's median ratios to plain decoding with their intervals, and tokens a round."""
     rows = []
     whole: dict[str, list[Timed]] = defaultdict(list)
     for kind, taken in found.items():

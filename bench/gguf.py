@@ -38,7 +38,7 @@ SETTINGS = {"plain": Speculation(enabled=False), "looked up": Speculation()}
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where the tokens of an answer part, and how far transformers' logits of the two tokens are apart."""
+    """Place where the tokens of an answer part, and the distance of transformers' logits of the two tokens."""
 
     number: int
     place: int
@@ -84,7 +84,7 @@ async def prompt_ids(model: Path, questions: Sequence[str]) -> list[tuple[int, .
 
 
 def generated(reference: Any, prompt: Sequence[int], max_tokens: int, ends: Sequence[int]) -> tuple[int, ...]:  # noqa: ANN401 - transformers has no types
-    """What transformers says greedily."""
+    """Tokens that transformers generates greedily."""
     inputs = torch.tensor([prompt])
     output = reference.generate(
         inputs,
@@ -104,7 +104,7 @@ def difference(
     ours: Sequence[int],
     theirs: Sequence[int],
 ) -> Difference | None:
-    """Where two answers part first; None for equal ones."""
+    """First difference of two answers; None for equal ones."""
     if tuple(ours) == tuple(theirs):
         return None
     shorter = min(len(ours), len(theirs))

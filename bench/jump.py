@@ -79,7 +79,7 @@ class Jump:
 
     @property
     def followed_s(self) -> float:
-        """From the jump to the end of the last bin that is not near what it comes to."""
+        """Seconds from the jump to the end of the last bin that is not near what it comes to."""
         near = max(NEAR_TOKENS, NEAR_SHARE * self.settled)
         away = [at_s for at_s, drafted in self.drafted() if abs(drafted - self.settled) > near]
         return max(away) + BIN_S / 2 - self.began_s if away else 0.0
@@ -91,7 +91,7 @@ class Jump:
 
 @dataclass(slots=True)
 class Streams:
-    """As many streams as are wanted, each with one request after the other, and the rounds of all."""
+    """A wanted number of streams, each with one request after the other, and the rounds of all."""
 
     client: AsyncClient
     temperature: float
@@ -100,7 +100,7 @@ class Streams:
     _number: int = 0
 
     async def set(self, count: int) -> None:
-        """So many from now on; those that are too many are cancelled."""
+        """Changes the number of streams: starts those that are missing, cancels those that are too many."""
         ended = self._tasks[count:]
         del self._tasks[count:]
         for task in ended:

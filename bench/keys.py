@@ -1,10 +1,11 @@
-"""Whether a cached prefix tells one API key what another has asked: the time to the first token. No gate.
+"""Whether a cached prefix shows one API key what another has asked: the time to the first token. No gate.
 
     python -m bench.keys [--turns 40] [--prompt-tokens 2000] [--target ...] [--draft ...]
 
-A stack lets two keys in. A turn has two prompts that nobody has asked before, one with a `cache_salt` and one without.
+A stack lets two keys in. A turn has two prompts that were never asked before, one with a `cache_salt` and one without.
 The first key asks both; then it asks again, and the second key asks for each of them as the first one did, in another
-order each turn. Whoever finds the prompt in a cache has its first token sooner, and is told how many tokens were found.
+order each turn. The key that finds the prompt in a cache has its first token sooner, and learns how many tokens were
+found.
 """
 
 import asyncio
@@ -59,7 +60,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyOptions:
-    """What is asked for, and how often."""
+    """Options: what is asked for, and how often."""
 
     turns: Annotated[int, typer.Option(help="Turns of four requests.", metavar="N", callback=between(1, 1000))] = 40
     prompt_tokens: Annotated[
@@ -69,7 +70,7 @@ class KeyOptions:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one request showed: milliseconds to its first token, and how much of its prompt was in the cache."""
+    """Findings of one request: milliseconds to its first token, and how much of its prompt was in the cache."""
 
     first_ms: float
     cached_tokens: int
@@ -85,7 +86,7 @@ async def ask(client: AsyncClient, services: Sequence[str], prompt: Sequence[int
                 first_ms = first_ms or 1e3 * (time.perf_counter() - started_s)
             else:
                 cached_tokens = event.cached_prompt_tokens
-    # They tell only who asks.
+    # A service reports their number only when it is asked.
     while any([(await model_facts(service)).sessions for service in services]):  # noqa: ASYNC110
         await asyncio.sleep(POLL_S)
     return Found(first_ms, cached_tokens)
@@ -94,7 +95,7 @@ async def ask(client: AsyncClient, services: Sequence[str], prompt: Sequence[int
 async def measure(
     clients: Mapping[str, AsyncClient], services: Sequence[str], turns: int, prompt_tokens: int
 ) -> dict[str, list[Found]]:
-    """What each kind of request showed, turn by turn; `services` are the addresses of target and draft."""
+    """Findings of each kind of request, turn by turn; `services` are the addresses of target and draft."""
     found: defaultdict[str, list[Found]] = defaultdict(list)
     generator = random.Random(0)
     alice, bob = clients.values()

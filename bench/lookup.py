@@ -43,7 +43,7 @@ def timed_us(work: Callable[[], object]) -> float:
 
 
 def spread_us(times_us: Sequence[float]) -> list[str]:
-    """Median and 99th percentile."""
+    """Median and 99th percentile, in microseconds."""
     found = quantiles(times_us, n=100)
     return [f"{found[49]:.1f}", f"{found[98]:.1f}"]
 
@@ -115,7 +115,7 @@ def look_rows(texts: Sequence[Sequence[int]], num_rows: int) -> list[list[str]]:
 
 
 def random_documents(num_tokens: int) -> Iterator[list[int]]:
-    """Documents of phrases that come again and words between them, by Zipf's law."""
+    """Documents of phrases that come again and words between them, in Zipf's distribution."""
     draw = np.random.default_rng(1)
     phrases = draw.zipf(1.3, (PHRASES, PHRASE_LEN)) % WORDS
     for _ in range(num_tokens // DOCUMENT_LEN):
@@ -154,7 +154,7 @@ def store_rows(path: Path, num_tokens: int) -> list[list[str]]:
 
 
 def tenant_rows() -> list[list[str]]:
-    """What a tenant's memory takes, and what filling it with requests of 2,000 tokens costs."""
+    """Table of what a tenant's memory takes, and what filling it with requests of 2,000 tokens costs."""
     memories = Memories(TENANT_TOKENS, TENANT_TOKENS * MAX_BYTES_PER_TOKEN)
     memory, draw, rows = memories.of("one"), np.random.default_rng(3), []
     rows.append(["0", f"{memory.num_bytes:,}", "", ""])

@@ -19,7 +19,7 @@ from itertools import count, pairwise
 from pathlib import Path
 
 from bench.common import OPENINGS, machine, markdown, revision, spread, timed
-from bench.house import serving
+from bench.house.stack import serving
 from bench.versions import compare, in_turns
 from outrider.client import AsyncClient, GenerationOptions, Round, Speculation
 
@@ -27,18 +27,18 @@ SPECULATION = {"auto": Speculation(), "plain": Speculation(enabled=False)}
 TIMEOUT_S = 600.0
 # Of the ids of any model that is served here, without those that end a text.
 TOKEN_IDS = range(10, 4000)
-# Running streams are watched for so long before the prompt comes, behind their first rounds.
+# Running streams are watched for so long before the prompt comes, after their first rounds.
 QUIET_S, FIRST_ROUNDS = 3.0, 10
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What running streams saw of a long prompt, as their client did: seconds."""
+    """Waits of running streams beside a long prompt, as their client saw them: seconds."""
 
     quiet_gaps: list[float]
-    """Between two rounds of a stream before the prompt was sent."""
+    """Gaps between two rounds of a stream before the prompt was sent."""
     gaps: list[float]
-    """Those of which some part lies between the sending and the prompt's first token."""
+    """Gaps of which some part lies between the sending and the prompt's first token."""
     first_token_s: float
     token_ids: list[int]
 
@@ -54,7 +54,7 @@ class Beside:
 
 
 def percentile_99(values: Sequence[float]) -> float:
-    """By linear interpolation within the values, of which there are at least two."""
+    """99th percentile by linear interpolation within the values, of which there are at least two."""
     return statistics.quantiles(values, n=100, method="inclusive")[98]
 
 
@@ -64,7 +64,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 def options(given: argparse.Namespace, seed: int, max_tokens: int) -> GenerationOptions:
-    """What every request is asked with."""
+    """Options that every request is asked with."""
     return {
         "seed": seed,
         "max_tokens": max_tokens,
@@ -185,7 +185,7 @@ def render_gaps(gaps: dict[str, list[Beside]]) -> str:
 
 
 def main() -> None:
-    """Measures, and prints."""
+    """Prints tables of first tokens of long prompts, and of the gaps of streams that run beside one."""
     parser = argparse.ArgumentParser(prog="python -m bench.prompts", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--old", type=Path, help="another checkout, with its kernels built, to compare with")
     parser.add_argument("--target", help="target of both, for instance sized:200m; default: the embedded pair")

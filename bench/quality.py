@@ -33,7 +33,7 @@ class Windows:
     """Sums over the positions of each window."""
 
     losses: list[float] = field(default_factory=list)
-    """Nats of the text."""
+    """Losses of the tokens, in nats."""
     divergences: list[float] = field(default_factory=list)
     agreed: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -59,7 +59,7 @@ def interval(found: Windows, base: Windows) -> tuple[float, float]:
 
 
 def log_probabilities(runner: ModelRunner, token_ids: Sequence[int]) -> Tensor:
-    """Of the token behind each of these, [T, V]."""
+    """Log-probabilities [T, V] of the token after each of these."""
     session = runner.open(token_ids, 1)
     rows = []
     while session.cached_len < len(token_ids):
@@ -71,7 +71,7 @@ def log_probabilities(runner: ModelRunner, token_ids: Sequence[int]) -> Tensor:
 def compare(
     model: str, token_ids: Sequence[int], dtypes: Sequence[str], window: int, threads: int
 ) -> dict[str, Windows]:
-    """All types, bfloat16 first, over windows of the text."""
+    """Windows of the text under each type of the weights, bfloat16 first."""
     runners = {
         dtype: ModelRunner.load(model, dtype=dtype, num_threads=threads, kv_tokens=2 * window)
         for dtype in dict.fromkeys((BASE, *dtypes))
@@ -86,7 +86,7 @@ def compare(
 
 
 def render(found: dict[str, Windows]) -> str:
-    """A Markdown table, a line a type."""
+    """A Markdown table with a row for each type of the weights."""
     lines = []
     for dtype, windows in found.items():
         count, low_high = sum(windows.counts), interval(windows, found[BASE])
@@ -104,7 +104,7 @@ def render(found: dict[str, Windows]) -> str:
 
 
 def main() -> None:
-    """Compares, and prints."""
+    """Prints a table of how well each type of the weights predicts the text."""
     parser = argparse.ArgumentParser(prog="python -m bench.quality", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="models/target", help="folder, file or hub id; default: the embedded target")
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text that the model is asked about")

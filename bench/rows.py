@@ -132,7 +132,7 @@ def render(found: RowTimes) -> str:
 
 
 def main() -> None:
-    """Measures, and prints."""
+    """Prints tables of the measured times of an engine's operations."""
     parser = argparse.ArgumentParser(prog="python -m bench.rows", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="models/target", help="folder or sized:PRESET; default: the embedded target")
     parser.add_argument("--old", type=Path, help="another checkout, with its kernels built")

@@ -67,7 +67,7 @@ CHAINS = Speculation(draft_count=4, drafter="model")
 
 
 def answer(client: Client, prompt: str, salt: str, tokens: int, **options: Any) -> Timed:  # noqa: ANN401 - of requests
-    """One greedy answer, and its time."""
+    """Greedy answer to one prompt, with its time."""
     return read_timed(
         client.generate(prompt, max_tokens=tokens, temperature=0.0, cache_salt=salt, timeout_s=TIMEOUT_S, **options)
     )
@@ -92,7 +92,7 @@ def in_turns(
 
 
 def ratio(slow: Sequence[Timed], fast: Sequence[Timed], form: str = ".2f") -> str:
-    """How many times as fast the second is, answer by answer."""
+    """Ratio of times, answer by answer: how many times as fast the second is."""
     return interval(one.token_us / other.token_us for one, other in zip(slow, fast, strict=True)).show(form)
 
 
@@ -104,7 +104,7 @@ def kept(taken: Sequence[Timed]) -> str:
 
 
 def hostile(number: int) -> dict[str, Any]:
-    """A grammar that nobody should ask for; hardly two are the same."""
+    """A grammar that no client should ask for; hardly two are the same."""
     size = 100 + number
     kinds: tuple[dict[str, Any], ...] = (
         {"regex": f"x{{{1000 * size}}}"},
@@ -127,7 +127,7 @@ def harmless(number: int) -> dict[str, Any]:
 
 
 async def gaps(client: AsyncClient, turns: int, tokens: int) -> list[float]:
-    """Milliseconds between the messages of plain streams, one behind the other."""
+    """Milliseconds between the messages of plain streams, one after the other."""
     found = []
     for prompt in OPENINGS[:turns]:
         times = []

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.common import OPENINGS, machine, markdown, revision, spread
-from bench.house import serving
+from bench.house.stack import serving
 from bench.versions import compare
 from outrider.client import Client, Round, Speculation
 
 TIMEOUT_S = 120.0
 TEMPERATURE = 0.8
-# Asked so often a turn, one behind the other.
+# Number of times that each is asked in a turn, one after the other.
 PATHS, GETS = ("/live", "/"), 5
 WAYS = GRPC, REST, PAGE = "gRPC", "/v1/completions", "/page/generate"
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -46,7 +46,7 @@ class Heard(NamedTuple):
 
 
 class Said(NamedTuple):
-    """An answer by one door; some doors tell no token ids."""
+    """An answer by one surface; some surfaces report no token ids."""
 
     text: str
     token_ids: tuple[int, ...] | None
@@ -72,11 +72,11 @@ FACTS = {
 Asked = Mapping[str, Any]
 """An answer to ask for, in REST's names."""
 Bursts = Iterator[tuple[float, list[int]]]
-"""When bytes came, and which tokens were in them."""
+"""Times when bytes came, and the tokens that were in them."""
 
 
 def over_grpc(client: Client, asked: Asked) -> Bursts:
-    """The answer over gRPC."""
+    """Bursts of an answer over gRPC."""
     shared = {name: asked[name] for name in ("seed", "temperature", "max_tokens", "ignore_eos", "cache_salt")}
     speculation = Speculation(draft_count=asked["speculation"]["draft_count"])
     for event in client.generate(asked["prompt"], **shared, speculation=speculation, timeout_s=TIMEOUT_S):
@@ -99,7 +99,7 @@ def over_http(connection: HTTPConnection, path: str, asked: Asked) -> Bursts:
 
 
 def token_ids_of(event: Mapping[str, Any]) -> list[int]:
-    """Those of a chunk's choice, or of an event of the page."""
+    """Token ids of a chunk's choice, or of an event of the page."""
     return event.get("token_ids") or [token["token_id"] for token in event.get("tokens", ())]
 
 
@@ -130,7 +130,7 @@ def fetched_ms(connection: HTTPConnection, path: str) -> float:
 def measure(
     rest: str, grpc: str, turns: int, tokens: int, draft_count: int
 ) -> tuple[dict[str, list[Heard]], dict[str, list[float]]]:
-    """What came of each surface, and the milliseconds of GETs by path. Raises TokensDiffer."""
+    """Times of each surface's answers, and milliseconds of GETs by path. Raises TokensDiffer."""
     answers: dict[str, list[Heard]] = defaultdict(list)
     gets_ms: dict[str, list[float]] = defaultdict(list)
     with ExitStack() as stack:
@@ -166,7 +166,7 @@ def measure(
 
 
 def replied(rest: str, path: str, body: Asked) -> dict[str, Any]:
-    """What a route of REST answers. Raises RuntimeError about any answer but 200."""
+    """Answer of a route of REST. Raises RuntimeError about any answer but 200."""
     with closing(HTTPConnection(rest, timeout=TIMEOUT_S)) as connection:
         connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
         reply = connection.getresponse()
@@ -177,7 +177,7 @@ def replied(rest: str, path: str, body: Asked) -> dict[str, Any]:
 
 
 def by_page(rest: str, body: Asked) -> Said:
-    """What the page hears, where a fresh one asks."""
+    """Answer that the page gets, where a fresh one asks."""
     with closing(HTTPConnection(rest, timeout=TIMEOUT_S)) as connection:
         auto = {"enabled": True, "draft_count": "auto", "rule": "match", "return_rounds": True}
         fresh = {**body, "seed": str(body["seed"]), "speculation": auto, "probabilities": True}
@@ -191,7 +191,7 @@ def by_page(rest: str, body: Asked) -> Said:
 
 
 def by_command(typed: str, *words: str) -> Said:
-    """What a command prints as JSON. Raises CalledProcessError when it fails."""
+    """Answer that a command prints as JSON. Raises CalledProcessError when it fails."""
     done = subprocess.run((*COMMAND, *words, "--json"), input=typed, capture_output=True, text=True, check=True)
     told = json.loads(done.stdout)
     answer = told["samples"][0] if "samples" in told else told
@@ -199,7 +199,7 @@ def by_command(typed: str, *words: str) -> Said:
 
 
 def continued(rest: str, grpc: str, prompt: str, seed: int, max_tokens: int) -> dict[str, Said]:
-    """How a prompt goes on by every door that continues prompts."""
+    """Continuations of a prompt by every surface that continues prompts."""
     shared: Asked = {"seed": seed, "max_tokens": max_tokens}
     [choice] = replied(rest, REST, {"prompt": prompt, "return_token_ids": True, **shared})["choices"]
     with Client(grpc) as client:
@@ -214,7 +214,7 @@ def continued(rest: str, grpc: str, prompt: str, seed: int, max_tokens: int) -> 
 
 
 def conversed(rest: str, grpc: str, question: str, seed: int, max_tokens: int) -> dict[str, Said]:
-    """What a question is answered by every door that talks."""
+    """Answers to a question by every surface that talks."""
     messages = [{"role": "user", "content": question}]
     shared: Asked = {"messages": messages, "seed": seed, "max_tokens": max_tokens}
     [choice] = replied(rest, CHAT, {**shared, "return_token_ids": True})["choices"]
@@ -233,12 +233,12 @@ def conversed(rest: str, grpc: str, question: str, seed: int, max_tokens: int) -
 
 
 def are_same(said: Mapping[str, Said]) -> bool:
-    """Whether all doors gave one text, and those that tell ids the same."""
+    """Whether all surfaces gave one text, and those that report ids the same ones."""
     return len({each.text for each in said.values()}) == 1 == len({each.token_ids for each in said.values()} - {None})
 
 
 def answers_table(rest: str, grpc: str, seed: int) -> str:
-    """README's examples and questions of fact, the answer of the first door, and whether all doors gave the same."""
+    """README's examples and questions of fact, the answer of the first surface, and whether all gave the same."""
     rows = []
     asked = [(STORY, continued, 64, ""), *((each, conversed, 128, FACTS.get(each, "")) for each in (SKY, *FACTS))]
     for text, ask, max_tokens, expected in asked:
@@ -271,7 +271,7 @@ def render(answers: Mapping[str, list[Heard]], gets_ms: Mapping[str, list[float]
 
 
 def main() -> None:
-    """Measures, and prints."""
+    """Prints the measured times of each surface, or with --answers the answers themselves."""
     parser = argparse.ArgumentParser(prog="python -m bench.surfaces", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="checkout to serve")
     parser.add_argument("--rest", help="where a running gateway serves REST, as HOST:PORT")

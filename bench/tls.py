@@ -56,7 +56,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsOptions:
-    """What is asked for, and how often."""
+    """Options: what is asked for, and how often."""
 
     turns: Annotated[
         int, typer.Option(help="Requests of each setting, each way.", metavar="N", callback=between(1, 1000))
@@ -68,7 +68,7 @@ class TlsOptions:
 
 
 def launched(launch: Launch, way: str, certificates: Path) -> Launch:
-    """How a process is started that way, under a name of its own."""
+    """Launch of a process with or without TLS, under a name of its own."""
     flags = GATEWAY_FLAGS if launch.name == "gateway" else SERVICE_FLAGS
     files = [word for flag, file in flags.items() for word in (flag, str(certificates / launch.name / file))]
     return replace(launch, name=f"{launch.name} ({way})", command=(*launch.command, *(files if way == SECURED else ())))
@@ -83,7 +83,7 @@ async def start(supervisor: Supervisor, stack: Stack, way: str, certificates: Pa
 
 
 def costs(rounds: Sequence[Round], seconds: float) -> dict[str, float]:
-    """Milliseconds a round of an answer whose rounds behind the first took so long.
+    """Milliseconds a round of an answer whose rounds after the first took so long.
 
     Rounds of plain decoding come unasked, each computed while the one before is on its way: nothing is left of these.
     """
@@ -99,7 +99,7 @@ def costs(rounds: Sequence[Round], seconds: float) -> dict[str, float]:
 async def measure(
     clients: Mapping[str, AsyncClient], settings: Mapping[str, Speculation], turns: int, tokens: int
 ) -> Times:
-    """What rounds cost each way, by setting. Raises TokensDiffer, and what the gateways answer."""
+    """Costs of rounds each way, by setting. Raises TokensDiffer, and what the gateways answer."""
     found: Times = defaultdict(lambda: defaultdict(list))
     for turn in range(turns + 1):
         note(f"Turn {turn} of {turns}{'' if turn else ', to warm up'}.")

@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 
 from bench.common import OPENINGS, TokensDiffer, machine, markdown, revision, settings_of, spread
-from bench.house import environment, outrider, serving
+from bench.house.stack import environment, outrider, serving
 from outrider.client import Client, Round
 
 TIMEOUT_S = 120.0
@@ -76,7 +76,7 @@ def measure_answers(roots: Mapping[str, Path], options: Sequence[str], turns: in
 
 
 def measure_starts(roots: Mapping[str, Path], options: Sequence[str], turns: int) -> Times:
-    """Milliseconds until everything serves, until the command line told its version, and of imports."""
+    """Milliseconds until everything serves, until the command line printed its version, and of imports."""
     found: Times = defaultdict(lambda: defaultdict(list))
     imports = {f"{name} --help": [sys.executable, "-P", "-m", name, "--help"] for name in PROGRAMS}
     for turn in range(turns):
@@ -101,7 +101,7 @@ def render(found: Times, unit: str, form: str) -> str:
 
 
 def main() -> None:
-    """Measures, and prints."""
+    """Prints tables of both checkouts' answers and starts."""
     parser = argparse.ArgumentParser(prog="python -m bench.versions", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--old", type=Path, required=True, help="the other checkout, with its kernels built")
     parser.add_argument("--target", help="target of both, for instance sized:200m; default: the embedded pair")

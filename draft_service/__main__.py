@@ -10,7 +10,7 @@ app = service_app()
 @app.command(help="Runs the draft service.")
 @grouped
 def serve(*, settings: DraftSettings) -> None:
-    """Serves until it is told to stop."""
+    """Serves until a signal stops it."""
     run_service("draft", start, settings)
 
 

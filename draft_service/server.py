@@ -24,7 +24,7 @@ from outrider.process.options import Setting, within
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings(ModelServiceSettings):
-    """What an operator can set of the draft service."""
+    """Options that an operator sets for the draft service."""
 
     role: ClassVar[str] = "draft"
 

@@ -35,12 +35,12 @@ class Search(NamedTuple):
 
     @property
     def output_len(self) -> int:
-        """Tokens of each beam behind the prompt."""
+        """Number of tokens of each beam after the prompt."""
         return len(self.beams[0].token_ids) if self.beams else 0
 
 
 class Wanted(NamedTuple):
-    """How many guesses a message asks for. `arrived_ns` is when it came, on time.perf_counter_ns.
+    """Number of guesses that a message asks for. `arrived_ns` is when it came, on time.perf_counter_ns.
 
     With a shape they are rows of a tree, without one a chain.
     """
@@ -53,22 +53,22 @@ class Wanted(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class DraftState(SessionState[DraftTask | BeamDraftTask]):
-    """A session as the draft keeps it. Behind the committed tokens its `session` may hold guesses, as a cache."""
+    """A session as the draft keeps it. After the committed tokens its `session` may hold guesses, as a cache."""
 
     drafter: str = MODEL
     lane: int = 0
-    """Which of the request's drafts it is."""
+    """Number of the draft among those of the request."""
     cheaper: CheaperDraft | None = None
-    """What guesses for the draft, where there is a cascade."""
+    """Cheaper guesser of the draft, where there is a cascade."""
     committed_len: int = field(init=False)
     asked_len: int = 0
     """base_len of the last request of this epoch, 0 before the first."""
     reply: SessionAnswer[TokenTree] | None = None
     """The answer to the last request of this epoch, None while it is under way."""
     beams: Beams | None = None
-    """Those that stand on its tokens, the prompt, where it is a search; behind the live ones they hold guesses."""
+    """Beams on its tokens, the prompt, where it is a search; after the live ones they hold guesses."""
     learn: Learn | None = None
-    """What learns from the tokens that follow it."""
+    """Function that learns from the tokens that follow it."""
 
     def __post_init__(self) -> None:
         self.committed_len = len(self.session)
@@ -78,7 +78,7 @@ class DraftState(SessionState[DraftTask | BeamDraftTask]):
         return (self.asked_len,)
 
     def rewind(self, epoch: int, length: int) -> bool:
-        """Begins an epoch at a length, at most the committed one; tells whether a job was stopped."""
+        """Begins an epoch at a length, at most the committed one; returns whether a job was stopped."""
         was_stopped = self.stop_job()
         if self.beams is not None:
             self.beams.free_beams()
@@ -102,7 +102,7 @@ class DraftState(SessionState[DraftTask | BeamDraftTask]):
 
 
 class DraftSessions(SessionStore[DraftState]):
-    """All sessions of a draft service."""
+    """Sessions of a draft service."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class DraftSessions(SessionStore[DraftState]):
     ) -> None:
         """`submit` hands a task to the device worker that advances it; prefix_cache as in SessionStore.
 
-        `cascade` is that of the drafter behind the worker, where it has one.
+        `cascade` is that of the worker's drafter, where it has one.
         """
         super().__init__(runner, table, DraftState, prefix_cache=prefix_cache)
         self._context_len = runner.context_len
@@ -228,7 +228,7 @@ class DraftSessions(SessionStore[DraftState]):
 
 
 def _check_search(search: Search | None, held: DraftState, fence: Fence) -> None:
-    """Raises InvalidRequest unless a message has beams just where its session does, behind its prompt."""
+    """Raises InvalidRequest unless a message has beams just where its session does, after its prompt."""
     if (search is None) != (held.beams is None):
         limit = "present where the session was opened with beams, and only there"
         raise InvalidRequest("advance.beams", "absent" if search is None else "present", limit)

@@ -16,7 +16,7 @@ app = service_app()
 @app.command(help="Runs the gateway.")
 @grouped
 def serve(*, settings: GatewaySettings) -> None:
-    """Serves until it is told to stop."""
+    """Serves until a signal stops it."""
     if settings.workers == 1:
         run_service("gateway", resolve_name(GATEWAY), settings)
     workers = Workers()

@@ -1,6 +1,6 @@
 """The gateway's figures for Prometheus: what happens to requests, and what a scrape looks up.
 
-Names are vLLM's behind a prefix of our own where vLLM has one, and mean the same; docs/observability.md lists all.
+Names are vLLM's after a prefix of our own where vLLM has one, and mean the same; docs/observability.md lists all.
 Accepted tokens exclude the token that the target adds, and a draft is a verdict on at least one draft token. The books
 balance: tokens sent + tokens dropped = tokens accepted + one for each verdict but those whose outcome is "ended", which
 an accepted token ended.
@@ -126,8 +126,8 @@ class GatewayMetrics:
         registry.register(figures)
 
     def watch(self, admission: Admission, backend: Backend, door: Door | None) -> None:
-        """Tells at every scrape who runs and waits, which services are there, what was rolled back, and how often
-        nobody was let in.
+        """Reports at every scrape what runs and waits, which services are there, what was rolled back, and how often
+        a caller was refused.
         """
         self.registry.register(Watched(admission, backend, door, lambda: self._rejected_rows))
 
@@ -208,7 +208,7 @@ class GatewayMetrics:
         self.round.add(committed.round_us / 1e6)
         self.draft_compute.add(proposal.compute_us / 1e6)
         if verdict.own is not None:
-            # Nobody waited for a proposal that the target made for itself, and its verdict may have come unasked.
+            # No round waited for a proposal that the target made for itself, and its verdict may have come unasked.
             return
         self.draft_rpc.add(draft.wait_us / 1e6)
         self.draft_overhead.add(max(0, draft.wait_us - draft.queue_us - proposal.compute_us) / 1e6)
@@ -233,14 +233,14 @@ class GatewayMetrics:
 
 
 class Watched:
-    """What is looked up at every scrape: who runs and waits, which services are there, what was rolled back, and who
-    was not let in.
+    """Figures that are looked up at every scrape: what runs and waits, which services are there, what was rolled back,
+    and who was not let in.
     """
 
     def __init__(
         self, admission: Admission, backend: Backend, door: Door | None, rejected_tokens: Callable[[], int]
     ) -> None:
-        """`rejected_tokens` tells how many draft tokens were not kept, which both caches have to forget."""
+        """`rejected_tokens` returns how many draft tokens were not kept, which both caches have to forget."""
         self._admission = admission
         self._backend = backend
         self._door = door

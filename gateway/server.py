@@ -70,7 +70,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class RunningGateway:
-    """A gateway that serves on `address`, and on the others if it was told to."""
+    """A gateway that serves on `address`, and on the others if its settings say so."""
 
     address: str
     backend: Backend
@@ -89,12 +89,12 @@ class RunningGateway:
 
     @property
     def rest_address(self) -> str:
-        """Where it serves REST; raises KeyError when it does not."""
+        """Address on which it serves REST; raises KeyError when it does not."""
         return self.further_addresses["rest"]
 
     async def stop(self, grace_s: float = channels.DRAIN_S) -> None:
         """Says that it stops, and after lame_duck_s turns away who waits or comes; requests that run have what is left
-        of grace_s to end, and shortly before that are told that it is over. Only then it closes its ports and links.
+        of grace_s to end, and shortly before that learn that it is over. Only then it closes its ports and links.
         """
         admission, ends_s = self.frontend.admission, time.monotonic() + grace_s
         admission.is_leaving = True
@@ -104,7 +104,7 @@ class RunningGateway:
         await self.server.say_not_serving()
         await asyncio.sleep(min(self.lame_duck_s, grace_s))
         admission.close()
-        # Behind a closed port nobody could be told to go elsewhere.
+        # A closed port could not send clients elsewhere.
         try:
             wait_s = ends_s - min(LAST_WORDS_S, grace_s / 2) - time.monotonic()
             await asyncio.wait_for(admission.emptied(), max(0.0, wait_s))
@@ -138,7 +138,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
         if settings.metrics_listen:
             exposition = serve_metrics(settings.metrics_listen, registry, upkeep)
             undo.push_async_callback(exposition.stop)
-            # With port 0 nothing else tells where.
+            # With port 0 nothing else says where.
             log.info("serving metrics", address=exposition.address)
         closing = turn_end(template, tokenizer)
         backend = _backend(settings, tokenizer, closing, registry, upkeep)

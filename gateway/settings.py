@@ -1,10 +1,10 @@
-"""What an operator can set of the gateway, and which web sites' pages may make it work.
+"""Settings of the gateway, and which web sites' pages may make it work.
 
 A browser sends what any page asks it to, from inside the user's network, and names the page's site in `origin`. Two
 kinds of pages are let through: those that an operator named, and the gateway's own. A page is the gateway's own only
-under a name that nobody else can point here: otherwise a site whose name is made to lead here after it was loaded
+under a name that no other site can point here: otherwise a site whose name is made to lead here after it was loaded
 (DNS rebinding) would count as one. Programs that are no browsers send no origin, and are not asked. What such a site
-reads comes without an origin, as a program's does: there the name alone tells.
+reads comes without an origin, as a program's does: there the name alone decides.
 """
 
 import re
@@ -107,7 +107,7 @@ def _one_of(*words: str) -> Limit:
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings(ProcessSettings):
-    """What an operator can set. The model is called as its service calls it unless served_model_name says otherwise.
+    """Options of a gateway. The model is called as its service calls it unless served_model_name says otherwise.
 
     Raises InvalidRequest about a value outside its limit.
     """
@@ -244,7 +244,7 @@ class GatewaySettings(ProcessSettings):
     sites: Sites = field(init=False)
     """Made of cors_origins and allowed_hosts."""
     defaults: OperatorDefaults = field(init=False)
-    """Made of generation_defaults."""
+    """Defaults that generation_defaults states."""
 
     def __post_init__(self) -> None:
         ProcessSettings.__post_init__(self)
@@ -271,7 +271,7 @@ class GatewaySettings(ProcessSettings):
         return files_of(files, {name: f"--service-tls-{name}" for name in files})
 
     def _check_doors(self) -> None:
-        """Raises InvalidRequest where nobody has said who may come in from another machine."""
+        """Raises InvalidRequest where no setting says who may come in from another machine."""
         if self.api_keys and self.no_auth:
             raise InvalidRequest("--no-auth", True, "left out with --api-keys")
         if self.api_keys or self.no_auth:

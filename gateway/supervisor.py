@@ -53,10 +53,10 @@ class WorkerFigures(Collector):
     places: Sequence[str]
     """HOST:PORT of each worker's metrics."""
     starts: Mapping[int, int]
-    """How often each has come to serve."""
+    """Number of times that each has come to serve."""
 
     def collect(self) -> Iterable[Metric]:
-        """The families of all workers."""
+        """Families of the metrics of all workers."""
         families: dict[str, Metric] = {}
         up = GaugeMetricFamily("outrider_worker_up", "Whether a worker answers.", labels=["worker"])
         restarts = CounterMetricFamily("outrider_worker_restarts", "Workers started again.", labels=["worker"])
@@ -91,7 +91,7 @@ class Workers:
     _life: AsyncExitStack = field(init=False)
 
     def __post_init__(self) -> None:
-        # Nobody gives up: the other workers serve on.
+        # No worker is given up: the others serve on.
         policy = RestartPolicy(hopeless=frozenset())
         self._supervisor = Supervisor(_report, _pass_on, policy, self._observe)
 

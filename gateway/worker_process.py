@@ -22,7 +22,7 @@ def serve(
     figures: Annotated[str, typer.Option(help="Where the figures of all workers are.")],
     usage: Annotated[str, typer.Option(help="Folder with what all workers used of the keys' limits.")],
 ) -> None:
-    """Serves until it is told to stop."""
+    """Serves until a signal stops it."""
     settings = replace(settings, figures_of_all=figures, usage_of_all=usage, worker=number)
     run_service("gateway", start, settings, worker=number)
 

@@ -54,7 +54,7 @@ def make_draft(
     if threads is not None:
         torch.set_num_threads(threads)
     model = trained_model("--target", target)
-    # Where it lies is nobody's business who gets the drafts.
+    # The place of a target is private: drafts carry only its name.
     name = target.absolute().name
     documents = [] if corpus is None else read_documents(corpus, separator)
     asked = [] if questions is None else read_questions(questions)
@@ -68,7 +68,7 @@ def make_draft(
     }
     storage = Storage(out, checkpoint_every)
     goes_on = storage.holds(identity)
-    # Only now, so that what is refused leaves no folder behind.
+    # Only now, so that what is refused leaves no folder.
     storage.claim(identity, writing.tokenizer.backend_tokenizer.to_str())
     console = Console(highlight=False)
     console.print(f"{'Going on with' if goes_on else 'Making'} drafts in {out}:")
@@ -80,7 +80,7 @@ def make_draft(
 
 
 def read_writing(target: Path, model: LlamaForCausalLM, settings: DraftRunSettings, documents: list[str]) -> Writing:
-    """How the target's texts begin. Raises InvalidRequest about `--target`, and about temperatures."""
+    """Beginnings of the target's texts. Raises InvalidRequest about `--target`, and about temperatures."""
     try:
         Vocabulary.read(target)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(target)

@@ -56,7 +56,7 @@ def train(
     goes_on = storage.holds(identity)
     tokenizer = find_tokenizer(from_pair, storage, documents, settings.sizes.vocab_size)
     held_out = held_out_of(encode(tokenizer, documents), settings)
-    # Only now, so that a text that is refused leaves no folder behind.
+    # Only now, so that a text that is refused leaves no folder.
     storage.claim(identity, tokenizer.to_str())
     console = Console(highlight=False)
     console.print(f"{'Going on with' if goes_on else 'Making'} a pair in {out}:")
@@ -79,7 +79,7 @@ def checked_device(name: str) -> torch.device:
 
 
 def pair_digest(pair: Path | None) -> str | None:
-    """What names the pair to start from. Raises InvalidRequest when it is none, or its halves do not fit."""
+    """Digest of the pair to start from. Raises InvalidRequest when it is none, or its halves do not fit."""
     if pair is None:
         return None
     try:

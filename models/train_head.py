@@ -58,7 +58,7 @@ def train_head(
     held_out = held_out_of(encode(tokenizer, documents), RunSettings(preset=settings.preset, seed=settings.seed))
     files = files_of(settings, held_out, model, str(target))
     run = HeadRun(settings, files, held_out, model, storage, Console(highlight=False))
-    # Only now, so that what is refused leaves no folder behind.
+    # Only now, so that what is refused leaves no folder.
     storage.claim(identity, tokenizer.to_str())
     run.console.print(f"{'Going on with' if goes_on else 'Making'} a head in {out}:")
     sizes = f"{len(documents):,} documents, {len(held_out.token_ids):,} tokens"

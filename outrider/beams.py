@@ -45,7 +45,7 @@ class BeamSearch:
 
 
 class LiveBeam(NamedTuple):
-    """A sequence that goes on: its tokens behind the prompt, and the sum of their log-probabilities in float32."""
+    """A sequence that goes on: its tokens after the prompt, and the sum of their log-probabilities in float32."""
 
     token_ids: tuple[int, ...]
     score: float
@@ -67,7 +67,7 @@ class BeamStep(NamedTuple):
 
 
 class BeamTree(NamedTuple):
-    """The guesses behind one beam; row r of the tree is row rows[r - 1] of the proposal."""
+    """Guesses after one beam; row r of the tree is row rows[r - 1] of the proposal."""
 
     tree: TokenTree
     rows: tuple[int, ...]
@@ -79,7 +79,7 @@ def plant(last_token_ids: Sequence[int], parents: Sequence[int], token_ids: Sequ
 
 
 def split(proposal: TokenTree, last_token_ids: Sequence[int]) -> list[BeamTree]:
-    """The guesses behind each beam, whose last tokens are the proposal's first rows; an empty one guesses nothing.
+    """Guesses after each beam, whose last tokens are the proposal's first rows; an empty one guesses nothing.
 
     Raises InvalidRequest about a proposal that is not for these beams.
     """

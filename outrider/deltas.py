@@ -1,4 +1,4 @@
-"""What is new in an answer, piece by piece: text, reasoning, and calls of tools, each apart from the others."""
+"""Pieces of an answer as it grows: text, reasoning, and calls of tools, each apart from the others."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -40,5 +40,5 @@ Delta: TypeAlias = ContentDelta | ReasoningDelta | CallBegun | CallArguments
 
 
 def reasoning_of(deltas: Iterable[Delta]) -> str:
-    """All that was thought."""
+    """All reasoning in some pieces of an answer."""
     return "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))

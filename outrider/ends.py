@@ -1,4 +1,4 @@
-"""Which tokens end an answer by what a model's files say, all of them together, and where each is said.
+"""Tokens that end an answer by what a model's files say, all of them together, and where each is said.
 
 A model that ends its turns with a token that one file forgets would go on with the user's part, so no file overrules
 another: what any of them names ends an answer. Besides them speaks the name of a token. The names are those by which

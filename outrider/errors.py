@@ -1,4 +1,4 @@
-"""Everything that can go wrong, by who has to act on it, and the checks of single values that raise it.
+"""Errors by who has to act on them, and the checks of single values that raise them.
 
 Each class carries the name of its gRPC status and the reason that goes into `ErrorInfo`; surfaces translate at the
 edge, so no other module speaks of status codes.
@@ -61,7 +61,7 @@ def shown(value: object) -> str:
 
 
 def _beginning(value: object, num_chars: int) -> str:
-    """How a value begins as Python writes it, at least so many characters: all of it may be millions."""
+    """Beginning of a value as Python writes it, at least so many characters: all of it may be millions."""
     if isinstance(value, str):
         return repr(value[:num_chars])
     if not isinstance(value, list | dict):
@@ -103,7 +103,7 @@ class InvalidRequest(OutriderError):
 
     @classmethod
     def received(cls, parts: Sequence[str], metadata: Mapping[str, str]) -> Self:
-        """As of any error; a sentence of the usual form comes without its parts, because they follow from the data."""
+        """Error as its data describe it; a sentence of the usual form comes without parts, which follow from these."""
         field, value, limit = (metadata.get(key, "") for key in ("field", "value", "limit"))
         usual = (Field(field), f" is {value}, but must be ", limit)
         error = cls(field, value, limit, usual if ["".join(usual)] == [*parts] else parts)
@@ -111,7 +111,7 @@ class InvalidRequest(OutriderError):
         return error
 
     def rename_fields(self, name: Callable[[str], str]) -> Self:
-        """As of any error; the limit, too."""
+        """Renames fields like any error, those of the limit too."""
         self.limit = tuple(Field(name(part)) if isinstance(part, Field) else part for part in self.limit)
         self.metadata["limit"] = "".join(self.limit)
         return super().rename_fields(name)

@@ -88,10 +88,10 @@ Steps = tuple[Normalizer | None, PreTokenizer, Decoder]
 
 @dataclass(frozen=True, slots=True)
 class Rebuild:
-    """What a class makes anew."""
+    """Parts of a tokenizer that a class makes anew."""
 
     steps: Callable[[bool, bool], Steps]
-    """Before the merges and behind them; given whether a text begins with a space, and "legacy"."""
+    """Steps before the merges and after them; given whether a text begins with a space, and "legacy"."""
     named: Mapping[str, str | None]
     """Special tokens where the files do not name them."""
     has_prefix: bool = False
@@ -249,21 +249,21 @@ def _is_remote(given: Json) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """What the files beside tokenizer.json say about tokens."""
+    """Facts about tokens from the files beside tokenizer.json."""
 
     numbered: Mapping[int, AddedToken]
     """Added tokens by ids that count for their order alone."""
     named: Mapping[str, Token]
     """Special tokens by their names, in the order in which those without an id get one."""
     extra: Sequence[Token]
-    """Special tokens without names, which come behind them."""
+    """Special tokens without names, which come after them."""
 
     @property
     def special(self) -> list[Token]:
         return [*self.named.values(), *self.extra]
 
     def missing(self, tokenizer: Tokenizer) -> list[AddedToken]:
-        """What a tokenizer has not added yet, in the order in which it gets ids."""
+        """Tokens that a tokenizer has not added yet, in the order in which they get ids."""
         names = {_text(each) for each in self.named.values()}
         wanted: list[Token] = [self.numbered[index] for index in sorted(self.numbered)]
         known = {each.content for each in tokenizer.get_added_tokens_decoder().values()} | {*map(_text, wanted)}
@@ -278,7 +278,7 @@ class _Tokens:
 
 
 def _read_tokens(folder: Path, given: Json, tokenizer: Tokenizer, defaults: Mapping[str, str | None]) -> _Tokens:
-    """Of a folder with `given` in tokenizer_config.json; `tokenizer` is that of tokenizer.json alone.
+    """Tokens of a folder with `given` in tokenizer_config.json; `tokenizer` is that of tokenizer.json alone.
 
     `defaults` are the special tokens of a class that makes its tokenizer anew.
     """

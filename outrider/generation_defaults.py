@@ -1,7 +1,7 @@
-"""What requests get where they say nothing: by the model's own files, and by the operator over them.
+"""Defaults of requests: by the model's own files, and by the operator over them.
 
 As vLLM and llama.cpp read them: generation_config.json beside the weights, `general.sampling.*` in a GGUF file. A value
-that no request could have is left out there, because the fault would be the model's and not that of whoever asks.
+that no request could have is left out there, because the fault would be the model's and not that of the client.
 """
 
 import json
@@ -30,14 +30,14 @@ WORDS = f"NAME=VALUE with commas between, of {', '.join(NAMES)}, or {NONE}"
 
 @dataclass(frozen=True, slots=True)
 class ModelDefaults:
-    """What the files of a model say, and what of it was left out, each in a sentence."""
+    """Defaults of a model's files, and what of them was left out, each in a sentence."""
 
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     faults: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, place: Path) -> Self:
-        """Of a folder, or of a GGUF file; raises ModelRefused about a file that is none."""
+        """Defaults of a folder, or of a GGUF file; raises ModelRefused about a file that is none."""
         if place.is_file():
             metadata = GgufFile.read(place).metadata
             return cls._of(place, {name: (key, metadata.get(key)) for name, key in GGUF_KEYS.items()})
@@ -61,7 +61,7 @@ class ModelDefaults:
 
     @classmethod
     def _of(cls, path: Path, found: Mapping[str, tuple[str, Any]]) -> Self:
-        """From the key and the value of each name."""
+        """Defaults from the key and the value of each name."""
         stated: dict[str, Any] = {}
         faults = []
         for name, (key, value) in found.items():
@@ -85,7 +85,7 @@ def _plain(name: str, value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class OperatorDefaults:
-    """What an operator says over the model's."""
+    """Defaults of an operator, over the model's."""
 
     ignores_model: bool = False
     said: GenerationDefaults = field(default_factory=GenerationDefaults)
@@ -112,6 +112,6 @@ class OperatorDefaults:
         return cls(ignores_model, GenerationDefaults.checked(said))
 
     def over(self, model: GenerationDefaults) -> GenerationDefaults:
-        """What counts for a model whose files say this."""
+        """Defaults that count for a model whose files say this."""
         own = {} if self.ignores_model else model.stated
         return GenerationDefaults.checked({**own, **self.said.stated})

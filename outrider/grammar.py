@@ -65,7 +65,7 @@ Bits = bytes
 
 
 class ConstraintKind(StrEnum):
-    """How a constraint is written."""
+    """Notation of a constraint."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -77,26 +77,26 @@ class ConstraintKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an answer has to look like; of a choice the text is a JSON list of strings."""
+    """Form that an answer must have; of a choice the text is a JSON list of strings."""
 
     kind: ConstraintKind
     text: str
     field: str = "constraint"
-    """Of the request, that errors are about."""
+    """Field of the request that errors are about."""
     whitespace: str = ""
     """Regular expression of what may stand between two tokens of JSON; by default WHITESPACE."""
     whitespace_field: str = "constraint.whitespace"
     is_lenient: bool = False
     """Whether keywords of a schema that cannot be enforced are left out; else they are an error."""
     written: str = ""
-    """What errors show where the text is none of the client's."""
+    """Text for errors, where that of the constraint is none of the client's."""
 
     def refused(self, error: Exception) -> InvalidRequest:
         """The error about what cannot be compiled, or followed to the end."""
         return InvalidRequest(self.field, self.written or self.text, f"one that can be enforced: {error}")
 
     def canonical(self) -> str:
-        """The one text that every service compiles. Raises InvalidRequest about what can be told without compiling."""
+        """The one text that every service compiles. Raises InvalidRequest about what is wrong without compiling."""
         limit = MAX_REGEX_BYTES if self.kind is ConstraintKind.REGEX else MAX_GRAMMAR_BYTES
         num_bytes = len(self.text.encode())
         if num_bytes > limit:
@@ -144,7 +144,7 @@ class Constraint:
         return choices
 
     def _tags(self) -> str:
-        """As vLLM and SGLang write structural tags: structures of begin, schema and end, and triggers."""
+        """Structural tags as vLLM and SGLang write them: structures of begin, schema and end, and triggers."""
         tags = self._json()
         structures, triggers = (
             (tags.get("structures"), tags.get("triggers")) if isinstance(tags, dict) else (None, None)
@@ -169,7 +169,7 @@ class Constraint:
 
 
 def _depth(value: object) -> int:
-    """How deep lists and objects are nested."""
+    """Depth to which lists and objects are nested."""
     deepest, level = 0, [value]
     while level := [each for each in level if isinstance(each, dict | list)]:
         deepest += 1
@@ -186,24 +186,24 @@ class GrammarRefused(OutriderError):
 
 
 class Follower:
-    """Follows one answer with a lexer of its own, token by token, each behind its mask.
+    """Follows one answer with a lexer of its own, token by token, each after its mask.
 
     Where the limits of the grammar are exhausted depends on its text and on the tokens before, then: neither on what
     others have asked for, nor on guesses, nor on where the answer was begun. Belongs to one thread at a time.
     """
 
     def __init__(self, compile_it: Callable[[], LLMatcher], num_bytes: int) -> None:
-        """`compile_it` makes a matcher whose lexer is nobody else's; of a grammar that can be compiled."""
+        """`compile_it` makes a matcher whose lexer is not shared; of a grammar that can be compiled."""
         self._compile = compile_it
         self._num_bytes = num_bytes
         self._matcher: LLMatcher
         self._token_ids: list[int]
         self._error: str | None
-        """What the library says about the last token, or about what may follow it; None while it says nothing."""
+        """Complaint of the library about the last token, or about what may follow it; None while there is none."""
         self._is_off: bool
         """Whether the last token was not allowed."""
         self._masks: dict[int, tuple[Bits, bool]]
-        """By length of the output, with whether it may end there: the latest."""
+        """Masks by length of the output, with whether it may end there: the latest."""
         self._begin()
 
     def reach(self, output: Sequence[int]) -> int:
@@ -231,13 +231,13 @@ class Follower:
         return reached == len(output) or (reached == len(output) - 1 and not self._is_off)
 
     def allowed(self, output: Sequence[int], ends: Collection[int]) -> Bits:
-        """What may follow an output; nothing behind one that leaves the grammar or cannot go on."""
+        """Mask of the tokens after an output; empty after one that leaves the grammar or cannot go on."""
         if self.reach(output) < len(output):
             return bytes(self._num_bytes)
         return _with_ends(*self._masks[len(output)], ends)
 
     def exhausted(self, output: Sequence[int]) -> GrammarRefused | None:
-        """What is said of an output behind which, or before, a limit of the grammar is exhausted."""
+        """Error of an output after which, or before, a limit of the grammar is exhausted."""
         limit = None if self.reach(output) == len(output) else _limit_in(self._error or "")
         if not limit:
             return None
@@ -282,10 +282,10 @@ class Grammar:
         # By length of prefix, the oldest first; the empty prefix always has one.
         self._states: dict[int, LLMatcher] = {0: pristine}
         self._guessed: dict[tuple[int, ...], Bits | None] = {}
-        """What was last found to follow each path."""
+        """Masks that were found last after each path."""
 
     def session(self, follower: Follower | None = None) -> "Grammar":
-        """The same grammar for another session."""
+        """A grammar of the same text for another session."""
         return Grammar(self.text, self._states[0], self._num_bytes, follower)
 
     @property
@@ -297,7 +297,7 @@ class Grammar:
 
     @property
     def ignored_keywords(self) -> tuple[str, ...]:
-        """What of a lenient schema is not enforced: keywords by name, such as `format color` or `not`."""
+        """Keywords of a lenient schema that are not enforced, such as `format color` or `not`."""
         found: set[str] = set()
         for warning in self._states[0].get_grammar_warnings():
             kind, _, rest = warning.partition(": ")
@@ -310,7 +310,7 @@ class Grammar:
     def allowed(
         self, output: Sequence[int], paths: Iterable[Sequence[int]], ends: Collection[int]
     ) -> list[Bits | None]:
-        """What may follow an output and each path behind it; `ends` may where an answer may end.
+        """Masks of the tokens after an output and each path after it; `ends` may where an answer may end.
 
         Nothing may follow an output that cannot go on. None stands for a path that no answer takes: what follows it is
         never asked for, because its own tokens may not follow what is before them. Where guesses have exhausted the
@@ -336,9 +336,9 @@ class Grammar:
         return found
 
     def confirmed(self, output: Sequence[int], path: Sequence[int], ends: Collection[int]) -> int:
-        """How many tokens of a path, which `allowed` was asked about last, have behind them what plain decoding finds.
+        """Number of tokens of a path, one of `allowed`'s last call, that are followed by what plain decoding finds.
 
-        The one behind those is still committed, but nothing that was drawn behind it.
+        The one after those is still committed, but nothing that was drawn after it.
         """
         if self.follower is None:
             return len(path)
@@ -358,7 +358,7 @@ class Grammar:
         return list(state.deep_copy().compute_ff_tokens())
 
     def _behind(self, output: Sequence[int]) -> LLMatcher | None:
-        """The matcher behind an output, None where that leaves the grammar."""
+        """Matcher after an output, None where that leaves the grammar."""
         known = self._token_ids
         if len(output) < len(known) or known != list(output[: len(known)]):
             length = next(
@@ -399,7 +399,7 @@ def _with_ends(bits: Bits, may_end: bool, ends: Collection[int]) -> Bits:
 def _along(
     states: dict[tuple[int, ...], LLMatcher | None], path: tuple[int, ...], ends: Collection[int]
 ) -> LLMatcher | None:
-    """The matcher behind a path, found or made, at fault where its lexer is exhausted; None behind an end and whatever
+    """Matcher after a path, found or made, at fault where its lexer is exhausted; None after an end and whatever
     else leaves the grammar.
     """
     if path not in states:
@@ -418,7 +418,7 @@ def _only_token(bits: Bits) -> int | None:
 
 
 def _limit_in(message: str) -> str | None:
-    """Which limit is exhausted by what the library says, as the end of a sentence; None for another fault."""
+    """Limit that is exhausted by what the library says, as the end of a sentence; None for another fault."""
     for pattern, words in EXHAUSTED.items():
         if found := re.search(pattern, message):
             return found.expand(words)
@@ -437,18 +437,18 @@ class GrammarEngine:
     """Compiles grammars for one vocabulary, and keeps those that were asked for last. May be used by several threads.
 
     Compiling takes up to some tens of milliseconds, without the interpreter's lock. It has threads that take the cores
-    that nobody else wants: tokens that are under way do not wait for a grammar.
+    that no other thread wants: tokens that are under way do not wait for a grammar.
     """
 
     def __init__(self, tokenizer: str, vocabulary_size: int, end_ids: Collection[int]) -> None:
         """Takes the text of a tokenizer.json, and the model's ends; raises ValueError about what cannot be read."""
         self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocabulary_size, eos_token=sorted(end_ids) or None)
         self._num_bytes = 4 * -(-vocabulary_size // 32)
-        # Apart by salt, as cached prefixes are: how long an answer takes must not tell what others have asked for.
+        # Apart by salt, as cached prefixes are: how long an answer takes must not reveal what others have asked for.
         self._compiled: OrderedDict[tuple[bytes, str], Grammar] = OrderedDict()
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "grammars", initializer=_give_way)
-        # A grammar that is known does not wait behind new ones.
+        # A grammar that is known does not wait for new ones.
         self._followers = ThreadPoolExecutor(NUM_FOLLOWING, "followers", initializer=_give_way)
 
     def get(self, text: str, salt: bytes = b"") -> Grammar:
@@ -466,14 +466,14 @@ class GrammarEngine:
         return found
 
     async def compiled(self, text: str, salt: bytes = b"") -> Grammar:
-        """As `get`, on the engine's thread; cancelled before its turn has come, it is not compiled."""
+        """Grammar that `get` finds, compiled on the engine's thread; cancelled before its turn, it is not compiled."""
         found = self._known(text, salt)
         if found is None:
             found = await asyncio.get_running_loop().run_in_executor(self._thread, self.get, text, salt)
         return found
 
     async def followed(self, text: str, salt: bytes, output: Sequence[int]) -> Grammar:
-        """As `compiled`, for a session that commits tokens: with a follower, which has read its output already."""
+        """Grammar for a session that commits tokens: with a follower, which has read its output already."""
         found = await self.compiled(text, salt)
         return await asyncio.get_running_loop().run_in_executor(self._followers, self._follow, found, output)
 
@@ -498,7 +498,7 @@ class GrammarEngine:
             return found.session()
 
     def matcher(self, text: str) -> LLMatcher:
-        """One whose lexer is nobody else's."""
+        """A matcher whose lexer is not shared."""
         return LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
 
     def _compile(self, text: str) -> Grammar:

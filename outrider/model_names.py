@@ -1,11 +1,11 @@
 """Models that are known by name: where the embedded pair lies, sized models that hold one of the two, simulated ones.
 
 A sized model is an embedded one inside a larger shape. Its name is `sized:PRESET`, `sized:target-PRESET` or
-`sized:draft-PRESET`, with `@SEED` behind it for other random numbers than those of seed 0.
+`sized:draft-PRESET`, with `@SEED` after it for other random numbers than those of seed 0.
 
-A simulated model computes no matrices: its forward takes as long as a stated law says, and its tokens come from a hash.
-Its name is `sim:PRESET`, with options behind it as in `sim:h100-1b@acceptance=0.8+0.1,stretch=4`. docs/simulation.md
-says what each number stands on.
+A simulated model computes no matrices: its forward takes as long as a stated formula says, and its tokens come from a
+hash. Its name is `sim:PRESET`, with options after it as in `sim:h100-1b@acceptance=0.8+0.1,stretch=4`.
+docs/simulation.md says what each number stands on.
 """
 
 import re
@@ -116,9 +116,9 @@ def parse(model: str, role: str = "target") -> SizedModel | None:
 SIM_PREFIX = "sim:"
 # What a simulated model stands for: that of Llama 3, in bfloat16. Served are the ids of the embedded tokenizer.
 SIM_VOCAB_SIZE, SIM_CONTEXT_LEN, SIM_ITEM_BYTES = 128_256, 131_072, 2
-# The options behind a name, and what they may be.
+# The options after a name, and what they may be.
 SIM_OPTIONS: Mapping[str, tuple[float, float]] = {"acceptance": (0.0, 1.0), "stretch": (0.001, 1000.0)}
-# Choices of a draft that are told apart, and the least probability of each, and of all that is behind them.
+# Choices of a draft that are distinguished, and the least probability of each, and of all that come after them.
 MAX_RANKS, LEAST_RATE = 8, 0.001
 _SIM_NAME = re.compile(r"(?P<preset>[^@]*)(?:@(?P<options>.*))?", re.DOTALL)
 _SIM_NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
@@ -127,12 +127,12 @@ _SIM_OPTION = re.compile(rf"(?P<key>[a-z]+)=(?P<value>{_SIM_NUMBER}(?:\+{_SIM_NU
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """What a device does at best, how much of that a model gets, and what a step costs beside."""
+    """Rates of a device at best, how much of that a model gets, and what a step costs beside."""
 
     name: str
     memory_bytes: float
     bytes_per_s: float
-    """Of its memory."""
+    """Bytes a second of its memory."""
     flops: float
     """Products of bfloat16 numbers, dense, a multiplication and an addition each counted."""
     bandwidth_share: float
@@ -166,10 +166,10 @@ class SimulatedModel:
     device: Accelerator
     shape: Shape
     acceptance: tuple[float, ...] = (1.0,)
-    """The probability that the token which the law of all simulated models names is its first choice, its second, and
+    """The probability that the token which the hash of all simulated models names is its first choice, its second, and
     so on, position by position."""
     stretch: float = 1.0
-    """What all times are multiplied with."""
+    """Factor of all times."""
 
     @property
     def name(self) -> str:
@@ -185,13 +185,13 @@ class SimulatedModel:
 
     @property
     def multiplied_parameters(self) -> int:
-        """Those that every row is multiplied with: all but an embedding of its own, of which a row reads one line."""
+        """Number of parameters that multiply every row: all but an embedding of its own, of which it reads one line."""
         lookup = 0 if self.shape.tied_embeddings else SIM_VOCAB_SIZE * self.shape.hidden_size
         return self.parameter_count - lookup
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token."""
+        """Bytes of the keys and values of one token."""
         return 2 * self.shape.num_layers * self.shape.num_kv_heads * self.shape.head_dim * SIM_ITEM_BYTES
 
     @property
@@ -215,7 +215,7 @@ class SimulatedModel:
         return self.stretch * (max(memory_s, arithmetic_s) + self.device.launch_s)
 
     def with_option(self, model: str, text: str) -> Self:
-        """With one KEY=VALUE of the name `model`. Raises ModelRefused."""
+        """A copy with one KEY=VALUE of the name `model`. Raises ModelRefused."""
         option = _SIM_OPTION.fullmatch(text)
         if option is None or option["key"] not in SIM_OPTIONS:
             kinds = " and ".join(f"{key}=NUMBER" for key in SIM_OPTIONS)

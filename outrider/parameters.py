@@ -24,7 +24,7 @@ MAX_TRACE_LEN = 8192
 MAX_SALT_BYTES = 64
 MAX_SAMPLES = 8
 MAX_BANNED_SEQUENCES, MAX_BANNED_LEN = 256, 64
-# pydantic puts this behind the key of a mapping when the key is at fault and not its value.
+# pydantic puts this after the key of a mapping when the key is at fault and not its value.
 KEY_MARK = "[key]"
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -71,7 +71,7 @@ def _translated(error: ErrorDetails, prefix: str) -> InvalidRequest:
 
 
 class Recommended(Parameters):
-    """Those parameters that a model's files may recommend; the neutral value of each field is its default."""
+    """Parameters that a model's files may recommend; the neutral value of each field is its default."""
 
     temperature: Finite = Field(default=1.0, ge=0, le=100)
     top_k: int = Field(default=0, ge=0, lt=2**31)
@@ -96,7 +96,7 @@ class SamplingParameters(Recommended):
 
     @property
     def is_plain(self) -> bool:
-        """Whether a temperature is all that is wanted, behind min_tokens of output."""
+        """Whether a temperature is all that is wanted, after min_tokens of output."""
         cuts = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return not self.logit_bias and not self.has_penalties and (self.temperature == 0 or not cuts)
 
@@ -108,7 +108,7 @@ class GenerationDefaults(Recommended):
 
     @property
     def stated(self) -> dict[str, Any]:
-        """Those that somebody said."""
+        """Defaults that the model's files or the operator stated."""
         return self.model_dump(exclude_unset=True)
 
     def under(self, said: SamplingParameters) -> SamplingParameters:
@@ -148,7 +148,7 @@ class Acceptance(Parameters):
 
     @property
     def settings(self) -> dict[str, float]:
-        """Those that the rule reads, by name."""
+        """Settings that the rule reads, by name."""
         return {name: getattr(self, name) for name in SETTINGS.get(self.rule, ())}
 
 
@@ -180,7 +180,7 @@ class SessionSpec:
     stop_token_ids: frozenset[int]
     acceptance: Acceptance = field(default_factory=Acceptance)
     banned: tuple[tuple[int, ...], ...] = ()
-    """Sequences whose last token cannot be drawn behind the others."""
+    """Sequences whose last token cannot be drawn after the others."""
     logprob_count: int | None = None
     """Alternatives to every token's log-probability; None for no log-probabilities."""
     prompt_logprobs: bool = False
@@ -192,7 +192,7 @@ class SessionSpec:
     grammar: Grammar | None = field(default=None, repr=False, compare=False)
     """What the output has to follow, with what is known of it; one session's own."""
     plain_len: int = field(init=False, repr=False, compare=False)
-    """Length from which on a temperature is all that changes the logits behind a prefix; sys.maxsize for never."""
+    """Length from which on a temperature is all that changes the logits after a prefix; sys.maxsize for never."""
 
     def __post_init__(self) -> None:
         is_plain = self.sampling.is_plain and not self.banned
@@ -217,6 +217,6 @@ class DraftDistribution:
     weights: tuple[int, ...]
 
     def without(self, token_id: int) -> "DraftDistribution":
-        """What the next sibling is drawn from, where siblings are drawn without replacement; empty behind the last."""
+        """What the next sibling is drawn from, where siblings are drawn without replacement; empty after the last."""
         kept = [entry for entry in zip(self.token_ids, self.weights, strict=True) if entry[0] != token_id]
         return DraftDistribution(tuple(each for each, _ in kept), tuple(weight for _, weight in kept))

@@ -1,4 +1,4 @@
-"""What an answer cost to compute: the times and rows of its forwards."""
+"""Cost of an answer: the times and rows of its forwards."""
 
 import time
 from dataclasses import dataclass, field

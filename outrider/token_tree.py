@@ -8,7 +8,7 @@ from outrider.errors import InvalidRequest
 from outrider.parameters import DraftDistribution
 
 MAX_DEPTH, MAX_CHILDREN, MAX_LEVEL_ROWS = 32, 8, 64
-"""Of a tree that is asked for: rows on a path, children of a row, and rows of a level that have children."""
+"""Limits of a tree that is asked for: rows on a path, children of a row, and rows of a level that have children."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TokenTree:
     def chain(
         cls, token_ids: Sequence[int], distributions: Sequence[DraftDistribution] = (), logprobs: Sequence[float] = ()
     ) -> Self:
-        """The tree of width one."""
+        """A tree of width one."""
         return cls(tuple(token_ids), tuple(range(len(token_ids))), tuple(distributions), tuple(logprobs))
 
     def __len__(self) -> int:

@@ -14,7 +14,7 @@ from outrider.model_names import tokenizer_source
 
 
 def load_tokenizer(model: str) -> tokenizers.Tokenizer:
-    """That of a folder, a GGUF file, a model on the hub, or the one inside a sized model. Raises ModelRefused."""
+    """Tokenizer of a folder, a GGUF file, a model on the hub, or the one inside a sized model. Raises ModelRefused."""
     source = tokenizer_source(model)
     try:
         gguf = find_gguf(source)
@@ -34,7 +34,7 @@ def load_tokenizer(model: str) -> tokenizers.Tokenizer:
 
 
 def find_doubt(model: str) -> str | None:
-    """Why the tokens of texts may be others than those that a model was trained with, in one sentence; None for most.
+    """Reason why texts may have other tokens than in a model's training, in one sentence; None for most.
 
     Raises ModelRefused.
     """

@@ -1,4 +1,4 @@
-"""Which token carries which id, as digests that two services can compare."""
+"""Ids of tokens, as digests that two services can compare."""
 
 import hashlib
 import json
@@ -33,7 +33,8 @@ class Vocabulary:
     def read(cls, place: Path | str) -> Self:
         """The vocabulary of a GGUF file, or of a folder: its tokenizer's, added tokens included, or vocabulary.json.
 
-        A draft needs no tokenizer of its own, only to be told from those that fit other targets. Raises ModelRefused.
+        A draft needs no tokenizer of its own, only to be distinguished from those that fit other targets. Raises
+        ModelRefused.
         """
         tokenizer = tokenizer_in(place)
         if tokenizer is None:
@@ -84,7 +85,7 @@ class Vocabulary:
         return cls.of((token, token_id) for token, token_id in tokens.items() if token_id < num_rows)
 
     def difference(self, other: "Vocabulary") -> str | None:
-        """One sentence about the first difference, or None when the two are the same."""
+        """Sentence about the first difference, or None when the two are the same."""
         if self.size != other.size:
             return f"The vocabularies have {self.size} and {other.size} ids."
         if len(self.digests) != len(other.digests):
@@ -98,25 +99,25 @@ class Vocabulary:
 
 
 def misfit(tokenizer: Tokenizer, whole: Vocabulary, model: Vocabulary) -> str | None:
-    """Why the ids of a model do not mean the tokens of a tokenizer; None where they do, as far as it has rows.
+    """Reason why the ids of a model do not mean the tokens of a tokenizer; None where they do, as far as it has rows.
 
     `whole` is the tokenizer's own vocabulary.
     """
     if model.size < whole.size:
-        # Where more than added tokens is missing, the sizes tell it.
+        # Where more than added tokens is missing, the sizes show it.
         with suppress(ModelRefused):
             whole = Vocabulary.embedded(tokenizer, model.size, "")
     return whole.difference(model)
 
 
 def tokenizer_doubt(place: Path | str) -> str | None:
-    """Why a model's texts may be cut into other tokens than it was trained with; None for most. Raises ModelRefused."""
+    """Reason why a model's texts may be cut into other tokens than in training; None for most. Raises ModelRefused."""
     gguf = gguf_in(Path(place))
     return None if gguf is None else doubt(GgufFile.read(gguf))
 
 
 def tokenizer_in(place: Path | str) -> Tokenizer | None:
-    """That of a GGUF file or a folder; None of a folder that only states its vocabulary. Raises ModelRefused."""
+    """Tokenizer of a GGUF file or a folder; None of a folder that only states its vocabulary. Raises ModelRefused."""
     folder, gguf = Path(place), gguf_in(Path(place))
     if gguf is not None:
         return read_tokenizer(GgufFile.read(gguf))

@@ -10,7 +10,7 @@ app = service_app()
 @app.command(help="Runs the target service.")
 @grouped
 def serve(*, settings: TargetSettings) -> None:
-    """Serves until it is told to stop."""
+    """Serves until a signal stops it."""
     run_service("target", start, settings)
 
 

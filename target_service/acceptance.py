@@ -1,4 +1,4 @@
-"""Which draft tokens the target keeps: each session's rule, many sessions at once, and what a walk commits.
+"""Draft tokens that the target keeps: each session's rule, many sessions at once, and what a walk commits.
 
 Under `match` the target draws its own token at every row of the proposal, with the noise of that position, and follows
 the child that carries it. What is committed is therefore what plain decoding with the same noise would have drawn,
@@ -45,7 +45,7 @@ from target_service.trees import KeptPath, keep_path
 
 
 class TargetVerdict(NamedTuple):
-    """What the target commits on top of the first `base_len` tokens.
+    """Tokens that the target commits on top of the first `base_len` tokens, with what is known of them.
 
     `token_ids` are the tokens of the accepted rows, then `next_token_id` unless that is None because the request ended
     within the accepted rows. `finish_reason` says why the last of them is the request's last token, None while it goes
@@ -65,15 +65,15 @@ class TargetVerdict(NamedTuple):
     prefix_len: int = 0
     """Tokens found in the prefix cache, where this is the first verdict of an opening."""
     own: OwnProposal = NO_PROPOSAL
-    """What the session's own drafter had proposed; accepted_rows counts its rows."""
+    """Proposal of the session's own drafter; accepted_rows counts its rows."""
     beam_steps: tuple[BeamStep, ...] = ()
-    """Of a beam search its steps; accepted_rows and next_token_id are then what the best beam has gained."""
+    """Steps of a beam search; accepted_rows and next_token_id are then what the best beam has gained."""
 
 
 def commit_walk(tree: TokenTree, walked: Walk, spec: SessionSpec, base_len: int) -> TargetVerdict:
     """Commits what a walk accepted, up to the first token that ends the request.
 
-    A draft token that is accepted and ends the request is the last one: there is no next token, and nothing behind it
+    A draft token that is accepted and ends the request is the last one: there is no next token, and nothing after it
     counts as evaluated. EOS comes before a stop token, and both before the length. Raises ValueError when the request
     had ended before.
     """
@@ -144,7 +144,7 @@ def _confirmed(draw_input: DrawInput, found: Walk | OutriderError) -> Walk | Out
 def _follow_draws(
     runner: ModelRunner, inputs: Sequence[DrawInput], logits: Tensor, ranges: Sequence[range]
 ) -> list[Walk | OutriderError]:
-    """The rules `match` and `typical`, and every rule without a proposal: a draw behind each row, and a walk."""
+    """The rules `match` and `typical`, and every rule without a proposal: a draw after each row, and a walk."""
     drawn = draw_each(runner, logits, inputs, ranges)
     substitutes = _find_substitutes(runner, inputs, logits, ranges, drawn)
     return [
@@ -156,7 +156,7 @@ def _follow_draws(
 def _find_substitutes(
     runner: ModelRunner, inputs: Sequence[DrawInput], logits: Tensor, ranges: Sequence[range], drawn: Sequence[Drawn]
 ) -> Mapping[int, Sequence[int]]:
-    """For each number of an input under `typical` the child that its root and each row prefer, 0 for none.
+    """Child that the root and each row prefer, 0 for none, for each number of an input under `typical`.
 
     `drawn` are the target's own draws. Where one was proposed, no other child is asked for.
     """
@@ -236,9 +236,9 @@ def _decide_chains(
 def _decide_alone(
     runner: ModelRunner, draw_input: DrawInput, looked_at: DrawInput, logits: Tensor
 ) -> Walk | OutriderError:
-    """One session's walk along the rows that can be drawn, up to the first that cannot.
+    """Walk of one session along the rows that can be drawn, up to the first that cannot.
 
-    The chain is cut there behind its last token, never before it: dropped for what stands behind it, a token would be
+    The chain is cut there after its last token, never before it: dropped for what follows it, a token would be
     judged by more than its own probability.
     """
     rows: list[Tensor] = []
@@ -268,7 +268,7 @@ def _walks(inputs: Sequence[DrawInput], target_probs: Tensor) -> list[Walk]:
     for each, accepted_count, next_token_id in zip(inputs, accepted_counts, next_ids, strict=True):
         tree, kept, token_id = each.feed.tree, accepted_count, next_token_id
         if token_id < 0:
-            # Nothing can be drawn behind the last accepted token, so its row is not entered; the next step says why.
+            # Nothing can be drawn after the last accepted token, so its row is not entered; the next step says why.
             kept -= 1
             token_id = tree.token_ids[kept]
         walks.append(Walk(tuple(range(1, kept + 1)), token_id, kept + (kept < len(tree))))
@@ -276,7 +276,7 @@ def _walks(inputs: Sequence[DrawInput], target_probs: Tensor) -> list[Walk]:
 
 
 def _outcome(inputs: Sequence[DrawInput], target_probs: Tensor, count: int) -> ChainOutcome:
-    """What the rule of all these chains says about the first `count` tokens of each.
+    """Outcome of the rule of all these chains for the first `count` tokens of each.
 
     Supports are padded with weight 0 to the widest, [B, count, N].
     """

@@ -28,7 +28,7 @@ from target_service.block_allocator import BlockAllocator
 
 @dataclass(slots=True, eq=False)
 class BeamTask:
-    """The live beams of a session; `trees` has the guesses behind each."""
+    """Step of a session's live beams; `trees` has the guesses after each."""
 
     beams: Beams
     spec: SessionSpec
@@ -38,18 +38,18 @@ class BeamTask:
     on_verdict: Callable[[TargetVerdict, ComputeTimes], None]
     on_failure: Callable[[OutriderError], None]
     feeds: list[Feed] = field(default_factory=list)
-    """Of its next forward, where their blocks are reserved."""
+    """Feeds of its next forward, where their blocks are reserved."""
     done: bool = False
     stopped: bool = False
 
     @property
     def session(self) -> Session:
-        """The one that stands for all of them."""
+        """The session that stands for all beams."""
         return self.beams.trunk
 
     @property
     def draw_inputs(self) -> list[DrawInput]:
-        """What its next forward computes."""
+        """Inputs of its next forward."""
         return [DrawInput(feed, self.spec) for feed in self.feeds]
 
     @property
@@ -58,7 +58,7 @@ class BeamTask:
         return sum(1 + len(each.tree) for each in self.trees)
 
     def reserve(self, allocator: BlockAllocator) -> bool:
-        """Gives every beam the blocks of its step, without guesses that do not fit; tells whether all have theirs."""
+        """Gives every beam the blocks of its step, without guesses that do not fit; returns whether all have theirs."""
         self.feeds = []
         if not self.session.cached_len:
             self.session.take_prefix()
@@ -109,7 +109,7 @@ class BeamTask:
         return TargetVerdict(self.beams.length, path, (), best.token_id, reason, num_tested, beam_steps=tuple(steps))
 
     def take(self, verdict: TargetVerdict) -> None:
-        """Makes the beams those behind the verdict's last step; before it they have only gone down the guesses."""
+        """Makes the live beams those of the verdict's last step; before it they have only gone down the guesses."""
         places: list[Place] = [(beam, 0) for beam in range(len(self.feeds))]
         for step in verdict.beam_steps[:-1]:
             places = [place for place in self._below(places, step) if place is not None]
@@ -124,7 +124,7 @@ class BeamTask:
         self.on_failure(error)
 
     def _below(self, places: Sequence[Place], step: BeamStep) -> list[Place | None]:
-        """Where the beams that go on stand in the guesses, None for one that was not proposed."""
+        """Places in the guesses of the beams that go on, None for one that was not proposed."""
         below: list[Place | None] = []
         for each in step.live:
             beam, row = places[each.parent]

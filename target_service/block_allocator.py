@@ -34,7 +34,7 @@ class CacheHolder:
     num_blocks: int
     is_active: bool
     shared_blocks: tuple[int, ...] = ()
-    """Those that others hold as well, which come free when the last of them gives way."""
+    """Blocks that others hold as well, which come free when the last of them gives way."""
 
 
 def is_first(asking: int, holders: Sequence[CacheHolder]) -> bool:
@@ -47,7 +47,7 @@ def victims(asking: int, num_missing: int, holders: Sequence[CacheHolder]) -> li
 
     Those opened later give way, the latest first. To the first of the active sessions, those opened earlier that have
     done nothing for a while give way as well: their clients may be slow, and must not hold up the others. As long as
-    all of them together have too little, nobody gives way.
+    all of them together have too little, none gives way.
     """
     order = [*range(len(holders) - 1, asking, -1)]
     if is_first(asking, holders):
@@ -74,11 +74,11 @@ class BlockAllocator:
         self._runner = runner
         self._table = table
         self._step = 0
-        # What was missing to whoever was refused in this step; see _preempt.
+        # Fewest blocks that were missing to a session that was refused in this step; see _preempt.
         self._min_refused = sys.maxsize
 
     def begin_step(self) -> dict[Session, int]:
-        """The place of each session in the order of the first opens. Whoever came first has to ask first."""
+        """Place of each session in the order of the first opens. Sessions have to ask in this order."""
         self._step += 1
         self._min_refused = sys.maxsize
         ages = {}
@@ -113,15 +113,15 @@ class BlockAllocator:
                 return None
 
     def _preempt(self, session: Session) -> bool:
-        """Takes the blocks of those that give way; tells whether there is room now.
+        """Takes the blocks of those that give way; returns whether there is room now.
 
-        Raises CacheFull when the first of the active sessions finds none, so that nobody waits for nothing.
+        Raises CacheFull when the first of the active sessions finds none, so that no session waits for nothing.
         """
         pool = self._runner.pool
         num_needed = -(-len(session) // pool.block_size) - len(session.table)
         num_missing = max(num_needed - pool.num_free, 1)
         if num_missing >= self._min_refused:
-            # Later sessions have fewer others behind them, and weighing those costs as much as a forward where many
+            # Later sessions have fewer others after them, and weighing those costs as much as a forward where many
             # wait and share long prefixes.
             return False
         groups, holders = [held.sessions for held in self._table], []

@@ -2,8 +2,8 @@
 
 A session whose draft guesses is away between two steps. Where most of a step's cost is fixed, as on an accelerator that
 reads its weights, sessions that come a little late and get the next step for themselves make everybody's round longer
-by that step, and they stay behind for good: their answers are late too. Where rows are dear nothing is gained by
-waiting, and nobody waits. What steps cost and how long a session is away is measured. Belongs to the device thread.
+by that step, and they stay late for good: their answers are late too. Where rows are dear nothing is gained by
+waiting, and no step waits. What steps cost and how long a session is away is measured. Belongs to the device thread.
 """
 
 import time
@@ -14,7 +14,7 @@ MEMORY = 0.98  # weight that each step leaves to those before it
 # How much later than last time a session may be and is still waited for, as a share of its absence and in seconds.
 LATE_SHARE, LATE_S = 0.1, 0.0005
 WORTH_JOINING = 0.95  # of the round of two groups, what that of one may take for them to become one
-MAX_AWAY_S = 1.0  # a session that was away longer is nobody's to wait for
+MAX_AWAY_S = 1.0  # no step waits for a session that was away longer
 
 
 class StepCosts:
@@ -24,7 +24,7 @@ class StepCosts:
         self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
 
     def add(self, num_rows: int, seconds: float) -> None:
-        """Adds a step."""
+        """Adds the rows and seconds of a step."""
         self._weight = MEMORY * self._weight + 1
         self._rows = MEMORY * self._rows + num_rows
         self._seconds = MEMORY * self._seconds + seconds
@@ -49,7 +49,7 @@ class Gathering:
     """Knows who is away, and says whether a step should wait for them."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`clock` counts seconds."""
+        """Takes a clock that counts seconds."""
         self._clock = clock
         self.costs = StepCosts()
         self._left_s: dict[Hashable, float] = {}
@@ -93,7 +93,7 @@ class Gathering:
         return step_s + other_s - fixed_s + away_s < WORTH_JOINING * apart_s
 
     def _due(self) -> list[tuple[float, float]]:
-        """In how many seconds each is expected that is not late, and how long it was away last time."""
+        """Seconds until each session is expected that is not late, and how long it was away last time."""
         due, now_s = [], self._clock()
         for session, left_s in list(self._left_s.items()):
             away_s = self._away_s.get(session)

@@ -39,7 +39,7 @@ COPIED_ROWS = 512
 
 
 class OwnProposal(NamedTuple):
-    """What a session's own drafter proposed, what that cost, and how many committed tokens it had to read first."""
+    """Proposal of a session's own drafter, its cost, and how many committed tokens had to be read first."""
 
     tree: TokenTree
     times: ComputeTimes
@@ -50,7 +50,7 @@ NO_PROPOSAL = OwnProposal(EMPTY, ComputeTimes(), 0)
 
 
 class Asked(NamedTuple):
-    """What a drafter is asked for: so many guesses, a chain or the rows of a tree of a shape, at most so deep."""
+    """Request to a drafter: so many guesses, a chain or the rows of a tree of a shape, at most so deep."""
 
     draft_count: int = 0
     shape: TreeShape | None = None
@@ -61,7 +61,7 @@ NOT_ASKED = Asked()
 
 
 class OwnDraft(Protocol):
-    """What a drafter keeps of one session, and the proposal that it makes for it."""
+    """State of a drafter for one session, and the proposal that it makes for it."""
 
     proposal: OwnProposal | None
     """The one that was begun last; None while it is on its way."""
@@ -75,7 +75,7 @@ class OwnDraft(Protocol):
         """Whether it needs the target's features of all committed tokens but the last."""
 
     def begin(self, session: Session, draft_count: int) -> None:
-        """Begins a proposal behind the tokens of the target's session, or just reads them for 0.
+        """Begins a proposal after the tokens of the target's session, or just reads them for 0.
 
         Whatever was begun before ends. What reads features must find all but the last token cached.
         """
@@ -89,13 +89,13 @@ class OwnDraft(Protocol):
 
 @runtime_checkable
 class ProbingDraft(OwnDraft, Protocol):
-    """One that finds its guesses in rows of the target's own forwards."""
+    """A draft that finds its guesses in rows of the target's own forwards."""
 
     probes: TokenTree
-    """Rows that the next forward is to compute behind the committed tokens, beside the proposal; EMPTY: none."""
+    """Rows that the next forward is to compute after the committed tokens, beside the proposal; EMPTY: none."""
 
     def learn(self, token_ids: Sequence[int]) -> None:
-        """Takes the likeliest token behind each probe of the forward of a verdict, and drops the probes.
+        """Takes the likeliest token after each probe of the forward of a verdict, and drops the probes.
 
         Called with every verdict, when the session holds its tokens; with nothing where no probe was computed.
         """
@@ -115,7 +115,7 @@ class OwnDrafter(Protocol[DraftT]):
         """A session's part; with a salt it shares what is read of equal tokens with those of the same salt."""
 
     def advance(self, drafts: Sequence[DraftT]) -> None:
-        """One step of all of them, none of which has its proposal."""
+        """Makes one step of all drafts, none of which has its proposal."""
 
 
 class Hosting(Generic[DraftT]):
@@ -152,7 +152,7 @@ class Hosting(Generic[DraftT]):
             give_up(draft)
 
     def advance(self, drafts: Sequence[DraftT]) -> None:
-        """One step of all that have no proposal yet; those of a step that fails have an empty one."""
+        """Makes one step of all drafts without a proposal; those of a step that fails have an empty one."""
         busy = [draft for draft in drafts if draft.proposal is None]
         if not busy:
             return
@@ -181,7 +181,7 @@ class FeatureCopy:
         size = target.features.shape[1] // len(target.taps)
         places = [target.taps.index(tap) * size for tap in head.facts.taps]
         columns = torch.cat([torch.arange(place, place + size) for place in places]).to(target.features.device)
-        # Mostly nobody else taps anything.
+        # Mostly there are no other taps.
         self._columns = None if columns.tolist() == list(range(target.features.shape[1])) else columns
 
     def __call__(self, source: Session, session: Session, start: int, end: int) -> None:
@@ -195,7 +195,7 @@ class FeatureCopy:
                 continue
             features = self._target.features.index_select(0, torch.from_numpy(places[0]).to(own.device)).float()
             states = self.head.states_of(features if self._columns is None else features.index_select(1, self._columns))
-            # Behind a committed token stand no guesses.
+            # No guesses follow a committed token.
             states = torch.cat((states, states.new_zeros(len(states), 1)), 1).to(own.dtype)
             own.index_copy_(0, torch.from_numpy(places[1]).to(own.device), states)
 
@@ -234,7 +234,7 @@ class HostedDraft:
         self._salt = salt if runner.config.num_layers else None
         self._session: Session | None = None
         self._known_len = 0  # committed tokens that its session holds
-        self._stated_len = 0  # tokens behind which the target's own state stands in the cache of a head
+        self._stated_len = 0  # tokens after which the target's own state is in the cache of a head
 
     @property
     def is_reading(self) -> bool:
@@ -298,7 +298,7 @@ class HostedDraft:
         self._end(OwnProposal(tree, task.meter.times(), caught_up_count))
 
     def _follow(self, token_ids: Sequence[int]) -> Session:
-        """Its session of just these tokens, with what is cached of them."""
+        """Session of just these tokens, with what is cached of them."""
         if self._session is None:
             self._session = self._runner.open(token_ids, self._spec.prompt_len, self._salt)
             self._session.take_prefix()
@@ -380,7 +380,7 @@ def host_head(target: ModelRunner, head: Head, digest: str, ops: Ops | None = No
 
 
 def head_runner(target: ModelRunner, head: Head, digest: str, ops: Ops | None = None) -> ModelRunner:
-    """What computes a head; from now on the target keeps what it reads.
+    """Runner that computes a head; from now on the target keeps what it reads.
 
     Its cache has room for as many tokens as the target's. `digest` names the head's weights, `ops` are
     those that it computes with, by default the target's.
@@ -398,12 +398,12 @@ def without_room(allocate: Allocate) -> None:
 
 
 class OwnSession(NamedTuple):
-    """One session's part in a drafter."""
+    """A session's part in one drafter."""
 
     hosting: Hosting[Any]
     draft: OwnDraft
     probing: ProbingDraft | None = None
-    """The same draft, where it is one that probes."""
+    """The draft itself, where it is one that probes."""
 
     @classmethod
     def of(cls, hosting: Hosting[Any], spec: SessionSpec, salt: bytes | None) -> Self:

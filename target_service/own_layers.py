@@ -41,7 +41,7 @@ def go_on_behind(session: Session, ahead: Session, boundary: int) -> None:
 
 
 class LayerDraft:
-    """A session that guesses in the slots behind the target's own; see OwnDraft."""
+    """A session that guesses in the slots after the target's own; see OwnDraft."""
 
     is_reading = False
     # But for the last token everything must be cached, so that a guess is one row of the lower layers.
@@ -149,7 +149,7 @@ class AdapterDraft(HostedDraft):
 
 
 class Kangaroo:
-    """The target's lower layers and an adapter behind them, as a drafter."""
+    """The target's lower layers and an adapter on top of them, as a drafter."""
 
     rules = frozenset(Rule)
     makes_trees = False

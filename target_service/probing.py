@@ -1,15 +1,15 @@
 """Drafters that guess from probes: rows of the target's forwards that are computed beside a proposal and never kept.
 
-What stands behind a probe is the model's own likeliest token, without noise, and serves the next proposal at the
+What follows a probe is the model's own likeliest token, without noise, and serves the next proposal at the
 earliest. So a proposal is a function of what each step of its session has committed before it, and of whether there was
 room for the step's probes. A session that is opened again knows less, and proposes less.
 
-Under `ratio` and `block` a guess is therefore drawn from the law that has one token: the target accepts it with its own
-probability, and else draws from the rest. That is exact for every guess, and for every number of guesses, none among
-them, in whose choice the uniforms of their own round have no part: given all earlier rounds, the round commits tokens
-of the target's distribution, whatever was proposed. Earlier rounds may have any part in it, because the noise of a
-position is used in one round only, the one that commits it. A position that is rolled back is drawn with the same noise
-once more, so whoever goes back forgets all that was found.
+Under `ratio` and `block` a guess is therefore drawn from the distribution that has one token: the target accepts it
+with its own probability, and else draws from the rest. That is exact for every guess, and for every number of guesses,
+none among them, in whose choice the uniforms of their own round have no part: given all earlier rounds, the round
+commits tokens of the target's distribution, whatever was proposed. Earlier rounds may have any part in it, because the
+noise of a position is used in one round only, the one that commits it. A position that is rolled back is drawn with the
+same noise once more, so a session that goes back forgets all that was found.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,28 +25,28 @@ from target_service.own_drafts import NO_PROPOSAL, OwnProposal
 LOOKAHEAD = "lookahead"
 PASS = "pass"
 MIN_DEPTH = 3
-"""With less there is no row to read the last token of the first column from."""
+"""Least depth: with less there is no row to read the last token of the first column from."""
 
 
 class Finder(Protocol):
-    """What probes have found for one session, since it was opened or went back."""
+    """Findings of probes for one session, since it was opened or went back."""
 
     def candidates(self, token_ids: Sequence[int]) -> Sequence[Sequence[int]]:
-        """What may follow these tokens, the best first."""
+        """Continuations of these tokens, the best first."""
 
     def probes(self, token_ids: Sequence[int]) -> TokenTree:
-        """Rows to compute behind these tokens."""
+        """Rows to compute after these tokens."""
 
     def learn(self, token_ids: Sequence[int]) -> None:
-        """Takes the likeliest token behind each of the probes that it asked for last."""
+        """Takes the likeliest token after each of the probes that it asked for last."""
 
 
 class Lookahead:
     """Finds n-grams while it solves for the tokens ahead by Jacobi iteration.
 
     Fu, Bailis, Stoica and Zhang, "Break the sequential dependency of LLM inference using lookahead decoding", 2024,
-    arXiv 2402.02057. Column i guesses the tokens from i places behind the last committed one on. Of each it has the
-    guesses of the last steps, the oldest first, and each of these was found behind the one before. A forward finds one
+    arXiv 2402.02057. Column i guesses the tokens from i places after the last committed one on. Of each it has the
+    guesses of the last steps, the oldest first, and each of these was found after the one before. A forward finds one
     more token for every column, and whatever it finds goes into a pool, by its first token.
     """
 
@@ -64,7 +64,7 @@ class Lookahead:
         self._pool: dict[int, dict[tuple[int, ...], None]] = {}
 
     def candidates(self, token_ids: Sequence[int]) -> Sequence[Sequence[int]]:
-        """What followed the last token wherever it was found, the newest first."""
+        """Continuations of the last token wherever it was found, the newest first."""
         return list(reversed(self._pool.get(token_ids[-1], {})))
 
     def probes(self, token_ids: Sequence[int]) -> TokenTree:
@@ -75,7 +75,7 @@ class Lookahead:
             self._columns = [tuple(token_ids[(start + each) % len(token_ids)] for each in offsets) for start in starts]
         # The first column begins with what is known.
         self._columns[0] = (token_ids[-1], *self._columns[0][1:])
-        # The oldest guesses are a chain behind the last token, and each begins a chain of its own.
+        # The oldest guesses are a chain after the last token, and each begins a chain of its own.
         probed, parents = [column[0] for column in self._columns[1:]], list(range(self._window - 1))
         for parent, column in enumerate(self._columns):
             parents += [parent, *range(len(probed) + 1, len(probed) + self._depth - 2)]
@@ -96,10 +96,10 @@ class Lookahead:
 
 
 class PassChain:
-    """Reads guesses behind embeddings that were trained to stand for tokens that are not known yet.
+    """Reads guesses after embeddings that were trained to stand for tokens that are not known yet.
 
-    Monea, Joulin and Grave, "PaSS: parallel speculative sampling", 2023, arXiv 2311.13581. Probe i stands i places
-    behind the last committed token, and finds the one behind that place. What a forward has found serves the next
+    Monea, Joulin and Grave, "PaSS: parallel speculative sampling", 2023, arXiv 2311.13581. Probe i is i places
+    after the last committed token, and finds the one that follows there. What a forward has found serves the next
     round: all of it if that forward has committed its one token, and what is left of it where it has committed just
     what its first probes had found; else there is no guess.
     """
@@ -111,7 +111,7 @@ class PassChain:
         self._base_len = 0
 
     def candidates(self, token_ids: Sequence[int]) -> Sequence[Sequence[int]]:
-        # The forward's own token is for the place at base_len, and the first probe's for the one behind it.
+        # The forward's own token is for the place at base_len, and the first probe's for the one after it.
         committed = token_ids[self._base_len + 1 :]
         is_right = list(self._found[: len(committed)]) == list(committed)
         return [self._found[len(committed) :]] if is_right and len(self._found) > len(committed) else []
@@ -125,7 +125,7 @@ class PassChain:
 
 
 class ProbeDraft:
-    """One session of such a drafter: what it has found becomes a proposal at once, without a step of its own."""
+    """A session of such a drafter: what it has found becomes a proposal at once, without a step of its own."""
 
     is_reading = False
     reads_features = False
@@ -148,7 +148,7 @@ class ProbeDraft:
         self.probes = probes if fits else EMPTY
 
     def _tree(self, candidates: Sequence[Sequence[int]], draft_count: int) -> TokenTree:
-        """The best candidate as a chain where the rule tests with a law, and else as many as there are rows for."""
+        """Best candidate as a chain where the rule tests with distributions, else as many as there are rows for."""
         needs_laws = self._spec.acceptance.rule.needs_distributions
         rows: dict[tuple[int, int], int] = {}
         for candidate in candidates[:1] if needs_laws else candidates:
@@ -163,7 +163,7 @@ class ProbeDraft:
             token_ids,
             tuple(parent for parent, _ in rows),
             tuple(DraftDistribution((token_id,), (1,)) for token_id in token_ids) if needs_laws else (),
-            # Of the law that has one token.
+            # The distribution that has one token gives it the logarithm 0.
             (0.0,) * len(rows) if self._spec.draft_logprobs else (),
         )
 
@@ -193,4 +193,4 @@ class ProbeDrafter:
         return ProbeDraft(spec, self._new_finder)
 
     def advance(self, drafts: Sequence[ProbeDraft]) -> None:
-        """Nothing is left to do: a proposal is there as soon as it is begun."""
+        """Does nothing: a proposal is there as soon as it is begun."""

@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class TargetSettings(ModelServiceSettings):
-    """What an operator can set of the target service."""
+    """Options that an operator sets for the target service."""
 
     listen: Listen = "127.0.0.1:50052"
     draft_model: Annotated[
@@ -104,7 +104,7 @@ async def start_with(
     model: LoadedModel, settings: ModelServiceSettings, hostings: Sequence[Hosting[Any]] = ()
 ) -> RunningModelService:
     """Serves models that are loaded already, some of them as drafters in this process; the settings' are not."""
-    # What a draft's files recommend is for nobody.
+    # What a draft's files recommend is not used.
     for fault in model.recommended.faults:
         log.warning("a default of the model is not served", reason=fault)
     table, outboxes = LeaseTable[TargetState](settings.lease_seconds), Outboxes()

@@ -38,7 +38,7 @@ class OpenSearch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step asks for. `arrived_ns` is when its message came, on time.perf_counter_ns."""
+    """Content of a step's message. `arrived_ns` is when its message came, on time.perf_counter_ns."""
 
     tree: TokenTree
     plain_budget: int
@@ -58,15 +58,15 @@ class TargetState(SessionState[TargetTask]):
     """Committed length up to which the target goes on unasked."""
     finish_reason: FinishReason | None = None
     verdicts: list[SessionAnswer[TargetVerdict]] = field(default_factory=list)
-    """The unacknowledged ones, in order."""
+    """Unacknowledged verdicts, in order."""
     own: OwnSession | None = None
-    """Its drafter in this process, where it has one."""
+    """Session of its drafter in this process, where it has one."""
     own_asked: Asked = NOT_ASKED
-    """What this is asked for, however far the request and the budget reach."""
+    """Guesses that the drafter is asked for, however far the request and the budget reach."""
     beams: Beams | None = None
-    """Those that stand on its tokens, the prompt, where it is a search."""
+    """Beams on its tokens, the prompt, where it is a search."""
     width: int = 0
-    """How many they are at most."""
+    """Most beams that it may have."""
 
     def __post_init__(self) -> None:
         self.acknowledged_len = len(self.session)
@@ -100,7 +100,7 @@ class TargetState(SessionState[TargetTask]):
 
     @property
     def next_own(self) -> Asked:
-        """What its own drafter is to make for the next verdict; nothing while the prompt is read.
+        """Guesses that its own drafter is to make for the next verdict; none while the prompt is read.
 
         Numbers depend on lengths and never on tokens: rules that test with uniforms would otherwise be biased.
         """
@@ -123,12 +123,12 @@ class TargetState(SessionState[TargetTask]):
         self.limit = max(limit, self.limit) if is_repeat else limit
 
     def rewind(self, epoch: int, length: int) -> bool:
-        """Begins an epoch at a length, at most the committed one; tells whether a job was stopped."""
+        """Begins an epoch at a length, at most the committed one; returns whether a job was stopped."""
         was_stopped = self.stop_job()
         if length < self.committed_len:
             self.finish_reason = None
             if self.beams is not None:
-                # Those before are not known any more.
+                # Beams of an earlier length are not known any more.
                 self.beams.free_beams()
             self.session.truncate(min(length, len(self.session)))
         self.epoch, self.acknowledged_len, self.limit = epoch, self.committed_len, 0
@@ -146,7 +146,7 @@ class TargetState(SessionState[TargetTask]):
 
 
 class TargetSessions(SessionStore[TargetState]):
-    """All sessions of a target service."""
+    """Sessions of a target service."""
 
     def __init__(
         self,
@@ -340,7 +340,7 @@ class TargetSessions(SessionStore[TargetState]):
         if isinstance(task, BeamTask):
             held.task, task.done = None, True
         elif task is not None:
-            # Prepared before the reply, so that whoever has the answer finds the session at rest.
+            # Prepared before the reply, so that a caller who has the answer finds the session at rest.
             task.next_verdict(EMPTY, Meter(), held.next_own)
             task.done = not held.may_go_on
             held.task = None if task.done else task

@@ -1,4 +1,4 @@
-"""Which path of a session's tree the target keeps under the rules that test with the draft's distributions.
+"""Choice of the path of a session's tree that the target keeps, under rules that test with the draft's distributions.
 
 One session at a time, because no two trees are alike. Chains, as most proposals are, go many at once through
 target_service.acceptance; here they would be decided the same, bit for bit.
@@ -31,16 +31,16 @@ from target_service.rules.tree_probs import tree_probs
 
 
 class KeptPath(NamedTuple):
-    """The rows of a tree that are accepted, from below the root on, and the token behind the last of them."""
+    """Rows of a tree that are accepted, from below the root on, and the token after the last of them."""
 
     rows: tuple[int, ...]
     next_token_id: int
 
 
 def keep_path(runner: ModelRunner, draw_input: DrawInput, logits: Tensor) -> KeptPath | OutriderError:
-    """Decides one session's tree under `ratio`, `block` or `lenient`, or says why there is no token behind its root.
+    """Decides one session's tree under `ratio`, `block` or `lenient`, or says why there is no token after its root.
 
-    logits [R + 1, V] are those behind root and rows. A row that cannot be drawn is tested as a leaf. Where it passes it
+    logits [R + 1, V] are those after root and rows. A row that cannot be drawn is tested as a leaf. Where it passes it
     is not entered: its token is committed as the last one, and the next step finds the fault where plain decoding does.
     """
     session, tree = draw_input.feed.session, draw_input.feed.tree
@@ -107,7 +107,7 @@ def _decide(draw_input: DrawInput, tree: TokenTree, numbers: Sequence[int], targ
 def _row_by_row(
     runner: ModelRunner, looked_at: DrawInput, logits: Tensor
 ) -> tuple[Tensor, Collection[int]] | OutriderError:
-    """Distributions [R + 1, V] behind root and rows, 0 behind those that cannot be drawn, and which these are."""
+    """Distributions [R + 1, V] after root and rows, 0 after those that cannot be drawn, and which these are."""
     found: dict[int, Tensor] = {}
     for row, context in enumerate(row_contexts(looked_at)):
         try:
@@ -124,7 +124,7 @@ def _row_by_row(
 def _cut_behind(tree: TokenTree, faulty: Collection[int]) -> tuple[list[int], TokenTree]:
     """The rows with no faulty one above them, and the tree of these.
 
-    Such a row itself stays: dropped for what stands behind it, its token would be judged by more than its probability.
+    Such a row itself stays: dropped for what follows it, its token would be judged by more than its probability.
     """
     rows = [row for row in range(1, len(tree) + 1) if not any(above in faulty for above in tree.path(row)[:-1])]
     numbers = {0: 0, **{row: number for number, row in enumerate(rows, start=1)}}

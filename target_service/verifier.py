@@ -45,21 +45,21 @@ class VerifyTask:
     """Called with each verdict, when the session holds its tokens; prepares the task for the next one, or ends it."""
     on_failure: Callable[[OutriderError], None]
     own: OwnSession | None = None
-    """Drafts where the tree is empty."""
+    """Session of the drafter that guesses where the tree is empty."""
     own_asked: Asked = NOT_ASKED
-    """What it is to make for the next verdict."""
+    """Guesses that it is to make for the next verdict."""
     own_proposal: OwnProposal | None = None
-    """What it has made for the next verdict."""
+    """Proposal that it has made for the next verdict."""
     is_drafting: bool = False
     """Whether it is about to make that."""
     probes: TokenTree = EMPTY
     """Rows that its drafter wants the next forward to compute besides."""
     behind_probes: Sequence[int] = ()
-    """The likeliest token behind each of them."""
+    """The likeliest token after each of them."""
     done: bool = False
     stopped: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """What is known so far of those that the first verdict carries; entry i came from the row of token i."""
+    """Entries known so far of those that the first verdict carries; entry i came from the row of token i."""
 
     @property
     def wants_prompt(self) -> bool:
@@ -68,7 +68,7 @@ class VerifyTask:
 
     @property
     def draw_inputs(self) -> list[DrawInput]:
-        """What its next forward computes, and how tokens are drawn behind it: one entry."""
+        """Input of its next forward, and of the draws after it: one entry."""
         # A drafter that reads features has to have those of all tokens before the last.
         feed = Feed(self.session, self.tree, self.wants_prompt, self.wants_own, self.probes)
         return [DrawInput(feed, self.spec)]
@@ -91,9 +91,10 @@ class VerifyTask:
         self.own_asked, self.own_proposal, self.is_drafting = own_asked, None, False
 
     def reserve(self, allocator: BlockAllocator) -> bool:
-        """Takes the blocks of its step, without its proposal when there is no room for that; tells whether it has."""
+        """Takes the blocks of its step, without its proposal when that finds no room; returns whether it has them."""
         session = self.session
-        # Whoever has nothing because it gave way looks for what is left of it; while it waits, it has nothing again.
+        # A session that has nothing because it gave way looks for what is left of it; while it waits, it has nothing
+        # again.
         had_nothing = not session.cached_len
         if self.wants_prompt:
             # The forward begins at the first row whose number is missing. A cache that is ahead of them is computed
@@ -146,7 +147,7 @@ class Verifier:
         self._allocator = BlockAllocator(runner, table)
 
     def advance(self, tasks: Sequence[TargetTask]) -> bool:
-        """One ragged forward over all tasks that have room, and the verdicts that it allows.
+        """Makes one ragged forward over all tasks that have room, and the verdicts that it allows.
 
         False when none has, or when it is better to wait a moment for others. When it raises, no session has changed
         but for what is cached: see outrider.engine.device_thread.
@@ -162,7 +163,7 @@ class Verifier:
         ages = self._allocator.begin_step()
         in_order = sorted(tasks, key=lambda task: ages.get(task.session, len(ages)))
         served = [task for task in in_order if not task.stopped and task.reserve(self._allocator)]
-        # Whoever made room for another has no part in this forward.
+        # A session that made room for another has no part in this forward.
         tasks = [task for task in served if not (task.done or task.stopped)]
         if not tasks:
             return False
@@ -170,7 +171,7 @@ class Verifier:
         outcomes, grants = self._forward_and_decide(tasks)
         ended_ns, num_rows = time.perf_counter_ns(), sum(grants)
         if num_rows == sum(task.num_step_rows for task in tasks):
-            # Nobody read a prompt.
+            # No session read a prompt.
             self._gathering.costs.add(num_rows, (ended_ns - started_ns) / 1e9)
         for task, grant, outcome in zip(tasks, grants, outcomes, strict=True):
             if grant:
@@ -235,7 +236,7 @@ class Verifier:
         return [outcomes.get(end - 1) for end in ends], grants
 
     def _verdict(self, task: VerifyTask, walk: Walk, logits: Tensor, root: int) -> TargetVerdict | OutriderError:
-        """What a walk commits, with one entry for each token where wanted; the logits of its root are logits[root]."""
+        """Verdict of a walk, with one entry for each token where wanted; the logits of its root are logits[root]."""
         verdict = commit_walk(task.tree, walk, task.spec, len(task.session))
         if task.own_proposal is not None and task.tree:
             verdict = verdict._replace(own=task.own_proposal)
@@ -246,7 +247,7 @@ class Verifier:
         try:
             entries = self._logprobs(task, logits[rows], verdict.token_ids)
         except ValueError:
-            # What was drawn has a number; what is beside it, perhaps behind the tokenizer's ids, has none.
+            # What was drawn has a number; what is beside it, perhaps above the tokenizer's ids, has none.
             return model_fault(self._runner, len(task.session))
         return verdict._replace(logprobs=tuple(entries), prompt_logprobs=tuple(task.prompt_logprobs))
 

@@ -57,7 +57,7 @@ LONG = ("slow", "grid", "surface", "harness", "agents", "assistant", "page", "do
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Gives long tests their bound, unless they or whoever runs them name another."""
+    """Gives long tests their bound, unless they or the command line name another."""
     if config.getoption("timeout") is not None or "PYTEST_TIMEOUT" in os.environ:
         return
     for item in items:

@@ -21,13 +21,13 @@ larger hop of a round, request and answer together."""
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean with its standard error."""
+    """Mean of some figures, with its standard error."""
 
     value: float
     error: float
 
     def show(self, form: str) -> str:
-        """For instance "2.31 ± 0.04"."""
+        """Text of the estimate, for instance "2.31 ± 0.04"."""
         return f"{self.value:{form}} ± {self.error:{form}}"
 
 
@@ -51,18 +51,18 @@ def tokens_per_round(tally: RuleCounts) -> float:
 
 
 class AcceptanceSummary:
-    """The figures of a run."""
+    """All figures of a run."""
 
     def __init__(self, plan: AcceptancePlan, counts: Sequence[RuleCounts]) -> None:
         self.plan, self.counts = plan, counts
 
     def tallies(self, temperature: float, rule: str, top_n: int) -> list[RuleCounts]:
-        """Those of one setting, in the order of the prompts."""
+        """Counts of one setting, in the order of the prompts."""
         wanted = (temperature, rule, top_n)
         return [each for each in self.counts if (each.temperature, each.rule, each.top_n) == wanted]
 
     def length(self, temperature: float, rule: str, top_n: int) -> Estimate:
-        """Tokens a round."""
+        """Mean tokens of a round, over the prompts of one setting."""
         return mean(map(tokens_per_round, self.tallies(temperature, rule, top_n)))
 
     def rate(self, temperature: float, rule: str, top_n: int) -> Estimate:
@@ -83,7 +83,7 @@ class AcceptanceSummary:
 
 
 def render(summary: AcceptanceSummary) -> str:
-    """All tables of a run, and what their figures mean."""
+    """Report of a run: all tables, and what their figures mean."""
     plan = summary.plan
     hot = [temperature for temperature in plan.temperatures if temperature]
     names = [name_of(each) for each in plan.rules]

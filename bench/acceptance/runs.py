@@ -1,4 +1,4 @@
-"""Rounds that are tried and taken back, and counted: every rule guesses and decides behind the same tokens.
+"""Rounds that are tried and taken back, and counted: every rule guesses and decides after the same tokens.
 
 The texts are the target's own, at the temperature that is measured, because a draft is asked about nothing else.
 Drafts, distributions, noise and decisions are the services' own functions; there is no message and no clock. Nothing
@@ -56,16 +56,16 @@ class ModelPair:
 
 
 Trial = tuple[TokenTree, Walk]
-"""One round: what was proposed, and what the target said to it."""
+"""One round: what was proposed, and the walk that the target made of it."""
 
 
 class Readers:
     """Both models at the same places of some texts, which the target writes itself."""
 
     def __init__(self, pair: ModelPair, prompts: Sequence[Sequence[int]], temperature: float, text_len: int) -> None:
-        """Writes text_len tokens behind every prompt, ends of sequence ignored; prompt i has the seed i."""
+        """Writes text_len tokens after every prompt, ends of sequence ignored; prompt i has the seed i."""
         self._pair = pair
-        # With room behind the last place for guesses that nobody will commit.
+        # With room after the last place for guesses that are never committed.
         room = 2 * text_len
         self.specs = [spec_of(prompt, seed, temperature, room) for seed, prompt in enumerate(prompts)]
         self._target = [opened(pair.target, prompt) for prompt in prompts]
@@ -91,7 +91,7 @@ class Readers:
                 drafts[number].truncate(length)
 
     def round(self, acceptance: Acceptance, draft_count: int, top_n: int) -> list[Trial]:
-        """One round of every session, from its place and back to it."""
+        """Makes one round of every session, from its place and back to it."""
         specs = [replace(spec, acceptance=acceptance) for spec in self.specs]
         return self._decide(specs, self._propose(specs, draft_count, top_n))
 
@@ -140,7 +140,7 @@ def opened(runner: ModelRunner, token_ids: Sequence[int]) -> Session:
 
 
 def hop_bytes(tree: TokenTree, base_len: int) -> int:
-    """Bytes of the larger hop, request and answer together, of a round that proposes a tree behind base_len tokens.
+    """Bytes of the larger hop, request and answer together, of a round that proposes a tree after base_len tokens.
 
     All of the tree is accepted, and so was all of the round before. Each message has a frame of its link to itself.
     """
@@ -167,7 +167,7 @@ def hop_bytes(tree: TokenTree, base_len: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AcceptancePlan:
-    """One run: texts of text_len tokens behind every prompt, and rounds at every stride-th token of them."""
+    """One run: texts of text_len tokens after every prompt, and rounds at every stride-th token of them."""
 
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     draft_count: int = 5
@@ -180,7 +180,7 @@ class AcceptancePlan:
 
     @property
     def places(self) -> range:
-        """Tokens of a text behind which there are rounds."""
+        """Token counts of a text after which there are rounds."""
         return range(0, self.text_len - self.draft_count, self.stride)
 
     def settings(self, temperature: float) -> list[tuple[Acceptance, int]]:
@@ -223,7 +223,7 @@ def measure(
 
 
 def _counted(readers: Readers, plan: AcceptancePlan, temperature: float, first: int) -> Iterator[RuleCounts]:
-    """All settings in the same places, text by text."""
+    """Counts of all settings in the same places, text by text."""
     by_setting: dict[tuple[Acceptance, int], list[list[tuple[Trial, int]]]] = {}
     for place in plan.places:
         readers.go_to(place)

@@ -32,7 +32,7 @@ that is decided behind it. ±: one standard error, over texts."""
 
 @dataclass(slots=True)
 class Proposed:
-    """What one kind of proposal came to in all rounds of one prompt."""
+    """Sums of one kind of proposal in all rounds of one prompt."""
 
     rounds: int = 0
     accepted: int = 0
@@ -41,14 +41,14 @@ class Proposed:
     promised: float = 0.0
     """Sum of all values, none of which a chain without a shape has."""
     step_s: list[float] = field(default_factory=list)
-    """Of each forward."""
+    """Seconds of each forward."""
 
     @property
     def tokens_per_round(self) -> float:
         return 1 + self.accepted / self.rounds
 
     def add(self, tree: TokenTree, accepted: int, step_s: Sequence[float]) -> None:
-        """Counts one proposal."""
+        """Counts one proposal of a round."""
         self.rounds += 1
         self.accepted += accepted
         self.depths += max(tree.depths)
@@ -58,7 +58,7 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class TreeCounts:
-    """All rounds of one prompt at one temperature, with trees and chains of so many guesses."""
+    """Counts of all rounds of one prompt at one temperature, with trees and chains of so many guesses."""
 
     temperature: float
     num_rows: int
@@ -114,7 +114,7 @@ def _counted(
 def propose(
     drafter: ModelDrafter, session: Session, spec: SessionSpec, num_rows: int, shape: TreeShape | None, scales: Scales
 ) -> tuple[TokenTree, list[float]]:
-    """What one session guesses behind its tokens, and the seconds of each step."""
+    """Guesses of one session after its tokens, and the seconds of each step."""
     found: list[TokenTree] = []
     task = DraftTask(session, spec, Purpose.TOKEN, num_rows, Meter(), lambda task: found.append(task.proposal), _refuse)
     if shape is not None:

@@ -73,7 +73,7 @@ def writable_svg(param: typer.CallbackParam, file: Path | None) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """What is asked for, how often, and where the figures go."""
+    """Options: what is asked for, how often, and where the figures go."""
 
     address: Annotated[
         str | None, typer.Option(help="Gateway to ask. Default: a stack of its own.", metavar="HOST:PORT")
@@ -151,7 +151,7 @@ def load(
     plan, metrics = plan_of(wanted), metrics_of(wanted)
     check(wanted, models, hosted, cpus)
     tls = connection.tls(wanted.address)
-    # Behind REST the gateway has its metrics.
+    # With REST the gateway serves its metrics too.
     stack = None
     if wanted.address is None:
         stack = replace(stack_of(models, cpus), rest_port=0)
@@ -222,7 +222,7 @@ def parse_trees(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def metrics_of(wanted: LoadOptions) -> dict[str, str]:
-    """Where processes serve /metrics, by their names. Raises InvalidRequest."""
+    """Addresses of processes that serve /metrics, by their names. Raises InvalidRequest."""
     found: dict[str, str] = {}
     for text in wanted.metrics or ():
         name, _, address = text.partition("=")

@@ -55,19 +55,19 @@ class NothingToMeasure(OutriderError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What is asked for: a grid of loads, and how often."""
+    """Plan of a run: a grid of loads, and how often each is asked for."""
 
     streams: tuple[int, ...]
     draft_counts: tuple[int | None, ...]
     """Draft tokens a round; 0 is plain decoding, and None leaves it to the gateway."""
     drafters: tuple[str, ...] = ("",)
-    """Whose; an empty name leaves it to the gateway."""
+    """Drafters of the guesses; an empty name leaves the choice to the gateway."""
     trees: tuple[tuple[int, int], ...] = ()
     """Rows and most depth of trees that a draft grows, each a setting too."""
     temperatures: tuple[float, ...]
     tokens: int
     requests: int
-    """Of each stream in a block, the first and shorter one among them; one stream has LEAST_REQUESTS at least."""
+    """Requests of each stream in a block, the first and shorter one included; one stream has LEAST_REQUESTS or more."""
     turns: int
     connections: int
     seed: int
@@ -79,7 +79,7 @@ class LoadPlan:
 
 
 class Burst(NamedTuple):
-    """What one message brought, and when, by the client's clock."""
+    """Tokens that one message brought, and when it came, by the client's clock."""
 
     at_s: float
     tokens: int
@@ -100,7 +100,7 @@ class LoadAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """What had been used up at a moment, in seconds and by process: of the CPUs, and of the device where it is told."""
+    """Seconds used up at a moment, by process: of the CPUs, and of the device where that is reported."""
 
     at_s: float
     cpu_s: Mapping[str, float]
@@ -109,7 +109,7 @@ class Clocks:
 
 @dataclass(frozen=True)
 class Block:
-    """One setting under one load, once; properties are of the window."""
+    """Results of one setting under one load, once; properties are of the window."""
 
     temperature: float
     streams: int
@@ -130,12 +130,12 @@ class Block:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all streams together."""
+        """Tokens a second of all streams together."""
         return sum(burst.tokens for burst in self.bursts) / self.seconds
 
     @cached_property
     def gaps_s(self) -> list[float]:
-        """From each message of an answer to the next one."""
+        """Seconds from each message of an answer to the next one."""
         pairs = ((one.at_s, two.at_s) for each in self.answers for one, two in pairwise(each.bursts))
         return [later_s - earlier_s for earlier_s, later_s in pairs if self._holds(later_s)]
 
@@ -158,12 +158,12 @@ class Driver:
     api_key: str | None = field(default=None, repr=False)
     tls: Tls | None = None
     models: dict[str, str] = field(default_factory=dict)
-    """Names of the served models by process, as far as `run` is told."""
+    """Names of the served models by process, as far as `run` has read them."""
     _calls: list[GenerateCall] = field(default_factory=list)
     _terms: Terms = field(init=False)
 
     async def run(self) -> list[Block]:
-        """All blocks. Raises what the gateway answers, PeerLost where /metrics is not read, and NothingToMeasure."""
+        """Measures all blocks. Raises what the gateway answers, PeerLost without /metrics, and NothingToMeasure."""
         plan, settings, blocks = self.plan, list(self.plan.settings), []
         samples = await asyncio.gather(*(scrape(place, MODEL) for place in self.metrics.values()))
         for process, found in zip(self.metrics, samples, strict=True):
@@ -257,7 +257,7 @@ class Driver:
         )
 
     async def _clocks(self) -> Clocks:
-        """Of this client and of all processes whose metrics are known."""
+        """Clocks of this client and of all processes whose metrics are known."""
         started_s, cpu_s = time.perf_counter(), {CLIENT: time.process_time()}
         busy_s: dict[str, float] = {}
         samples = await asyncio.gather(*(scrape(place, CPU, DEVICE_BUSY) for place in self.metrics.values()))
@@ -270,7 +270,7 @@ class Driver:
 
 
 async def scrape(address: str, *names: str) -> list[Sample]:
-    """The samples that a process has under these names. Raises PeerLost where nobody serves /metrics."""
+    """Samples that a process has under these names. Raises PeerLost where no process serves /metrics."""
 
     def read() -> str:
         query = urlencode([("name[]", name) for name in names])
@@ -286,7 +286,7 @@ async def scrape(address: str, *names: str) -> list[Sample]:
 
 
 def read_answer(number: int, asked_s: float, messages: Sequence[tuple[float, bytes]]) -> LoadAnswer:
-    """What the messages of an answer say."""
+    """Answer that the messages of one request make."""
     answer = LoadAnswer(number, asked_s, [], [])
     for at_s, message in messages:
         event = event_from(pb.GenerateResponse.FromString(message))

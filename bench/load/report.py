@@ -23,14 +23,14 @@ def is_simulated(models: Mapping[str, str]) -> bool:
 
 
 def name_of(models: Mapping[str, str]) -> str:
-    """What was served, for headings."""
+    """Name of what was served, for headings."""
     served = " with ".join(models[role] for role in ("target", "draft") if role in models)
     served = served or ", ".join(sorted(set(models.values()))) or "models of a running stack"
     return f"SIMULATED: {served}" if is_simulated(models) else served
 
 
 def render(figures: Sequence[LoadFigures], blocks: Sequence[Block]) -> str:
-    """All tables of a run, and what their figures mean."""
+    """Report of a run: all tables, and what their figures mean."""
     sections = []
     for temperature in dict.fromkeys(each.temperature for each in figures):
         rows = [each for each in figures if each.temperature == temperature]
@@ -49,7 +49,7 @@ def table(figures: Iterable[LoadFigures], columns: Iterable[str], cells: Iterabl
 
 
 def speeds(figures: Sequence[LoadFigures]) -> str:
-    """What speculation brings."""
+    """Table of what speculation brings."""
     return table(
         figures,
         (
@@ -79,7 +79,7 @@ def speeds(figures: Sequence[LoadFigures]) -> str:
 
 
 def waits(figures: Sequence[LoadFigures]) -> str:
-    """What a user waits for."""
+    """Table of what a user waits for."""
     return table(
         figures,
         ("gap, ms", "p99 gap, ms", "p99 over plain", "first token, ms", "equal answers"),
@@ -97,7 +97,7 @@ def waits(figures: Sequence[LoadFigures]) -> str:
 
 
 def costs(figures: Sequence[LoadFigures]) -> str:
-    """What a round costs each process, and how much of the time its device computes."""
+    """Table of what a round costs each process, and how much of the time its device computes."""
     processes, devices = figures[0].cpu_per_round_s, figures[0].device_busy
     return table(
         figures,

@@ -15,7 +15,7 @@ from bench.load.driver import CLIENT, Block, Clocks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFigures:
-    """One setting under one load. Rounds are messages with tokens, as the clients saw them."""
+    """Figures of one setting under one load. Rounds are messages with tokens, as the clients saw them."""
 
     temperature: float
     streams: int
@@ -25,7 +25,7 @@ class LoadFigures:
     over_best_fixed: Spread
     """Tokens/s over those of the fastest setting but auto."""
     over_best_chain: Spread
-    """The same without trees."""
+    """Tokens/s over those of the fastest setting but auto that has no trees."""
     rounds_per_s: Spread
     tokens_per_round: float
     drafted_per_round: float
@@ -36,11 +36,11 @@ class LoadFigures:
     p99_gap_over_plain: Spread
     first_token_s: Spread
     cpu_per_round_s: dict[str, float]
-    """By process, the client too."""
+    """CPU seconds a round by process, the client too."""
     device_busy: dict[str, float]
     """Share of the time, by process."""
     equal_answers: int
-    """Of the compared ones, those that are plain's token for token."""
+    """Number of compared answers that are plain's token for token."""
     compared_answers: int
 
 
@@ -64,7 +64,7 @@ def ratios(blocks: Sequence[Block], bases: Sequence[Block], figure: Callable[[Bl
 
 
 def equal_answers(blocks: Sequence[Block], bases: Sequence[Block]) -> tuple[int, int]:
-    """How many answers have the tokens that the other setting gave to the same request, and how many there are."""
+    """Number of answers that have the tokens of the other setting for the same request, and number of all."""
     expected = {(block.turn, each.number): each.token_ids for block in bases for each in block.answers}
     equal = [expected[block.turn, each.number] == each.token_ids for block in blocks for each in block.answers]
     return sum(equal), len(equal)

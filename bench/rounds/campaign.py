@@ -149,5 +149,5 @@ async def pings(
     await call.write(frame(requests=[request(fence=fence, close=pb.CloseSession())]))
     await call.done_writing()
     while await call.read() is not grpc.aio.EOF:
-        # An answer that was under way is nobody's any more.
+        # An answer that was under way has no reader any more.
         continue

@@ -99,7 +99,7 @@ def read_ms(buffer: Tensor, num_threads: int) -> float:
 
 
 def second_ms(run: Callable[[], object]) -> float:
-    """Milliseconds of a second run right behind a first one, which brings back what the caches lost."""
+    """Milliseconds of a second run right after a first one, which brings back what the caches lost."""
     run()
     started_ns = time.perf_counter_ns()
     run()
@@ -110,7 +110,7 @@ class OperatorStep:
     """One decoder step of a model's shape, written by hand in PyTorch's operators: the second floor.
 
     Weights are constants, the cache is one contiguous tensor, rows are not bitwise independent of their number. It
-    tells what an engine would cost that does nothing but call the operators.
+    shows what an engine would cost that does nothing but call the operators.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, num_threads: int) -> None:
@@ -133,7 +133,7 @@ class OperatorStep:
         self._cache = torch.zeros(config.num_layers, 2, groups, length, config.head_dim, dtype=dtype)
 
     def ms(self, rows: int) -> float:
-        """Milliseconds of a second forward over `rows` new tokens behind the context, logits of every row included."""
+        """Milliseconds of a second forward over `rows` new tokens after the context, logits of every row included."""
         torch.set_num_threads(self._num_threads)
         token_ids = torch.arange(rows) % self._config.vocab_size
         rotation = torch.ones(2, rows, 1, self._config.head_dim, dtype=self._dtype)
@@ -172,7 +172,7 @@ class OperatorStep:
 class EngineLoop:
     """The engine as a service runs it, without a message: single steps, and the plain loop.
 
-    Times what a service counts as compute: a forward and the draw behind each row.
+    Times what a service counts as compute: a forward and the draw after each row.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -199,7 +199,7 @@ class EngineLoop:
         return ModelSize(self._runner.identity.model_name, step_bytes)
 
     def step_ms(self, rows: int, temperature: float) -> float:
-        """Milliseconds of one forward over the last committed token and a chain behind it, with the draws.
+        """Milliseconds of one forward over the last committed token and a chain after it, with the draws.
 
         The median of a few in a row, because that is a loop: a single one would be measured with the caches of whatever
         ran before it.
@@ -224,7 +224,7 @@ class EngineLoop:
             session.free()
 
     def _step(self, draw_input: DrawInput) -> tuple[list[int], float]:
-        """The tokens drawn behind the rows of one forward, and its milliseconds."""
+        """Tokens drawn after the rows of one forward, and its milliseconds."""
         reserve(self._runner, draw_input.feed, lambda allocate: allocate())
         started_ns = time.perf_counter_ns()
         [drawn] = forward_and_draw(self._runner, [draw_input])

@@ -59,7 +59,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class TimeSample:
-    """One time of one instrument. A role is a model's, or MEMORY; steps have rows, reads have bytes."""
+    """Time that one instrument measured. A role is a model's, or MEMORY; steps have rows, reads have bytes."""
 
     instrument: str
     role: str
@@ -71,7 +71,7 @@ class TimeSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundSample(RoundFacts):
-    """One round as the gateway told it, with the tokens that it committed."""
+    """One round as the gateway reported it, with the tokens that it committed."""
 
     num_tokens: int
 
@@ -87,7 +87,7 @@ TimedAnswer = tuple[tuple[int, ...], float, float, tuple[RoundSample, ...]]
 
 @dataclass(frozen=True, slots=True)
 class RequestSample:
-    """One request, as its client saw it; the bare loop has no rounds."""
+    """One request as its client saw it; the bare loop has no rounds."""
 
     setting: str
     turn: int
@@ -100,13 +100,13 @@ class RequestSample:
 
     @property
     def key(self) -> tuple[int, int, float]:
-        """What requests have in common that are compared with each other."""
+        """Key of requests that are compared with each other."""
         return self.turn, self.prompt, self.temperature
 
 
 @dataclass(slots=True)
 class Measurements:
-    """Everything of one run."""
+    """All samples of one run, with its plan."""
 
     times: list[TimeSample] = field(default_factory=list)
     requests: list[RequestSample] = field(default_factory=list)

@@ -42,7 +42,7 @@ class Costs:
     draft_ping: float
 
     def v(self, draft_count: int) -> float:
-        """What each of K further rows adds to a target step, in target steps.
+        """Cost that each of K further rows adds to a target step, in target steps.
 
         Rows that were not measured lie on the straight line between their neighbours, or through the last two.
         """
@@ -73,7 +73,7 @@ class Costs:
 
 
 def tokens_per_round(rounds: Sequence[RoundSample]) -> float:
-    """tau, all rounds counted."""
+    """Tokens a round, tau, all rounds counted."""
     return sum(each.num_tokens for each in rounds) / len(rounds)
 
 
@@ -84,7 +84,7 @@ def acceptance_rate(rounds: Sequence[RoundSample]) -> float | None:
 
 
 def parts(each: RoundSample) -> dict[str, float]:
-    """Where a round's time went, in milliseconds. A way is what is left of a wait: wire, protobuf, event loops.
+    """Milliseconds of a round by its parts. A way is what is left of a wait: wire, protobuf, event loops.
 
     The overhead is the whole round without both computes: the sum of queues, ways and gateway.
     """
@@ -140,7 +140,7 @@ class RoundsSummary:
         return self.sizes[role].step_bytes / fastest * 1e3
 
     def time_ms(self, instrument: str, role: str, rows: int = 0, temperature: float = 0.0) -> Spread:
-        """What an instrument measured."""
+        """Milliseconds that an instrument measured."""
         wanted = instrument, role, rows, temperature
         times = self.measurements.times
         return spread(each.ms for each in times if (each.instrument, each.role, each.rows, each.temperature) == wanted)
@@ -150,7 +150,7 @@ class RoundsSummary:
         return self.time_ms(ENGINE, role, rows, self.temperatures[0] if temperature is None else temperature)
 
     def costs(self, temperature: float) -> Costs:
-        """What the formula needs, at one temperature."""
+        """Costs that the formula needs, at one temperature."""
         row_counts = {each.rows for each in self.measurements.times if each.instrument == ENGINE}
         verify_ms = {rows: self.step_ms(TARGET, rows, temperature).median for rows in row_counts}
         others_ms = self.step_ms(DRAFT, 1, temperature), self.time_ms(PING, TARGET), self.time_ms(PING, DRAFT)
@@ -192,5 +192,5 @@ class RoundsSummary:
         return [each for rounds in speculative for each in rounds[1:]]
 
     def formula(self, setting: str, temperature: float) -> float:
-        """S of a setting's rounds."""
+        """Speedup S of a setting's rounds by the formula."""
         return self.costs(temperature).speedup(self.rounds(setting, temperature))

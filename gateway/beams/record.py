@@ -16,7 +16,7 @@ from outrider.token_tree import TokenTree
 
 
 class Hypothesis(NamedTuple):
-    """A finished sequence: its tokens behind the prompt, the sum of their log-probabilities, and its rank by score."""
+    """A finished sequence: its tokens after the prompt, the sum of their log-probabilities, and its rank by score."""
 
     token_ids: tuple[int, ...]
     cumulative_logprob: float
@@ -25,15 +25,15 @@ class Hypothesis(NamedTuple):
 
 
 class BeamRecord(TokenLog):
-    """What is known of a search. As a token log it has the length of the live beams, and the prompt for its tokens."""
+    """State of a search. As a token log it has the length of the live beams, and the prompt for its tokens."""
 
     def __init__(self, spec: SessionSpec, search: BeamSearch) -> None:
         super().__init__(spec.token_ids)
         self.search = search
         self.live: tuple[LiveBeam, ...] = ()
-        """Best first; none at the prompt."""
+        """Live beams, best first; none at the prompt."""
         self.finished: tuple[Hypothesis, ...] = ()
-        """Best first, at most as many as beams."""
+        """Finished sequences, best first, at most as many as beams."""
         self._spec = spec
         self._output_len = 0
 
@@ -70,7 +70,7 @@ class BeamRecord(TokenLog):
 
     @property
     def room(self) -> int:
-        """Steps until every sequence ends."""
+        """Number of steps until every sequence ends."""
         return self._spec.max_len - len(self)
 
     def commit_steps(self, proposal: Proposal, verdict: Verdict, steps: Sequence[BeamStep]) -> Round:
@@ -81,7 +81,7 @@ class BeamRecord(TokenLog):
         proposal = verdict.about(proposal)
         num_beams, tree, rows = len(self.live), proposal.tree, verdict.accepted_rows
         last_row = rows[-1] if rows else 0
-        # A path begins with the beam's own row, which nobody guessed.
+        # A path begins with the beam's own row, which was not guessed.
         is_path = last_row <= len(tree) and rows == tree.path(last_row)[1:]
         if self.finish_reason is not None or verdict.base_len != len(self):
             raise ProtocolViolation(f"a verdict on length {verdict.base_len} came for beams of {len(self)} tokens")

@@ -1,4 +1,4 @@
-"""A beam search as passes of the target, each over guesses of the draft behind every live beam.
+"""A beam search as passes of the target, each over guesses of the draft after every live beam.
 
 As in gateway.speculation the record is the truth, whatever a service holds can be rebuilt from it, and a draft that
 fails costs no request anything. There is one kind of pass: the first reads the prompt, and without guesses a pass makes

@@ -25,7 +25,7 @@ class BeamTargetOpening(TargetOpening):
         super().__init__(peer, spec, record, fence)
         self._record = record
         self.steps: tuple[BeamStep, ...] = ()
-        """Of the last answer."""
+        """Steps of the last answer."""
 
     def send_step(self, proposal: Proposal, plain_budget: int, _own: OwnGuesses) -> None:
         """Opens with all beams, or asks for a pass; a search has neither budget nor own guesses."""
@@ -57,7 +57,7 @@ class BeamTargetSession(RemoteTargetSession):
 
 
 class BeamDraftOpening(DraftOpening):
-    """One opening of a search on a draft, which is told all beams each time."""
+    """One opening of a search on a draft, which gets all beams each time."""
 
     def __init__(
         self, peer: ServicePeer, spec: SessionSpec, record: BeamRecord, session_id: bytes, seat: DrafterSeat
@@ -110,5 +110,5 @@ class BeamDraftSession(RemoteDraftSession):
 
 
 def last_tokens(live: tuple[LiveBeam, ...]) -> list[int]:
-    """Those that a proposal begins with."""
+    """Last token of each beam, with which a proposal begins."""
     return [beam.token_ids[-1] for beam in live]

@@ -1,1 +1,1 @@
-"""One request from its checks to its last event: what every surface calls."""
+"""Requests from their checks to their last event, for every surface."""

@@ -1,6 +1,7 @@
 """Places for samples, and the queue before them.
 
-Whoever waits holds nothing but a line in a list, so waiting costs no service anything; a full queue says so at once.
+A request that waits holds nothing but a line in a list, so waiting costs no service anything; a full queue says so at
+once.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from typing import TypeVar
 
 from outrider.errors import NotReady, Overloaded
 
-# What a client is told to wait: between a moment and a minute, by how fast places came free lately.
+# Seconds that a client is asked to wait: between a moment and a minute, by how fast places came free lately.
 RETRY_AFTER_S = (1.0, 60.0)
 SMOOTHING = 0.2
 
@@ -24,14 +25,14 @@ EventT = TypeVar("EventT")
 
 @dataclass(slots=True, eq=False)
 class Places:
-    """Those of one request: it has one for each of its samples that runs, and waits for one at a time."""
+    """Places of one request: it has one for each of its samples that runs, and waits for one at a time."""
 
     arrived_s: float
     priority: int
     taken: deque[tuple[float, int]] = field(default_factory=deque)
-    """When those that it holds were taken, and how many samples ran then."""
+    """Times when its places were taken, and how many samples ran then."""
     waited_s: float = 0.0
-    """From its arrival until it got the latest one."""
+    """Seconds from its arrival until it got the latest one."""
     has_begun: bool = False
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     patience: asyncio.Timeout | None = None
@@ -39,11 +40,11 @@ class Places:
 
 
 class Admission:
-    """At most `places` samples run at a time, and at most queue_len requests wait that have none running.
+    """Admission of requests: at most `places` samples run at a time, and queue_len requests wait that have none.
 
     The smallest priority comes first, and within one who came first, one place at a time: a request that wants more
     than one goes to the end of its priority's queue for each. So the samples of large requests take turns with
-    everybody else's. Nobody's priority changes while it waits, and nobody's place is taken away.
+    everybody else's. A request's priority never changes while it waits, and its place is never taken away.
     """
 
     def __init__(self, places: int, queue_len: int, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -68,10 +69,11 @@ class Admission:
         return sum(not places.taken for places in self._queue)
 
     def retry_after_s(self, priority: int = 0) -> int:
-        """Whole seconds after which a request of that priority may find a place, behind those who wait and go before.
+        """Whole seconds after which a request of that priority may find a place, after those that wait and go before.
 
-        It follows from how fast places came free lately. Those who run and have not ended count too: in a burst of long
-        requests nothing else tells that they are long. Who comes meanwhile, and goes before as well, is not foreseen.
+        It follows from how fast places came free lately. Requests that run and have not ended count too: in a burst of
+        long ones nothing else shows that they are long. A request that comes meanwhile, and goes before, is not
+        foreseen.
         """
         now_s, (min_s, max_s) = self._clock_s(), RETRY_AFTER_S
         ages_s = [now_s - taken_s for places in self._entered for taken_s, _ in places.taken]
@@ -92,7 +94,7 @@ class Admission:
             )
 
     def close(self) -> None:
-        """Sends whoever comes, and whoever waits and has not begun, elsewhere; others get all their places in turn."""
+        """Refuses requests that come, or wait and have not begun, so that they go elsewhere; others get all places."""
         self.is_leaving = self._is_closed = True
         for places in self._queue:
             if not places.has_begun:
@@ -107,7 +109,7 @@ class Admission:
                 places.patience.reschedule(0.0)
 
     async def next_of(self, events: AsyncIterator[EventT], places: Places) -> EventT | None:
-        """The next event of a request, None behind the last; raises NotReady after `end`."""
+        """Next event of a request, None after the last; raises NotReady after `end`."""
         if not self._is_over:
             try:
                 async with asyncio.timeout(None) as places.patience:
@@ -157,7 +159,7 @@ class Admission:
             self._left.set()
 
     async def take(self, places: Places) -> None:
-        """Waits for one more place, behind all who wait and have no greater priority. Raises NotReady when it is the
+        """Waits for one more place, after all that wait and have no greater priority. Raises NotReady when it is the
         first and the gateway stops.
         """
         places.turn.clear()
@@ -168,7 +170,7 @@ class Admission:
             self._check_open()
 
     def give_back(self, places: Places) -> None:
-        """One place of a request is free from now on; does nothing when it has none left."""
+        """Gives back one place of a request; does nothing when it has none left."""
         if not places.taken:
             return
         # Which of them it was changes no mean. By those who ran beside it and not by all places: had these been taken,

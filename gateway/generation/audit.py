@@ -63,7 +63,7 @@ class ShadowAudit:
                 self._skipped.labels("failed").inc()
                 log.warning("audit failed", reason=error.message)
             except Exception:
-                # Nobody waits for this task, and without it no request would be audited any more.
+                # No other task waits for this one, and without it no request would be audited any more.
                 self._skipped.labels("failed").inc()
                 log.exception("audit failed")
 
@@ -71,7 +71,7 @@ class ShadowAudit:
         expected, numerics_id = tuple(transcript.token_ids), transcript.numerics_ids[0]
         token_ids: list[int] = []
         numerics_ids: set[str] = set()
-        # Only tokens are compared, so the target need not tell log-probabilities, least of all a prompt's.
+        # Only tokens are compared, so the target need not send log-probabilities, least of all a prompt's.
         # And what the target has cached of the prompt must not vouch for itself.
         bare = replace(request.spec, logprob_count=None, prompt_logprobs=False, draft_logprobs=False)
         spec = replace(bare, cache_salt=secrets.token_bytes(16))

@@ -1,4 +1,4 @@
-"""What stands behind the gateway: the services, the lookup, and who of them guesses for a request."""
+"""Backend of the gateway: the services, the lookup, and the choice of who guesses for a request."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from outrider.process.upkeep import Upkeep
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The services behind the gateway, and what all requests share.
+    """Services that the gateway calls, and what all requests share.
 
     `drafts` are draft services by name, of which each may be several replicas. Where no drafter is named, the first
     one guesses; it may have no name of its own, and is known by the drafters that it offers.
@@ -34,7 +34,7 @@ class Backend:
     target_timeouts: TargetTimeouts
     audit: ShadowAudit
     lookup: LookupSources | None = None
-    """What is looked up beside a request's own text; None where nothing is looked up."""
+    """Sources beside a request's own text that are looked up; None where nothing is looked up."""
     turn_ends: frozenset[int] = frozenset()
     """Tokens with which the chat template closes an assistant's turn; they end answers as those of the target do."""
     upkeep: Upkeep = field(default_factory=Upkeep)
@@ -64,7 +64,7 @@ class Backend:
         return remote
 
     def drafting(self, request: CheckedRequest, target: ModelInfo) -> Drafting:
-        """Who guesses for a request."""
+        """Choice of the drafters that guess for a request, and of what they make."""
         names, rule = request.drafters, request.spec.acceptance.rule
         if request.draft_count == 0:
             return Drafting(None, rule=rule)

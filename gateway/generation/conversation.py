@@ -1,4 +1,4 @@
-"""What the answer to a conversation may call, and how it is read: the same for every surface."""
+"""Calls that the answer to a conversation may make, and how it is read: the same for every surface."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -58,7 +58,7 @@ def check_variables(field: str, variables: Mapping[str, Any], template: ChatTemp
 
 
 def prompt_end(*, begins_turn: bool | None, goes_on: bool) -> dict[str, bool]:
-    """How a prompt ends, as the template takes it: with the beginning of the assistant's turn unless it is said
+    """End of a prompt, as the template takes it: with the beginning of the assistant's turn unless it is said
     otherwise, or with the last message, which the answer goes on with; raises InvalidRequest about both.
     """
     if goes_on and begins_turn:
@@ -77,8 +77,8 @@ def asked(
 ) -> GenerationRequest:
     """A request with a rendered prompt, and what the answer to it may call.
 
-    Raises Unsupported where nobody looks for calls, and InvalidRequest about a tool that the model's syntax cannot
-    call.
+    Raises Unsupported where the gateway looks for no calls, and InvalidRequest about a tool that the model's syntax
+    cannot call.
     """
     if rules.needs_call and template.tool_format is None:
         raise Unsupported("tool_choice is not served: the gateway runs with --tool-format off", field="tool_choice")

@@ -1,4 +1,4 @@
-"""What every surface calls: requests in, events out.
+"""Entry of every surface: requests in, events out.
 
 Entering `Frontend.open` has checked the requests and waited for the first place, and nothing was sent to a service
 before. So whatever is wrong with a request is known before a surface has promised its client anything. Further samples
@@ -38,7 +38,7 @@ class ClientStalled(OutriderError):
 
 
 class Observer(Protocol):
-    """What is told of every request, whatever surface it came by."""
+    """A listener that every request is reported to, whatever surface it came by."""
 
     def admitted(self, requests: Sequence[CheckedRequest]) -> None:
         """A request has its first place; `requests` are its parts."""
@@ -55,7 +55,7 @@ class Observer(Protocol):
         """A request with an API key of that name is over, and has used so many tokens."""
 
     def observe(self, event: Event) -> None:
-        """Something happened to a request."""
+        """A request has an event: a round, or the completion of a sample."""
 
     def ended(self, error: BaseException | None) -> None:
         """A request that was not turned away is over: None when it ended well, else what ended it."""
@@ -91,7 +91,7 @@ class ModelNames:
 
     @property
     def listed(self) -> list[str]:
-        """All that can be listed."""
+        """Names that can be listed."""
         return [self.main, *(name for name in self.others if name != ANY_NAME)]
 
 
@@ -116,7 +116,7 @@ class Frontend:
         self, requests: Sequence[GenerationRequest], enter: Entrance | None = None
     ) -> AsyncIterator[Generation]:
         """Checks requests that belong together, and waits for a place for the first sample; the others wait for theirs
-        while events come. What they hold is given back when it is left. `enter` tells whose requests they are, where
+        while events come. What they hold is given back when it is left. `enter` returns whose requests they are, where
         keys are asked for: asked when the requests are there, and once more when they have their place.
 
         Raises InvalidRequest, PromptTooLong, Overloaded, RateLimited, InvalidKey, and what is said of a target that is
@@ -166,7 +166,7 @@ class Frontend:
                     self.metrics.used(tenant.name, record.prompt_tokens, record.num_tokens)
 
     async def _prepared(self, requests: Sequence[GenerationRequest], number: int) -> RequestContext:
-        """One of several requests, whose number is on its errors."""
+        """Context of one of several requests, whose number is on its errors."""
         try:
             return await prepare(requests[number], self.backend)
         except OutriderError as error:
@@ -228,7 +228,7 @@ def _with_key(request: GenerationRequest, tenant: Tenant, count: int) -> Generat
 
 
 def _spending(tenant: Tenant, requests: Sequence[CheckedRequest]) -> AbstractContextManager[Spending]:
-    """What requests that belong together, and differ in their prompts alone, hold of a key's limits."""
+    """Share of a key's limits for requests that belong together, and differ in their prompts alone."""
     prompt_tokens = sum(request.spec.prompt_len for request in requests)
     max_tokens = max(request.spec.max_len - request.spec.prompt_len for request in requests)
     samples = sum(request.sample_count for request in requests)

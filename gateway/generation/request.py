@@ -42,11 +42,11 @@ MAX_TEXT_CHARS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What a client wrote; None where it wrote nothing."""
+    """Fields of a client's request; None where it wrote nothing."""
 
     text: str | None = None
     token_ids: Sequence[int] | None = None
-    """Not looked at before its length is, because to read a million ids would be felt by other requests."""
+    """Token ids, whose length is checked first, because to read a million ids would be felt by other requests."""
     max_tokens: int | None = None
     sampling: SamplingParameters = field(default_factory=SamplingParameters)
     seed: int | None = None
@@ -56,10 +56,10 @@ class GenerationRequest:
     draft_count: int | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
     drafters: tuple[str, ...] = ()
-    """Those that are to guess together; none leaves the choice to the gateway."""
+    """Drafters that are to guess together; none leaves the choice to the gateway."""
     shape: TreeShape | None = None
     prediction: str | Sequence[int] | None = None
-    """What the answer is expected to be, as text or token ids."""
+    """Expected answer, as text or token ids."""
     logprob_count: int | None = None
     sample_count: int | None = None
     banned_words: tuple[str, ...] = ()
@@ -70,23 +70,23 @@ class GenerationRequest:
     add_special_tokens: bool = True
     """Whether text gets the tokenizer's special tokens; a rendered chat template has them already."""
     reading: Reading | None = None
-    """How to look for calls of tools and reasoning in the answer; None takes all of it for text."""
+    """How calls of tools and reasoning are found in the answer; None takes all of it for text."""
     constraint: Constraint | None = None
-    """What the answer has to look like."""
+    """Form that the answer must have."""
     up_to_context: bool = False
     """Whether max_tokens is cut to what is left of the context and of the key, and is all of that when it is None."""
     tenant: str = ""
-    """Whose request it is, by the name of an API key. Tenants share nothing that is remembered."""
+    """Name of the API key that the request came with. Tenants share nothing that is remembered."""
     most_tokens: int | None = None
-    """What prompt and answers may have together with that key, to which max_tokens is cut unless it was sent."""
+    """Most tokens of prompt and answers together with that key, to which max_tokens is cut unless it was sent."""
     most_new_tokens: int | None = None
-    """What an answer may have with it, to which max_tokens is cut unless it was sent."""
+    """Most tokens of an answer with that key, to which max_tokens is cut unless it was sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A checked request. draft_count None lets the gateway choose, and 0 never speculates. Without drafters the gateway
-    chooses among all that there are.
+    """A request that passed all checks. draft_count None lets the gateway choose, and 0 never speculates. Without
+    drafters the gateway chooses among all that there are.
     """
 
     spec: SessionSpec
@@ -98,18 +98,18 @@ class CheckedRequest:
     sample_count: int = 1
     sample_index: int = 0
     beam_search: BeamSearch | None = None
-    """Makes all samples."""
+    """Beam search that makes all samples; None for none."""
     reading: Reading | None = None
     fills_context: bool = False
     """Whether the longest answer ends where the context does."""
     naming_stops: frozenset[str] = frozenset()
-    """Those stop strings that have the name of a token in them that clients do not read."""
+    """Stop strings that have the name of a token in them that clients do not read."""
     constraint: Constraint | None = None
-    """What the grammar was made of."""
+    """Constraint that the grammar was made of."""
 
     @property
     def num_runs(self) -> int:
-        """How often it is decoded: once for each sample, or for all beams."""
+        """Number of times that it is decoded: once for each sample, or for all beams."""
         return 1 if self.beam_search else self.sample_count
 
     @property
@@ -119,7 +119,7 @@ class CheckedRequest:
         return self.draft_count is not None and bool(self.drafters) and LOOKUP not in self.drafters and is_shaped
 
     def sample(self, index: int) -> Self:
-        """One of its samples, with a seed of its own. Only the first reads the prompt's log-probabilities."""
+        """Request for one of its samples, with its own seed. Only the first reads the prompt's log-probabilities."""
         prompt_logprobs = self.spec.prompt_logprobs and index == 0
         grammar = None if self.spec.grammar is None else self.spec.grammar.session()
         seed = sample_seed(self.spec.seed, index)
@@ -131,7 +131,7 @@ class CheckedRequest:
 class Offers:
     """The drafters that there are, each with the rules that it can serve.
 
-    `remote` are those of draft services, None while nobody knows them because the service is away; `own` those in the
+    `remote` are those of draft services, None while they are unknown because the service is away; `own` those in the
     target's process, of which own_trees make trees; `looks` says whether the gateway looks guesses up.
     """
 
@@ -143,7 +143,7 @@ class Offers:
     @property
     def names(self) -> dict[str, frozenset[Rule]]:
         lookup = {LOOKUP: frozenset(Rule)} if self.looks else {}
-        # Once more behind the remote ones, which a draft may call as it likes.
+        # Once more after the remote ones, which a draft may call as it likes.
         return {**lookup, **(self.remote or {}), **lookup, **self.own}
 
 
@@ -258,7 +258,7 @@ async def _grammar(
     stop_token_ids: frozenset[int],
     salt: bytes,
 ) -> Grammar | None:
-    """What the answer has to follow, compiled; raises InvalidRequest about the constraint."""
+    """Grammar of the answer, compiled; raises InvalidRequest about the constraint."""
     constraint = request.constraint
     if constraint is None:
         return None
@@ -438,14 +438,14 @@ def _check_chars(num_chars: int, tokenizer: Tokenizer, target: ModelInfo) -> Non
 
 
 def _place(target: ModelInfo) -> tuple[int, str, str]:
-    """What prompt and output must fit into: the tokens of it, its name among facts, and in a sentence."""
+    """Room for prompt and output: its tokens, its name among facts, and in a sentence."""
     is_context = target.context_len <= target.kv_tokens
     size, name = (target.context_len, "context_len") if is_context else (target.kv_tokens, "kv_tokens")
     return size, name, f"the {'context' if is_context else 'key-value cache'} of {size} tokens"
 
 
 def check_room(prompt_len: int, target: ModelInfo) -> None:
-    """Raises PromptTooLong about a prompt that leaves no room for a token behind it."""
+    """Raises PromptTooLong about a prompt that leaves no room for a token after it."""
     size, name, place = _place(target)
     if prompt_len >= size:
         message = f"the prompt has {prompt_len} tokens, but must leave room for one more in {place}"
@@ -466,7 +466,7 @@ def _max_tokens(request: GenerationRequest, prompt_len: int, target: ModelInfo) 
         wanted = min(wanted, room)
         if request.most_tokens is not None:
             samples = request.beam_search.width if request.beam_search else request.sample_count or 1
-            # One at least: of a prompt that leaves no room the key's own check tells.
+            # One at least: when a prompt leaves no room, the key's own check says so.
             wanted = max(1, min(wanted, (request.most_tokens - prompt_len) // samples))
     if wanted > room:
         message = (f"a prompt of {prompt_len} tokens and ", Field("max_tokens"), f" {wanted} do not fit into {place}")

@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 
 class RequestLog:
-    """What is known so far of one request, which may have several parts and has waited so long for its first place."""
+    """Facts so far of one request, which may have several parts and has waited so long for its first place."""
 
     def __init__(self, requests: Sequence[CheckedRequest], waited_s: float) -> None:
         self._requests = requests
@@ -27,13 +27,13 @@ class RequestLog:
         self._arrived_s = time.monotonic() - waited_s
         self._first_token_s: float | None = None
         self.num_tokens = 0
-        """Of all answers."""
+        """Number of output tokens of all samples."""
         self._completions: list[CompletionEvent] = []
         self._figures = SpeculationFigures()
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts."""
+        """Number of tokens of all prompts."""
         return sum(request.spec.prompt_len for request in self._requests)
 
     def observe(self, event: Event) -> None:

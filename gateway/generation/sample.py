@@ -53,7 +53,7 @@ class RoundEvent:
     rejected: tuple[RejectedToken, ...] = ()
     elapsed_us: int = 0  # when the tokens were there, since the gateway received the request
     deltas: tuple[Delta, ...] = ()
-    """What is new, in order; only content unless the request said how its answer is to be read."""
+    """New pieces of the answer, in order; only content unless the request said how its answer is to be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +82,11 @@ class CompletionEvent:
     """Whether there are calls of tools among all deltas."""
     reasoning_tokens: int = 0
     stop_string: str | None = None
-    """The one that ended it."""
+    """Stop string that ended the answer."""
     ignored_keywords: tuple[str, ...] = ()
-    """What of a lenient schema was not enforced."""
+    """Keywords of a lenient schema that were not enforced."""
     sampling: SamplingParameters = field(default_factory=SamplingParameters)
-    """With the defaults that took effect."""
+    """Sampling parameters, with the defaults that took effect."""
 
 
 Event = RoundEvent | CompletionEvent
@@ -107,7 +107,7 @@ class RequestContext:
         return (time.perf_counter_ns() - self.started_ns) // 1000
 
     def sample(self, index: int, queue_us: int) -> AsyncGenerator[Event, None]:
-        """Yields an event for every round of one of its samples and then its completion. Its sessions are told to end
+        """Yields an event for every round of one of its samples and then its completion. Its sessions are asked to end
         before the completion comes, and also when the caller closes the generator early. Raises any OutriderError.
 
         queue_us is for how long the sample has waited for its turn.
@@ -195,7 +195,7 @@ async def _rounds(request: CheckedRequest, backend: Backend, target: ModelInfo) 
 
 
 def new_reader(request: CheckedRequest, tokenizer: Tokenizer) -> AnswerReader | None:
-    """What reads an answer to a request, if it asked for that."""
+    """Reader of an answer to a request, if it asked for one."""
     return None if request.reading is None else AnswerReader(request.reading, tokenizer.special_tokens)
 
 
@@ -245,9 +245,9 @@ def decode(request: CheckedRequest, backend: Backend, target: ModelInfo) -> Asyn
 def noise_seed(request: CheckedRequest, drafting: Drafting) -> int:
     """The seed that the services draw with: the request's own, unless guesses could know something of its noise.
 
-    A rule that tests guesses with uniforms follows the target's law only where guesses are independent of these. What
-    an earlier request with the same seed said was decided by the same uniforms, and a lookup, a prediction, and a
-    policy that has learned from it, know of that. They are then asked about noise that nobody has used before.
+    A rule that tests guesses with uniforms follows the target's distribution only where guesses are independent of
+    these. What an earlier request with the same seed said was decided by the same uniforms, and a lookup, a prediction,
+    and a policy that has learned from it, know of that. They are then asked about noise that was never used before.
     """
     is_tested = request.spec.acceptance.rule.needs_distributions
     is_plain = drafting.remote is None and not drafting.own and not drafting.looks
@@ -272,7 +272,7 @@ async def merged(streams: AsyncGenerator[AsyncGenerator[EventT, None], None]) ->
     turn = asyncio.Lock()
 
     async def put(event: EventT | Ended) -> None:
-        # A full queue lets whoever comes just in time go before those who wait; a lock does not.
+        # A full queue lets a task that comes just in time go before those that wait; a lock does not.
         async with turn:
             await events.put(event)
 
@@ -293,7 +293,7 @@ async def merged(streams: AsyncGenerator[AsyncGenerator[EventT, None], None]) ->
     finally:
         for task in tasks:
             task.cancel()
-        # A task that is cancelled still closes its stream, which tells the services.
+        # A task that is cancelled still closes its stream, which ends its sessions at the services.
         await asyncio.wait(tasks)
 
 
@@ -312,6 +312,6 @@ async def _pump(
         ended = Ended(error)
     task = asyncio.current_task()
     if task is not None and task.cancelling():
-        # Nobody reads any more, and a full queue would be waited for without end.
+        # The reader has gone, and a full queue would be waited for without end.
         return
     await end(ended)

@@ -70,7 +70,7 @@ class StopScanner:
         return text if self.found is None else ""
 
     def _parted(self, shown: Sequence[str], tails: Mapping[bool, int]) -> tuple[str, list[str]]:
-        """What was held and is new, parted before the longest of some tails; by whether a length counts names."""
+        """Text that was held or is new, parted before the longest of some tails; by whether a length counts names."""
         characters = [*self._held, *shown]
         cut = len(characters)
         for counts_names, length in tails.items():
@@ -94,7 +94,7 @@ class _Automaton:
             self._borders[index] = self._next(self._borders[index - 1], stop[index])
 
     def advance(self, character: str) -> bool:
-        """Takes one character; tells whether the stop string is complete with it."""
+        """Takes one character; returns whether the stop string is complete with it."""
         length = self._next(self.matched_len, character)
         is_complete = length == len(self.stop)
         self.matched_len = self._borders[-1] if is_complete else length
@@ -109,7 +109,7 @@ class _Automaton:
 @dataclass(frozen=True, slots=True)
 class GuessFacts:
     """A row of a proposal, counted from 1, and the row above it, 0 for the last committed token; who guessed it, with
-    its log-probability and the estimate that it would be kept, where the drafter told them.
+    its log-probability and the estimate that it would be kept, where the drafter sent them.
     """
 
     row: int
@@ -120,7 +120,7 @@ class GuessFacts:
 
     @classmethod
     def of(cls, proposal: Proposal, row: int) -> Self:
-        """A row of a proposal."""
+        """Facts of a row of a proposal."""
         tree, index = proposal.tree, row - 1
         logprob = tree.logprobs[index] if tree.logprobs else None
         value = tree.values[index] if tree.values else None
@@ -129,7 +129,7 @@ class GuessFacts:
 
 @dataclass(slots=True)
 class GeneratedToken:
-    """A token of the output and the text that was final with it; of an accepted one the guess, if rounds are told."""
+    """A token of the output and the text that was final with it; of an accepted one the guess, if they are reported."""
 
     token_id: int
     origin: TokenOrigin
@@ -157,7 +157,7 @@ class PromptToken:
 
 
 def round_facts(committed: Round) -> dict[str, Any]:
-    """How a round came about, by the names of RoundFacts in generation_service.proto."""
+    """Facts of a round, by the names of RoundFacts in generation_service.proto."""
     proposal, verdict = committed.proposal, committed.verdict
     return {
         "base_len": verdict.base_len,
@@ -191,7 +191,7 @@ def counts_by_drafter(committed: Round) -> dict[str, tuple[int, int]]:
 
 @dataclass(slots=True)
 class SpeculationFigures:
-    """What speculation did in a request, counted as generation_service.proto says.
+    """Figures of speculation in a request, counted as generation_service.proto says.
 
     `drafters` has the draft tokens of each drafter and those of them that were accepted.
     """
@@ -250,8 +250,8 @@ class SpeculationFigures:
 class Transcript:
     """Turns rounds into text until the request ends, by the target's word or by a stop string.
 
-    `tells_guesses` says whether tokens tell which guess they were. With a `reader` only content is text, in which stop
-    strings are looked for. One that is complete within the text of the first `min_tokens` tokens ends nothing.
+    `tells_guesses` says whether tokens carry the guess that they were. With a `reader` only content is text, in which
+    stop strings are looked for. One that is complete within the text of the first `min_tokens` tokens ends nothing.
     """
 
     detokenizer: Detokenizer
@@ -277,7 +277,7 @@ class Transcript:
         return self.reader is not None and self.reader.num_calls > 0
 
     def take_deltas(self) -> tuple[Delta, ...]:
-        """What is new since the last time, in order."""
+        """Takes the pieces that are new since the last time, in order."""
         deltas, self._deltas = joined(self._deltas), []
         return deltas
 
@@ -326,7 +326,7 @@ class Transcript:
         return content
 
     def take(self, committed: Round) -> tuple[GeneratedToken, ...]:
-        """The tokens of a round with their text. Tokens behind the one that completes a stop string do not exist."""
+        """The tokens of a round with their text. Tokens after the one that completes a stop string do not exist."""
         verdict = committed.verdict
         if self.numerics_ids[-1:] != [verdict.numerics_id]:
             self.numerics_ids.append(verdict.numerics_id)
@@ -337,7 +337,7 @@ class Transcript:
         else:
             self.figures.add(committed)
         tokens: list[GeneratedToken] = []
-        # The target's own token is behind all of them.
+        # The target's own token comes after all of them.
         rows = verdict.accepted_rows if self.tells_guesses else ()
         self.finish_reason = verdict.finish_reason
         last = len(committed.token_ids) - 1 if verdict.finish_reason in ENDING_TOKENS else -1

@@ -11,7 +11,7 @@ from outrider.rpc.memory import RequestMemory
 
 
 def entrance_of(door: Door, metadata: Metadata) -> Entrance:
-    """Tells whose call it is, by what came beside its message."""
+    """Entrance of a call, by the metadata that came beside its message."""
     values: defaultdict[str, list[bytes]] = defaultdict(list)
     for name, value in metadata or ():
         values[name].append(value.encode() if isinstance(value, str) else value)

@@ -61,7 +61,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def request_from(message: pb.GenerateRequest) -> GenerationRequest:
-    """What the client wrote; raises InvalidRequest for sampling parameters, the rule and its settings."""
+    """Request that the client wrote; raises InvalidRequest for sampling parameters, the rule and its settings."""
     speculation = message.speculation
     prompt = message.WhichOneof("prompt")
     rule, settings = speculation.rule, speculation.acceptance
@@ -137,7 +137,7 @@ def _beams_from(message: pb.BeamSearch) -> BeamSearch:
 
 
 async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate, tokenizer: Tokenizer) -> GenerationRequest:
-    """What the client wrote, with the conversation as its prompt.
+    """Request that the client wrote, with the conversation as its prompt.
 
     Raises InvalidRequest about a prompt beside the conversation, about the messages and tools, and as `request_from`
     does.
@@ -170,7 +170,7 @@ async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate, tok
 
 
 def _call_rules(message: pb.ChatRequest, schemas: Sequence[dict[str, Any]]) -> CallRules:
-    """Which of the tools, whose parameters have these schemas, may be called, and whether one must; raises
+    """Rules about the tools, whose parameters have these schemas: which may be called, and whether one must; raises
     InvalidRequest.
     """
     if message.HasField("tool_choice") and not message.tools:
@@ -229,7 +229,7 @@ def _template_message(number: int, message: pb.ChatMessage, counts: JsonCounts) 
 
 
 def _variables(message: pb.ChatRequest, template: ChatTemplate) -> dict[str, Any]:
-    """What the template is given beside the conversation; raises InvalidRequest."""
+    """Variables of the template beside the conversation; raises InvalidRequest."""
     fields = message.template_variables.fields
     check_count("template_variables", len(fields), MAX_TEMPLATE_VARIABLES, "entries")
     variables: dict[str, Any] = {}
@@ -247,7 +247,7 @@ def _variables(message: pb.ChatRequest, template: ChatTemplate) -> dict[str, Any
 
 
 def event_message(event: RoundEvent | CompletionEvent) -> pb.GenerateResponse:
-    """An event to send."""
+    """Message for an event of a request."""
     if isinstance(event, CompletionEvent):
         accepted_count, rejected_count = event.figures.prediction_counts
         completion = pb.Completion(

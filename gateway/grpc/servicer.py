@@ -120,7 +120,7 @@ class GenerationServicer(GenerationServiceServicer):
     async def Chat(  # type: ignore[override]  # noqa: N802 - the name is the protocol's
         self, request: pb.ChatRequest, context: ChatContext
     ) -> None:
-        """The same for a conversation."""
+        """Generates the answer to a conversation, and streams the same messages as Generate."""
         with telemetry.span("Chat", parent=_carrier(context)):
             template, tokenizer = self._frontend.chat_template, self._frontend.backend.tokenizer
             with self._entrance(context, request) as enter:
@@ -129,7 +129,7 @@ class GenerationServicer(GenerationServiceServicer):
 
     @contextmanager
     def _entrance(self, context: Context | ChatContext, message: Message) -> Iterator[Entrance | None]:
-        """Whose request a message is, where keys are asked for; what is refused within counts for the key."""
+        """The entrance of a message, None where no keys are asked for; what is refused within counts for the key."""
         entrance = None if self._door is None else entrance_of(self._door, context.invocation_metadata())
         try:
             yield entrance
@@ -157,7 +157,7 @@ class GenerationServicer(GenerationServiceServicer):
 
 
 def _carrier(context: Context | ChatContext) -> dict[str, str]:
-    """What the client sent beside its message, as far as it is text."""
+    """Metadata that the client sent beside its message, as far as it is text."""
     return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 

@@ -1,4 +1,4 @@
-"""Who may come in: the keys of a file that is looked at again with every key that comes.
+"""The check of API keys: those of a file that is looked at again with every key that comes.
 
 A file that has become unreadable or wrong keeps the keys that it had, and the log says so: half an edit must not lock
 everybody out. What it no longer lists is refused from then on; requests under way go on to their end.
@@ -103,7 +103,7 @@ class Door:
 
 @dataclass(slots=True)
 class Entrance:
-    """Whose request it is, by the headers that it came with, as often as that is asked."""
+    """Entrance of one request, which finds its tenant by the headers that it came with, each time it is asked."""
 
     door: Door
     surface: str
@@ -117,7 +117,7 @@ class Entrance:
         return self.door.enter(self.surface, self.authorization, self.x_api_key)
 
     def __call__(self) -> Tenant:
-        """The same for whoever takes the request over, and counts it."""
+        """Tenant for the code that takes the request over, which is counted from here on."""
         self.is_counted = True
         return self.tenant()
 

@@ -1,6 +1,6 @@
 """The file of keys, read and checked: a table a key, by name, with the key's SHA-256 and what its holder may do.
 
-Keys are random and long, so a plain hash of one tells nothing, and a file that is lost opens no door. What is refused
+Keys are random and long, so a plain hash of one reveals nothing, and a file that is lost opens no door. What is refused
 may be a key in the wrong place, so no sentence here repeats a word of the file: each says the number of the entry.
 """
 
@@ -36,21 +36,21 @@ class KeysRefused(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What the holder of a key may use; None is without a limit."""
+    """Limits of the holder of a key; None is without a limit."""
 
     concurrent_samples: int | None = None
     """Samples that run or wait at a time."""
     requests_per_minute: int | None = None
-    """Requests that generate."""
+    """Number of requests that generate."""
     tokens_per_minute: int | None = None
-    """Of prompts and answers together."""
+    """Tokens of prompts and answers together."""
     max_tokens: int | None = None
-    """Of an answer."""
+    """Tokens of one answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Who a key belongs to, and what they may do."""
+    """A key, the name of its holder, and what they may do."""
 
     name: str
     sha256: bytes = field(repr=False)
@@ -58,7 +58,7 @@ class Key:
     priority: int = 0
     """Requests of a smaller one get a place before others; vLLM counts so too."""
     metrics: bool = False
-    """Whether it opens the figures, which tell of all keys."""
+    """Whether it opens the figures, which are about all keys."""
 
 
 LIMITS = tuple(each.name for each in fields(KeyLimits))
@@ -75,7 +75,7 @@ def find_key(keys: Collection[Key], given: bytes) -> Key | None:
 
 
 def read_file(path: Path) -> bytes:
-    """What is in a file, as far as a file of keys may be long. Raises KeysRefused about one that cannot be read."""
+    """Contents of a file, as far as a file of keys may be long. Raises KeysRefused about one that cannot be read."""
     try:
         if not path.is_file():
             raise KeysRefused(f"{path} is no file of keys: it is missing, or not a regular file", file=path)
@@ -86,7 +86,7 @@ def read_file(path: Path) -> bytes:
 
 
 def parse_keys(content: bytes, path: str) -> list[Key]:
-    """The keys that a file lists; none lets nobody in. Raises KeysRefused about the first thing wrong with it."""
+    """Keys that a file lists; an empty list admits no client. Raises KeysRefused about the first fault that it has."""
     if len(content) > MAX_FILE_BYTES:
         raise KeysRefused(f"{path} has more than {MAX_FILE_BYTES} bytes, the most of a file of keys", file=path)
     try:
@@ -120,7 +120,7 @@ def parse_keys(content: bytes, path: str) -> list[Key]:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where something is wrong: the file, and which of its tables."""
+    """Place of a fault: the file, and which of its tables."""
 
     path: str
     number: int
@@ -164,5 +164,5 @@ def _number(entry: Entry, field: str, value: object, least: int) -> int:
 
 
 def _kind(value: object) -> str:
-    """What a value is, in words."""
+    """Kind of a value, in words."""
     return KINDS.get(type(value), "a date or a time")

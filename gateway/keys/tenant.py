@@ -11,7 +11,7 @@ from gateway.keys.usage import MINUTE_S, SLACK, Bucket, OwnUsage, Usage
 from outrider.errors import InvalidRequest, PromptTooLong, RateLimited
 
 Clock = Callable[[], float]
-# What a client is told to wait for a sample's end, by how long samples took lately.
+# Seconds that a client is asked to wait for a sample's end, by how long samples took lately.
 WAIT_S = (1.0, 60.0)
 SMOOTHING = 0.2
 # Of a request that was refused before it had tokens.
@@ -20,7 +20,7 @@ BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """One of the limits by the minute: all of it, what is left, and when all is left again if nothing is taken."""
+    """State of a limit by the minute: all of it, what is left, and when all is left again if nothing is taken."""
 
     limit: int
     remaining: int
@@ -29,14 +29,14 @@ class Allowance:
 
 @dataclass(slots=True)
 class Spending:
-    """What a request holds of a key's limits; `used_tokens` are the only ones that it does not give back."""
+    """Share of a key's limits that a request holds; `used_tokens` are the only ones that it does not give back."""
 
     used_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """The holder of a key."""
+    """The holder of a key, with its limits and what it used of them."""
 
     key: Key
     clock: Clock
@@ -53,13 +53,13 @@ class Tenant:
 
     @property
     def samples(self) -> int:
-        """That run or wait."""
+        """Number of samples that run or wait."""
         with self.usage.account(self.name) as account:
             return account.samples + account.other_samples
 
     @property
     def requests(self) -> Allowance | None:
-        """Requests, where they are limited."""
+        """Allowance of requests, where they are limited."""
         if self.limits.requests_per_minute is None:
             return None
         with self.usage.account(self.name) as account:
@@ -184,7 +184,7 @@ class Tenant:
 
 
 def salt_of(tenant: str, cache_salt: str) -> bytes:
-    """What separates the caches of a tenant's request: no other tenant's has it, whatever salt is sent with it.
+    """Salt that separates the caches of a tenant's request: no other tenant's has it, whatever salt is sent with it.
 
     Without a tenant it is the request's own salt.
     """

@@ -1,4 +1,4 @@
-"""What was used of the keys' limits: in this process alone, or in all workers of a gateway together.
+"""Accounts of the keys' limits: of this process alone, or of all workers of a gateway together.
 
 Workers share a folder with a file for each key. A file is read, changed and written under its lock, which the kernel
 gives back for a worker that dies; nothing stays open in between. All read the same clock, the machine's monotonic one.
@@ -35,34 +35,34 @@ class Bucket:
     at_s: float = 0.0
 
     def left(self, per_minute: int, now_s: float) -> float:
-        """What may be taken now."""
+        """Amount that may be taken now."""
         self.used = max(0.0, self.used - (now_s - self.at_s) * per_minute / MINUTE_S)
         self.at_s = now_s
         return per_minute - self.used
 
     def wait_s(self, amount: int, per_minute: int, now_s: float) -> float:
-        """How long until an amount can be taken; 0 is now."""
+        """Seconds until an amount can be taken; 0 is now."""
         missing = amount - self.left(per_minute, now_s)
         return 0.0 if missing <= SLACK else missing * MINUTE_S / per_minute
 
     def take(self, amount: int) -> None:
-        """Takes an amount, behind a look at what is left: else what is taken had time to come back already."""
+        """Takes an amount, after a look at what is left: else what is taken had time to come back already."""
         self.used += amount
 
 
 @dataclass(slots=True)
 class Account:
-    """What was used of one key's limits."""
+    """Usage of one key's limits."""
 
     requests: Bucket = field(default_factory=Bucket)
     tokens: Bucket = field(default_factory=Bucket)
-    """What requests that are over have used of them."""
+    """Buckets have what requests that are over have used."""
     samples: int = 0
-    """Of this process, that run or wait."""
+    """Number of samples of this process that run or wait."""
     held_tokens: int = 0
-    """All that these may use, apart from the bucket: what is held does not come back while it is."""
+    """Tokens that these samples may use, apart from the bucket: what is held does not come back meanwhile."""
     other_samples: int = 0
-    """Of the other workers."""
+    """Number of samples of the other workers."""
     other_held_tokens: int = 0
 
 
@@ -70,7 +70,7 @@ class Usage(Protocol):
     """The accounts of all keys."""
 
     def account(self, name: str) -> AbstractContextManager[Account]:
-        """The account of a key's name, which nobody else sees or changes while it is open. It must not be open long."""
+        """Account of a key's name, which no other caller sees or changes while it is open. It must not be open long."""
         ...
 
 
@@ -88,7 +88,7 @@ class OwnUsage:
 class SharedUsage:
     """The accounts that the workers of a gateway have together.
 
-    Where the folder cannot be read or written, as on a full disk, a worker goes on with what it knew last, and tells
+    Where the folder cannot be read or written, as on a full disk, a worker goes on with what it knew last, and informs
     the others when it can: limits are then each worker's own for a while, which is better than no answers.
     """
 
@@ -169,7 +169,7 @@ class AccountFile:
                 setattr(account, unit, bucket)
 
     def write(self, account: Account, worker: str) -> None:
-        """Puts it into the file."""
+        """Writes an account into the file."""
         if account.samples:
             self._under_way[worker] = [account.samples, account.held_tokens]
         requests, tokens = account.requests, account.tokens

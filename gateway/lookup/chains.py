@@ -1,4 +1,4 @@
-"""Where the last tokens of a text occurred before: an index by chains, as in zlib (Deutsch, RFC 1951, section 4).
+"""Index of where the last tokens of a text occurred before, by chains, as in zlib (Deutsch, RFC 1951, section 4).
 
 A table has, for each hash of three tokens, the newest place where such a triple ends, and each place has a link to the
 one before it. Hashes collide, so every place is compared token by token before it counts.
@@ -36,12 +36,12 @@ class Context:
         # One number of 32 bits a token, the last token's the highest: one comparison instead of 32.
         self._bits = int.from_bytes(last, "little")
         self.hashed: int | None = None
-        """Of the last three tokens, if there are so many; a table takes the bits that it needs."""
+        """Hash of the last three tokens, if there are so many; a table takes the bits that it needs."""
         if self._size >= KEY_LEN:
             self.hashed = last[-3] * FIRST + last[-2] * SECOND + last[-1] * THIRD >> SHIFT
 
     def agreement(self, tokens: Tokens, place: int) -> int:
-        """How many tokens before a place of a text are these, counted from the last."""
+        """Number of tokens before a place of a text that are these, counted from the last."""
         start = place - self._size
         if start >= 0:
             bits = int.from_bytes(tokens[start:place], "little")
@@ -96,7 +96,7 @@ class Chains:
         return self._follow(self._links[-1], context) if self.tokens else []
 
     def matches(self, context: Context) -> list[Match]:
-        """The same for the end of another text."""
+        """Places in this text that match the end of another text, the newest first."""
         if context.hashed is None:
             return []
         return self._follow(self._heads[context.hashed & len(self._heads) - 1], context)
@@ -131,7 +131,7 @@ class Chains:
             heads[key] = place
 
     def _link_all(self, start: int) -> None:
-        """The same for many places at once: those of one key are found by sorting."""
+        """Links many places at once: those of one key are found by sorting."""
         first = max(start, KEY_LEN - 1)
         self._links.frombytes(np.full(len(self.tokens) - start, NOWHERE, np.int32).tobytes())
         # These arrays are views, and as long as there is one, what it shows cannot grow.

@@ -1,4 +1,4 @@
-"""What a lookup brings to the rounds of one request: guesses in the form of proposals."""
+"""Guesses of a lookup for the rounds of one request, in the form of proposals."""
 
 import asyncio
 import time
@@ -29,13 +29,13 @@ MAX_FORCED_S = 0.004
 
 @dataclass(frozen=True, slots=True)
 class LookupSources:
-    """What a gateway looks up beside the text of a request: memories of tenants, and a datastore; each may be None."""
+    """Sources of a gateway beside the text of a request: memories of tenants, and a datastore; each may be None."""
 
     memories: Memories | None = None
     datastore: Datastore | None = None
 
     def session(self, prompt: Sequence[int], prediction: Sequence[int], salt: str) -> LookupSession:
-        """What a request of the tenant with this salt looks up; without memories it learns for itself alone."""
+        """Lookups of a request of the tenant with this salt; without memories it learns for itself alone."""
         memory = None if self.memories is None else self.memories.of(salt)
         rates = LookupRates() if memory is None else memory.rates
         return LookupSession(prompt, prediction=prediction, memory=memory, datastore=self.datastore, rates=rates)
@@ -80,7 +80,7 @@ class LookupGuesses:
             self._session.close()
 
     def look(self, room: int) -> Look:
-        """What is found behind the committed tokens, at most `room` deep; it stands until the next commit."""
+        """Guesses found after the committed tokens, at most `room` deep; they hold until the next commit."""
         forced = self._forced()[: min(room, self._max_rows)]
         if len(forced) >= MIN_FORCED:
             # They have all there is of probability, by the mask that the target draws with.

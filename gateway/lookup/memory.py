@@ -1,4 +1,4 @@
-"""What the finished requests of a tenant said, to look up in: each tenant its own, never another's."""
+"""Memory of a tenant's finished requests, to look up in: each tenant its own, never another's."""
 
 from array import array
 from collections import OrderedDict, deque
@@ -14,7 +14,7 @@ SEPARATOR = -1  # is no token, so nothing matches across it
 NUM_SEGMENTS = 16
 MAX_SEGMENT = 1 << 16  # tokens; with more of them than hashes the chains would be mixed
 MAX_BYTES_PER_TOKEN = 18
-"""Of a full memory: token, link, and what the hashes take; usually 13."""
+"""Bytes a token of a full memory: token, link, and what the hashes take; usually 13."""
 LEAST_TOKENS = 4096
 
 Ints: TypeAlias = "array[int]"
@@ -24,15 +24,15 @@ class TenantMemory:
     """The newest tokens of one tenant, in segments that are dropped whole, the oldest first."""
 
     def __init__(self, max_tokens: int, resized: Callable[["TenantMemory", int], None]) -> None:
-        """resized is told how many bytes more there are, or fewer, whenever something was added."""
+        """`resized` gets how many bytes more there are, or fewer, whenever something was added."""
         self.rates = LookupRates()
-        """How often guesses are accepted in this tenant's requests: its own too, so that nobody learns from another."""
+        """Acceptance of guesses in this tenant's requests: its own too, so that no tenant learns from another."""
         self._resized = resized
         self._segment_len = min(max_tokens // NUM_SEGMENTS, MAX_SEGMENT)
         self._max_segments = max_tokens // self._segment_len
         self._segments: deque[Chains] = deque([Chains()])
         self.num_bytes = self._segments[0].num_bytes
-        """Of all tables, what they have reserved included."""
+        """Bytes of all tables, what they have reserved included."""
 
     def __len__(self) -> int:
         """Tokens, with one more for each request."""
@@ -54,7 +54,7 @@ class TenantMemory:
         self._resized(self, self.num_bytes - before)
 
     def matches(self, context: Context) -> list[Match]:
-        """Places behind three or more of the same tokens, the newest first; at most MAX_PLACES."""
+        """Places after three or more of the same tokens, the newest first; at most MAX_PLACES."""
         found: list[Match] = []
         for segment in reversed(self._segments):
             found += segment.matches(context)

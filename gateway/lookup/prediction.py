@@ -6,7 +6,7 @@ from gateway.lookup.chains import Chains, Context, Match
 
 
 class PredictionCursor:
-    """Follows the answer through a prediction; behind a difference it finds its place by the last three tokens."""
+    """Follows the answer through a prediction; after a difference it finds its place by the last three tokens."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         """Begins with the answer, at the first token."""
@@ -26,10 +26,10 @@ class PredictionCursor:
         self._place = place
 
     def find(self, context: Context) -> Match | None:
-        """What the prediction goes on with behind the answer, whose end the context is; None where nothing fits."""
+        """Continuation of the answer, whose end the context is, by the prediction; None where nothing fits."""
         tokens = self._chains.tokens
         if self._is_lost:
-            # Of equally long matches the next one behind where the answer left, or else the last before it.
+            # Of equally long matches the next one after the place where the answer left, or else the last before it.
             found, left = self._chains.matches(context), self._place
             best = max(found, key=lambda each: (each.length, each.place > left, -abs(each.place - left)), default=None)
             if best is None:

@@ -1,16 +1,16 @@
-"""How often guesses without a model are accepted, by what they stand on; shared by all requests of a gateway."""
+"""Acceptance of guesses without a model, by what they stand on; shared by all requests of a gateway."""
 
 from enum import IntEnum
 
 SHORTEST = (3, 4, 8, 16, 32)  # match of each bucket
 PRIORS = (0.5, 0.6, 0.7, 0.8, 0.9)
 PRIOR_WEIGHT = 8.0  # in tested guesses
-MEMORY = 0.98  # of what was learnt, is left behind a further test
+MEMORY = 0.98  # of what was learnt, is left after a further test
 HIGHEST = 0.995
 
 
 class Kind(IntEnum):
-    """Where a guess was found."""
+    """Kind of place where a guess was found."""
 
     OWN = 0
     TENANT = 1

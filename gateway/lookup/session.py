@@ -1,4 +1,4 @@
-"""What one request looks up."""
+"""Lookups of one request."""
 
 import asyncio
 from array import array
@@ -61,7 +61,7 @@ class LookupSession:
             self._prediction.follow(token_ids)
 
     def look(self, max_rows: int, max_depth: int, *, chain: bool = False) -> Look:
-        """The best guesses behind the committed tokens, at most so many; empty where nothing matches.
+        """The best guesses after the committed tokens, at most so many; empty where nothing matches.
 
         As a chain it is the best single path.
         """
@@ -89,7 +89,7 @@ class LookupSession:
         children: dict[int, list[Ground]] = {}
         for ground, parent in zip(look.grounds, look.tree.parents, strict=True):
             children.setdefault(parent, []).append(ground)
-        # Behind the last row that was right none was, unless nothing is known of what follows.
+        # After the last row that was right none was, unless nothing is known of what follows.
         for row, accepted in zip((0, *rows), (*rows, 0)[: len(token_ids)], strict=False):
             shares: dict[int, float] = {}
             for number, share in children.get(row, ()):

@@ -20,14 +20,14 @@ VALUE_OF = itemgetter(0)
 
 
 class NextTokens(Protocol):
-    """What follows a token at all, for want of something better."""
+    """Table of the tokens that follow a token at all, for want of something better."""
 
     def after(self, token_id: int) -> Sequence[tuple[int, float]]:
         """Tokens with their shares, the most frequent first; an id below 0 stands for the beginning of a text."""
 
 
 class Voter(NamedTuple):
-    """A place in some text behind a match of so many tokens, and where the text is from."""
+    """A place in some text after a match of so many tokens, and where the text is from."""
 
     kind: Kind
     tokens: Tokens
@@ -36,29 +36,29 @@ class Voter(NamedTuple):
 
 
 class Ground(NamedTuple):
-    """What a row's value stands on: the number of its rate, and its share of the votes there."""
+    """Ground of a row's value: the number of its rate, and its share of the votes there."""
 
     number: int
     share: float
 
 
-# A token behind a row: its value, its id, its ground's number, its share there, and who named it.
+# A token after a row: its value, its id, its ground's number, its share there, and who named it.
 Child: TypeAlias = tuple[float, int, int, float, list[Voter]]
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Guesses behind the committed tokens. Rows fall in value, so that the first n rows of the tree are a tree."""
+    """Guesses after the committed tokens. Rows fall in value, so that the first n rows of the tree are a tree."""
 
     tree: TokenTree = EMPTY
     sources: tuple[str, ...] = ()
-    """Of each row: lookup, datastore, prediction, table or grammar."""
+    """Source of each row: lookup, datastore, prediction, table or grammar."""
     match_len: int = 0
-    """Of the longest match, at most 32 tokens; 0 where there is none."""
+    """Length of the longest match, at most 32 tokens; 0 where there is none."""
     grounds: tuple[Ground, ...] = ()
 
     def cut(self, num_rows: int) -> "Look":
-        """Only the first rows."""
+        """Look with only the first rows."""
         tree = self.tree
         if num_rows >= len(tree):
             return self
@@ -71,7 +71,7 @@ NOTHING = Look()
 
 @dataclass(slots=True)
 class Vote:
-    """One count of all votes: the rate of each ground, and the last committed token, -1 where there is none."""
+    """Count of all votes: the rate of each ground, and the last committed token, -1 where there is none."""
 
     means: Sequence[float]
     last_token_id: int
@@ -83,7 +83,7 @@ class Vote:
         parents: list[int] = []
         values: list[float] = []
         grounds: list[Ground] = []
-        # Of equal value what came first goes first; nothing behind the order is ever compared.
+        # Of equal value what came first goes first; no entry after the order is ever compared.
         heap: list[tuple[float, int, int, tuple[int, ...], Child]] = []
         match_len = max([voter.length for voter in voters], default=0)
         row, value, order = 0, 1.0, 0
@@ -109,7 +109,7 @@ class Vote:
         return Look(tree, tuple([NAMES[ground.number] for ground in grounds]), match_len, tuple(grounds))
 
     def _children(self, voters: list[Voter], path: tuple[int, ...], value: float) -> list[Child]:
-        """What may follow a path, the best first; their values add up to the path's at most."""
+        """Children that may follow a path, the best first; their values add up to the path's at most."""
         groups = _ballots(voters, path)
         if not groups:
             return self._last_resort(path, value)
@@ -135,7 +135,7 @@ class Vote:
 
 
 def _ballots(voters: list[Voter], path: tuple[int, ...]) -> dict[int, dict[int, list[Voter]]]:
-    """Who names which token behind a path, by what they stand on."""
+    """Voters that name each token after a path, by what they stand on."""
     groups: dict[int, dict[int, list[Voter]]] = {}
     depth = len(path)
     for voter in voters:

@@ -1,4 +1,4 @@
-"""From an accepted request to a response, streamed or whole: the same for all kinds of route.
+"""The way from an accepted request to a response, streamed or whole: the same for all kinds of route.
 
 Until its request is accepted, nothing is promised to a client, and every error has a status. Afterwards an error is the
 last event of a stream, and there is no [DONE]. What an answer looks like is the say of the route's AnswerWriter.
@@ -36,7 +36,7 @@ from outrider.errors import OutriderError, ProtocolViolation
 
 @dataclass(slots=True)
 class ChoiceBuffer:
-    """One choice of an answer that is sent whole."""
+    """Choice of an answer that is sent whole."""
 
     texts: list[str] = field(default_factory=list)
     tokens: list[GeneratedToken] = field(default_factory=list)
@@ -52,7 +52,7 @@ class ChoiceBuffer:
         return finish_of(self.end)
 
     def add(self, event: Event) -> None:
-        """Keeps an event."""
+        """Keeps an event of the choice."""
         self.deltas += event.deltas
         if isinstance(event, RoundEvent):
             self.texts += [token.text for token in event.tokens]
@@ -65,7 +65,7 @@ class ChoiceBuffer:
 
 @dataclass(frozen=True, slots=True)
 class ResponseHeader:
-    """What is the same in every chunk of an answer."""
+    """Fields that are the same in every chunk of an answer."""
 
     id: str
     created: int
@@ -74,7 +74,7 @@ class ResponseHeader:
 
 
 class AnswerWriter(ABC):
-    """What an answer is on one route: frames of a stream, or one JSON text. Choices are numbered over all prompts."""
+    """Writer of an answer on one route: frames of a stream, or one JSON text. Choices are numbered over all prompts."""
 
     @property
     def takes_long(self) -> bool:
@@ -91,7 +91,7 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def end(self) -> list[bytes]:
-        """The frames behind the last event."""
+        """Frames after the last event."""
 
     @abstractmethod
     def failure(self, error: OutriderError) -> list[bytes]:

@@ -47,7 +47,7 @@ MAX_IGNORED_LEN = 2048
 class BodyLimits:
     """Reads the whole body, which is limited in size and time and must be JSON, before anything is spent on it.
 
-    So is what comes before it. Its value goes to the route in the request's state, its bytes to whoever reads them.
+    The same goes for what comes before it. Its value goes to the route in the request's state, its bytes to any reader.
     What both hold is taken from the memory of all requests, before they are there, until the answer begins.
     """
 
@@ -85,7 +85,7 @@ class BodyLimits:
             async def let_go(message: Message) -> None:
                 turn.end()
                 if message["type"] == "http.response.start" and message["status"] < 400:
-                    # Whoever answers has made of them what it needs; an error may still have hold of them.
+                    # The code that answers has made of them what it needs; an error may still have hold of them.
                     messages.clear()
                     state.pop("json", None)
                     kept.give_back()
@@ -98,7 +98,8 @@ class BodyLimits:
                     if body:
                         state.update(json=await self._parsed(body, headers, receive, kept, turn), turn=turn)
                 except OutriderError as error:
-                    # The server drops what is left of the body: closing would take the answer from whoever still sends.
+                    # The server drops what is left of the body: closing would take the answer from a client that still
+                    # sends.
                     await error_response(error, scope["path"])(scope, receive, send)
                     return
                 messages.append({"type": "http.request", "body": body, "more_body": False})
@@ -193,7 +194,7 @@ class ParsedRequest(Request):
     model: object = None
 
     async def json(self) -> object:
-        """What the route goes on with; a body that is checked already is not checked again."""
+        """Value that the route goes on with; a body that is checked already is not checked again."""
         return self.state.json if self.model is None else self.model
 
     async def check(self, bodies: TypeAdapter[Any] | None) -> None:
@@ -210,7 +211,7 @@ class ParsedRequest(Request):
                 # There may be thousands.
                 return None, error.errors()
 
-        # What comes behind it is that the client leaves.
+        # A message that comes after it says that the client leaves.
         await self.body()
         async with while_there(self.receive):
             self.model, findings = await turn.run(validated)
@@ -224,12 +225,12 @@ class ParsedBodyRoute(APIRoute):
 
     @property
     def body_type(self) -> Any:  # noqa: ANN401 - whatever a route takes
-        """What its bodies are; None where it takes none."""
+        """Type of the route's bodies; None where it takes none."""
         return self.body_field.field_info.annotation if self.body_field else None
 
     @property
     def bodies(self) -> TypeAdapter[Any] | None:
-        """What makes them of values."""
+        """Adapter that makes bodies of values; None where the route takes none."""
         return None if self.body_type is None else TypeAdapter(self.body_type)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -2,7 +2,7 @@
 those of Anthropic do, {"type": "error", "error": {"type", "message"}}.
 
 The status follows from what went wrong: gRPC's names are those of `outrider.errors`, and what exists only in HTTP has a
-reason of its own. What nobody expected is logged once, and clients read only that it happened.
+reason of its own. An unexpected error is logged once, and clients read only that it happened.
 """
 
 import json
@@ -164,13 +164,13 @@ class ClientGone(OutriderError):
 
 
 def unexpected(error: Exception) -> OutriderError:
-    """What a client reads about an error that nobody expected, which is logged with its traceback."""
+    """Error that a client reads in place of an unexpected one, which is logged with its traceback."""
     log.error("unexpected error in a request", exc_info=error)
     return OutriderError(UNEXPECTED_TEXT)
 
 
 def status_of(error: OutriderError) -> int:
-    """The HTTP status of an error."""
+    """HTTP status of an error."""
     return REASONS.get(error.reason) or STATUSES.get(error.status, 500)
 
 
@@ -189,7 +189,7 @@ def error_json(error: OutriderError) -> str:
 
 
 def messages_error_json(error: OutriderError) -> str:
-    """The same in Anthropic's shape."""
+    """JSON body of an error in Anthropic's shape."""
     status = status_of(error)
     kind = MESSAGES_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return json.dumps({"type": "error", "error": {"type": kind, "message": error.message}})

@@ -1,4 +1,4 @@
-"""What happened to a request, counted event by event, as every kind of answer tells it."""
+"""Counts of what happened to a request, event by event, for every kind of answer."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class ResponseFigures:
     """Drafted and accepted tokens of every verdict on a proposal."""
     ends: dict[int, CompletionEvent] = field(default_factory=dict)
     token_counts: Counter[int] = field(default_factory=Counter)
-    """Of every choice until now."""
+    """Number of tokens of every choice until now."""
 
     @property
     def first_choices(self) -> list[int]:
@@ -46,7 +46,7 @@ class ResponseFigures:
         return len(self.ends) == self.first_choices[-1]
 
     def add(self, index: int, event: Event) -> None:
-        """Counts an event of a choice."""
+        """Counts an event of a choice for the figures."""
         if isinstance(event, CompletionEvent):
             self.ends[index], self.token_counts[index] = event, event.completion_tokens
             return
@@ -118,7 +118,7 @@ class ResponseFigures:
         )
 
     def facts(self) -> Facts:
-        """What it takes to repeat and to judge the answer."""
+        """Facts that are needed to repeat and to judge the answer."""
         ends = [end for _, end in sorted(self.ends.items())]
         logprobs = [end.cumulative_logprob for end in ends if end.cumulative_logprob is not None]
         facts = Facts(

@@ -1,8 +1,8 @@
-"""Who is let in over HTTP: those with an API key, where keys are asked for, and no pages of other sites.
+"""Guards of what comes over HTTP: API keys, where keys are asked for, and the pages of other sites.
 
-Every path asks for a key but those that tell whether the gateway lives, and the page's own files.
+Every path asks for a key but those that say whether the gateway lives, and the page's own files.
 
-The page itself has no secrets, and asks for the key when its first call is refused. A path that nobody serves asks for
+The page itself has no secrets, and asks for the key when its first call is refused. A path that is not served asks for
 one too, so that a new route is closed until it is named here.
 """
 
@@ -99,7 +99,7 @@ class KeyGuard:
         async def send_with_limits(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status = message["status"]
-                # Whoever is over its limits, or finds all places taken, does not pay for that.
+                # A request that is over its limits, or finds all places taken, does not pay for that.
                 if "num_bytes" in state and 400 <= status < 500 and status != HTTPStatus.TOO_MANY_REQUESTS:
                     entrance.refused(state["num_bytes"])
                 MutableHeaders(scope=message).update(limit_headers(tenant))
@@ -119,13 +119,13 @@ def tells_nothing(path: str) -> bool:
 
 
 def entrance_of(request: Request) -> Entrance | None:
-    """Tells whose request it is, as often as it is asked; None where no keys are asked for."""
+    """The request's entrance, found each time it is asked for; None where no keys are asked for."""
     found: Entrance | None = request.scope.get("state", {}).get("enter")
     return found
 
 
 def limit_headers(tenant: Tenant) -> dict[str, str]:
-    """What is left of the limits by the minute, under OpenAI's names; nothing of those that there are not."""
+    """Headers about what is left of the limits by the minute, under OpenAI's names; none without a limit."""
     found: dict[str, str] = {}
     for unit, allowance in zip(UNITS, (tenant.requests, tenant.tokens), strict=True):
         if allowance is not None:

@@ -1,4 +1,4 @@
-"""What is around every request: an id, a trace, headers, and a count of its answer."""
+"""Middleware around every request: an id, a trace, headers, and a count of its answer."""
 
 import re
 import time
@@ -29,7 +29,7 @@ class RequestIds:
     """The middleware around everything else: it gives each request an id, a trace and headers, and counts its answer.
 
     The id is the client's `x-request-id` where that is short and plain, and in every line that is logged meanwhile.
-    What nobody expected becomes a 500, or the end of the connection. Refusals are sent at a pace; see Throttle. While
+    An unexpected error becomes a 500, or the end of the connection. Refusals are sent at a pace; see Throttle. While
     the gateway `is_leaving` no connection is kept, so that the next request finds another one.
     """
 
@@ -71,11 +71,11 @@ class RequestIds:
                 await self._app(scope, receive, send_with_headers)
             except Exception as error:
                 if status:
-                    # Whoever closes the connection logs it as well.
+                    # The code that closes the connection logs it as well.
                     raise
                 await error_response(unexpected(error), scope["path"])(scope, receive, send_with_headers)
             finally:
-                # Clients choose paths and methods, so those that nobody serves share one label; what a middleware
+                # Clients choose paths and methods, so those that are not served share one label; what a middleware
                 # answers has met no route. Without a status the client was gone before there was one.
                 route = getattr(scope.get("route"), "path", "other")
                 label = method if method in METHODS else "other"

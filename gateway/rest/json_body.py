@@ -51,7 +51,7 @@ def _loaded(text: str) -> Json:
         raise
     except ValueError:
         # Python converts no integer of more than 4,300 digits. As a float it is infinite, which has a place; and what
-        # comes behind it is read as well, which may be no JSON.
+        # comes after it is read as well, which may be no JSON.
         value = json.loads(text, object_pairs_hook=_object, parse_int=float)
     return value
 

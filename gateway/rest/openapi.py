@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of errors and of bodies that no model describes."""
+"""Parts of the OpenAPI document about errors, and about bodies that no model describes."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -41,7 +41,7 @@ class DocumentedApp(FastAPI):
     """Whether API keys are asked for."""
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document."""
+        """The OpenAPI document of all routes."""
         document = super().openapi()
         for path, operations in document["paths"].items():
             for method, operation in operations.items():

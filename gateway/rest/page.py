@@ -65,7 +65,7 @@ HEADERS = {
 NO_STORE = {"cache-control": "no-store"}
 DIGITS = re.compile(r"-?[0-9]{1,19}")
 VERSION = version("outrider")
-# What a token that was no guess, or of which none is told, has in the place of one.
+# What a token has in the place of a guess, when it was none or guesses are not reported.
 UNGUESSED = dict.fromkeys(each.name for each in fields(GuessFacts))
 
 
@@ -156,7 +156,7 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
 
 
 def read_files() -> dict[str, WebFile]:
-    """All files of gateway/web by their path in it."""
+    """Files of gateway/web by their path in it."""
     found = {}
     folders = [("", files("gateway").joinpath("web"))]
     for prefix, folder in folders:
@@ -235,7 +235,7 @@ def _round_view(event: RoundEvent, time_us: int) -> dict[str, Any]:
 
 
 def _apart(event: RoundEvent | CompletionEvent) -> dict[str, str]:
-    """What is new and no text for the user, where there is any."""
+    """New pieces of an event that are no text for the user, where there are any."""
     thought = reasoning_of(event.deltas)
     return {"reasoning": thought} if thought else {}
 
@@ -270,7 +270,7 @@ def _completion_view(event: CompletionEvent) -> dict[str, Any]:
 
 
 def status_view(frontend: Frontend, grpc_port: int) -> dict[str, Any]:
-    """Which services answer at this moment, and the draft length of the policy, from what the gateway knows already."""
+    """State of the services at this moment, and the policy's draft length, from what the gateway knows already."""
     target, draft, policy = frontend.backend.target, frontend.backend.draft, frontend.backend.policy
     limit = MAX_DRAFT_COUNT if target.info is None else min(MAX_DRAFT_COUNT, target.info.max_draft_count)
     has_draft = (draft is not None and draft.info is not None) or bool(target.info and target.info.drafters)

@@ -20,31 +20,31 @@ class Part:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text of the part."""
         return "".join(self.pieces)
 
     @property
     def empty(self) -> "Part":
-        """The same before anything of it came."""
+        """The part as it was before anything of it came."""
         return replace(self, pieces=[])
 
 
 @dataclass(slots=True)
 class Parts:
-    """All parts so far; the last one is the one that still grows."""
+    """Parts of an answer so far; the last one is the one that still grows."""
 
     parts: list[Part] = field(default_factory=list)
 
     @classmethod
     def of(cls, deltas: Iterable[Delta]) -> Self:
-        """The parts that all deltas make."""
+        """Parts that all deltas make."""
         parts = cls()
         for delta in deltas:
             parts.add(delta)
         return parts
 
     def add(self, delta: Delta) -> bool:
-        """Takes a delta; tells whether a part begins with it. Raises ProtocolViolation about arguments of no call."""
+        """Takes a delta; returns whether a part begins with it. Raises ProtocolViolation about arguments of no call."""
         match delta:
             case ContentDelta():
                 return self._grow("text", delta.text)

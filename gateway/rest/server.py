@@ -45,9 +45,9 @@ log = structlog.get_logger()
 
 
 class Places:
-    """How many connections there may be; who asks for nothing makes room for those who come.
+    """Places of the connections that there may be; one that asks for nothing makes room for those that come.
 
-    With TLS there are more, which have not shaken hands and are known to nobody; the crowd ends these.
+    With TLS there are more, which have not shaken hands and are known to no other code; the crowd ends these.
     """
 
     def __init__(self, *, has_tls: bool) -> None:
@@ -68,7 +68,7 @@ class Places:
 
 
 class HttpConnection(H11Protocol):
-    """A connection. The application finds `abort` in its state, which ends the connection at once, and `welcome`, which
+    """A connection over HTTP. The application finds `abort` in its state, which ends it at once, and `welcome`, which
     says that it has shown a key.
     """
 
@@ -79,7 +79,7 @@ class HttpConnection(H11Protocol):
 
     @property
     def claim(self) -> tuple[int, float]:
-        """What a connection has to its place, the least first."""
+        """Claim of a connection to its place, the least first."""
         if self.cycle is None or self.cycle.response_complete:
             return int(self._is_welcome), self._active_s
         if self.cycle.more_body:
@@ -147,7 +147,7 @@ class HttpConnection(H11Protocol):
         """Answers bytes that are no HTTP, or more than a head may have, in the form of all errors."""
         is_long = len(self.conn.trailing_data[0]) > HEAD_BYTES
         error = HeadersTooLarge(HEAD_BYTES) if is_long else InvalidHttp(msg)
-        # No middleware sees it, so there is nobody else who could give it an id.
+        # No middleware sees it, so no other code could give it an id.
         status, request_id = HTTPStatus(status_of(error)), uuid.uuid4().hex
         headers = {"content-type": "application/json", "connection": "close", "x-should-retry": "false"}
         headers |= {"x-request-id": request_id, "request-id": request_id}
@@ -230,7 +230,7 @@ async def serve_rest(
         backlog=ACCEPTED,
         timeout_keep_alive=IDLE_S,
         h11_max_incomplete_event_size=HEAD_BYTES,
-        # A connection's task would see the trace of whoever happened to run when its bytes came.
+        # A connection's task would see the trace of the request that happened to run when its bytes came.
         reset_contextvars=True,
     )
     config.load()
@@ -239,7 +239,7 @@ async def serve_rest(
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     await server.startup(sockets=[listener])
-    # The loop takes as many at a time as it was told may wait for it.
+    # The loop takes as many at a time as its own backlog allows to wait.
     listener.listen(BACKLOG)
     bound, kept = listener.getsockname()[1], upkeep or Upkeep()
     tasks = [asyncio.create_task(kept.keep("rest server", server.main_loop), name="rest server")]

@@ -13,21 +13,21 @@ class RestSettings:
     """Limits and habits of the REST surface. Sizes are bytes or characters, times are seconds."""
 
     memory: RequestMemory = field(default_factory=lambda: RequestMemory(512 << 20))
-    """Where bodies take what they and their values hold."""
+    """Memory that bodies and their values are taken from."""
     keep_alive_s: float = 15.0
     """Silence on a stream after which a comment says that it is alive."""
     client_stall_s: float = 30.0
-    """For how long a client may take nothing of what is written to it."""
+    """Seconds for which a client may take nothing of what is written to it."""
     sites: Sites = OWN_PAGE
     door: Door | None = None
-    """Where keys are asked for; None lets everybody in."""
+    """Check of API keys; None admits every client."""
     max_body_bytes: int = 4 << 20
     body_wait_s: float = 30.0
-    """For how long a client may send its body."""
+    """Seconds for which a client may send its body."""
     max_json_depth: int = 64
     max_prompt_chars: int = MAX_TEXT_CHARS
     grpc_port: int = 50050
-    """Where the same gateway serves gRPC; the page names it in the code that it offers."""
+    """Port on which the same gateway serves gRPC; the page names it in the code that it offers."""
     drops_tools: bool = False
     """Whether tools that no chat template has a place for are left out instead of refused."""
     ignores_unknown: bool = False

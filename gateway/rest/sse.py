@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 def line(json: str) -> bytes:
-    """One line of JSON as bytes that every reader takes for one line."""
+    """A line of JSON as bytes that every reader takes for one line."""
     return json.translate(BREAKS).encode()
 
 
@@ -45,7 +45,7 @@ def typed(event: str, payload: str) -> bytes:
 async def while_there(receive: Receive, *companions: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Cancels its block when the client leaves, and then raises ClientGone; what a companion raises ends it as well.
 
-    The server cancels nothing when a client leaves; whoever works for one has to look.
+    The server cancels nothing when a client leaves; code that works for one has to look.
     """
 
     async def watch() -> None:

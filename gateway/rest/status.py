@@ -1,4 +1,4 @@
-"""Routes that tell about the gateway: models, liveness, readiness, metrics, version."""
+"""Routes about the gateway: models, liveness, readiness, metrics, version."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""What is wrong with a request, in one error that names the field, its value and the limit.
+"""Faults of a request, in one error that names the field, its value and the limit.
 
 The application's exception handler is at the end.
 """
@@ -99,7 +99,7 @@ def _path(finding: Finding, body: object) -> Path:
 
 
 def _limit(finding: Finding) -> str:
-    """What the value must be."""
+    """Limit that the value must keep."""
     if finding["type"] in {"model_type", "model_attributes_type", "dict_type"}:
         return "an object"
     if finding["type"] in LENGTHS:
@@ -148,7 +148,7 @@ class TolerantBodyRoute(ParsedBodyRoute):
 
 
 def route_class(settings: RestSettings) -> type[APIRoute]:
-    """How routes take their bodies."""
+    """Class of routes that take their bodies as the settings say."""
     return TolerantBodyRoute if settings.ignores_unknown else ParsedBodyRoute
 
 

@@ -1,4 +1,4 @@
-"""What is known of one drafter, of the trees that it makes, and of one session. Pure."""
+"""Estimates of one drafter, of the trees that it makes, and of one session. Pure."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
@@ -14,7 +14,7 @@ from gateway.rounds.estimates import (
 )
 from gateway.rounds.round import Proposal
 
-TREE = " tree"  # behind a drafter's name, for the trees that it makes
+TREE = " tree"  # after a drafter's name, for the trees that it makes
 MOST_ASKED = 8  # sessions that try a drafter of which nothing becomes known
 WORTH_CHANGING = 1.03  # how much faster guesses must look before sessions that decode plainly begin with them
 CHAIN_COUNTS = tuple(range(1, MAX_DRAFT_COUNT + 1))
@@ -23,12 +23,12 @@ TREE_COUNTS = (*CHAIN_COUNTS, 10, 12, 16, 20, 24, 32)
 
 
 def estimates_key(proposal: Proposal) -> str:
-    """Whose estimates a proposal belongs to: a drafter's trees, which have values, are not like its chains."""
+    """Key of the estimates that a proposal belongs to: a drafter's trees, which have values, have one of their own."""
     return proposal.drafter + TREE if proposal.tree.values else proposal.drafter
 
 
 class DrafterEstimates:
-    """What is known of one drafter, or of the trees that it makes."""
+    """Estimates of one drafter, or of the trees that it makes."""
 
     def __init__(self, verify_us: RowTable, *, is_chain: bool = True) -> None:
         """The cost of a draft's rows is like that of the target's until more is known."""
@@ -57,7 +57,7 @@ class DrafterEstimates:
 
     @property
     def is_worth_asking(self) -> bool:
-        """Whether nothing is known of it, and few sessions have been told to find out; it may never guess anything."""
+        """Whether nothing is known of it, and few sessions have been sent to find out; it may never guess anything."""
         return not self.step_us.known and self.num_asked < MOST_ASKED
 
     def ramp(self, num_sessions: int) -> None:
@@ -83,7 +83,7 @@ class DrafterEstimates:
 
 
 class SessionEstimates:
-    """What is known of one session, beside what the pool knows: of each drafter that it may have."""
+    """Estimates of one session, beside those of the pool: for each drafter that it may have."""
 
     def __init__(self, pools: Mapping[str, AcceptanceRates]) -> None:
         self.acceptance = {drafter: AcceptanceRates(pool) for drafter, pool in pools.items()}

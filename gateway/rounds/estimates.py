@@ -1,4 +1,4 @@
-"""What is learnt from rounds: averages that begin safely, costs by rows and by load, acceptance by depth. Pure.
+"""Estimates learnt from rounds: averages that begin safely, costs by rows and by load, acceptance by depth. Pure.
 
 Estimates move, and no outlier rules them, not even a first one.
 """
@@ -19,8 +19,8 @@ FIRST_RATE, FIRST_WEIGHT = 0.7, 4.0  # of a guess, before any was tested, and it
 POOL_WEIGHT = 16.0  # of the pool's rate in that of a session, in tested tokens
 SLOPE_WEIGHT = 0.5  # of what is believed of the cost of a row before there are two entries, in squared rows
 DRIFT = 0.02  # how much of a sample's surprise about one number of rows is believed of all others
-MEMORY_ROUNDS = 1000  # of each session, behind which half of what was measured is forgotten
-TRUST_ROUNDS = 4  # of each session, behind which half of what was measured is believed
+MEMORY_ROUNDS = 1000  # of each session, after which half of what was measured is forgotten
+TRUST_ROUNDS = 4  # of each session, after which half of what was measured is believed
 EXACT_ROWS = 32  # larger numbers of rows share an entry with their neighbours
 
 
@@ -45,7 +45,7 @@ class Average:
             self.known, self._seeds = True, None
 
     def renew(self) -> None:
-        """What was learnt is old: the next samples replace it as if they were the first, as soon as all are there."""
+        """Marks what was learnt as old: the next samples replace it like first ones, as soon as all are there."""
         if self._seeds is None:
             self._seeds = []
 
@@ -53,7 +53,7 @@ class Average:
 class RowTable:
     """Cost of a forward by its rows: an entry for each number that was seen, a straight line between and beyond.
 
-    All entries follow a little when one of them changes, because what slows a machine slows every forward. Behind the
+    All entries follow a little when one of them changes, because what slows a machine slows every forward. After the
     last entry a row costs what rows cost on the whole; while there is only one, what a row costs in the model table,
     in proportion, and without that a tenth of the entry, or its share where that is less.
     """
@@ -121,13 +121,13 @@ class RowTable:
         return self._scale * max(0.0, (together + SLOPE_WEIGHT * share * mean_cost) / (spread + SLOPE_WEIGHT))
 
     def renew(self) -> None:
-        """What was learnt is old; see Average."""
+        """Marks what was learnt as old; see Average."""
         for entry in self._entries.values():
             entry.renew()
 
 
 def _row_key(rows: float) -> int:
-    """Where a number of rows belongs: large ones share an entry when they differ by less than a sixteenth."""
+    """Entry of a number of rows: large ones share one when they differ by less than a sixteenth."""
     if rows <= EXACT_ROWS:
         return max(1, round(rows))
     step = 1 << (int(rows).bit_length() - 5)
@@ -183,7 +183,7 @@ def _load_key(load: int) -> int:
 
 
 class AcceptanceRates:
-    """How often the guess of each depth is accepted, recent rounds first; drawn towards a prior while little is known.
+    """Acceptance of the guess of each depth, recent rounds first; drawn towards a prior while little is known.
 
     The prior is that of another estimate, or else each depth is like the one before it.
     """
@@ -228,7 +228,7 @@ class AcceptanceRates:
 
 
 class TreeGains:
-    """What the best rows of trees bring, by their number and how deep they may lie: the values that a drafter promises,
+    """Gains of the best rows of trees, by their number and how deep they may lie: the values that a drafter promises,
     corrected by how many it keeps of them.
     """
 
@@ -269,7 +269,7 @@ class TreeGains:
 
     @property
     def correction(self) -> float:
-        """What is kept of what is promised."""
+        """Share of what is promised that is kept."""
         return self._kept / self._promised
 
     def at(self, count: int, depth: int = MAX_DRAFT_COUNT) -> float:

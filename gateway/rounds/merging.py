@@ -85,7 +85,7 @@ def _side_by_side(proposals: Sequence[Proposal], max_rows: int, draft_count: int
     """All rows in the order of the proposals; one that has no room left is left out whole.
 
     A draft takes the room that it was asked to fill: how many rows it has drawn depends on its tokens, and what is left
-    out for its tokens biases the law.
+    out for its tokens biases the distribution.
     """
     left = max_rows
     token_ids: list[int] = []

@@ -17,7 +17,7 @@ WAITING_BUDGET = 8  # tokens committed unasked while the draft is away and may c
 
 @dataclass(frozen=True, slots=True)
 class DraftOutlook:
-    """What can be expected of a draft session now; None where nothing is in the way, or nobody knows."""
+    """Outlook of a draft session now; None where nothing is in the way, or nothing is known."""
 
     obstacle: FallbackReason | None = None  # why it is no use to ask for guesses now
     context_len: int | None = None
@@ -26,9 +26,9 @@ class DraftOutlook:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """One round: draft tokens to ask for, tokens that the target may commit unasked, and why there is no draft.
+    """Plan of a round: draft tokens to ask for, tokens that the target may commit unasked, and why there is no draft.
 
-    own_draft_count are those that the target's own drafter is to make, for this verdict and for unasked ones behind it,
+    own_draft_count are those that the target's own drafter is to make, for this verdict and for unasked ones after it,
     a chain or in own_shape. `shape` is that of the draft's guesses, None for a chain. look_count rows come from a
     lookup, and where the target would go on unasked, they end that.
     """
@@ -53,7 +53,7 @@ class RoundPlan:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Who may guess for a request.
+    """Drafters that may guess for a request.
 
     `remote` is what the draft services are asked for, None where there is none to ask; `own` a drafter of the target's
     process, empty for none, and own_makes_trees says whether it makes any. `shape` is that of guesses where the request
@@ -95,7 +95,7 @@ class RoundPlanner:
         self._grows_own_trees = drafting.own_makes_trees and is_free and not drafting.rule.needs_distributions
         self._own = drafting.own
         self._own_shape = drafting.shape if drafting.own_makes_trees else None
-        # Where nobody guesses at all, rounds say that a draft is absent.
+        # Without any drafter, rounds say that a draft is absent.
         nobody = () if drafting.looks else ("",)
         self._session = policy.session(*(self._drafters(drafting.own) or nobody))
         self._draft_count = draft_count
@@ -118,7 +118,7 @@ class RoundPlanner:
         return choice.draft_count > 0 and choice.drafter in self._remotes
 
     def room(self, log: TokenLog) -> int:
-        """How deep a proposal may be: the request's last token is the target's alone."""
+        """Greatest depth of a proposal: the request's last token is the target's alone."""
         return max(0, self._max_len - len(log) - 1)
 
     def plan(
@@ -184,7 +184,7 @@ class RoundPlanner:
             self._policy.observe(committed, self._session, unasked=unasked)
 
     def _look_count(self, outstanding: int, look: Sequence[float]) -> int:
-        """How many rows of a lookup are worth verifying alone."""
+        """Number of rows of a lookup that are worth verifying alone."""
         if self._draft_count is None:
             return self._policy.look_count(look[: self._max_draft_count], self._session, halts=outstanding > 0)
         # Of a fixed number the draft makes them where there is one, and then the target's own drafter.
@@ -199,7 +199,7 @@ class RoundPlanner:
         # A number that the request gives holds for each who guesses.
         num_looked = min(num_looked, self._max_draft_count if self._draft_count is None else self._draft_count)
         if self._remote is None and self._drafting.looks:
-            # There is nobody else to ask.
+            # There is no other drafter to ask.
             return self._plain(PLAIN_BUDGET)
         if obstacle is not None and num_looked and not is_first and self._drafting.merges:
             return RoundPlan(0, 0, look_count=num_looked)
@@ -236,7 +236,7 @@ class RoundPlanner:
         return self._plain_plan
 
     def _drafters(self, own: str) -> tuple[str, ...]:
-        """Those that there are, the target's own first; a drafter's trees are one, because they cost and bring others.
+        """Names of the drafters, the target's own first, and of their trees, which cost and bring others than chains.
 
         Trees that were drawn have no values, and are taken for chains.
         """

@@ -1,4 +1,4 @@
-"""How many tokens to draft: what rounds cost at the present load, what they bring, and the K that is worth most. Pure.
+"""Policy of K, the number of tokens to draft: costs of rounds at the present load, gains, and the best K. Pure.
 
 With acceptance rate a(d) of the d-th guess a round with K guesses commits tau(K) = 1 + a(1) + a(1)a(2) + ... tokens
 (Leviathan et al. 2023 for a constant a), and it costs K draft steps, one forward of the target, and the way of the
@@ -51,7 +51,7 @@ ONE_GROUP = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How to go on: K, whose guesses, for how many rounds, and for K = 0 how many tokens may be committed unasked.
+    """Choice of a round: K, whose guesses, for how many rounds, and for K = 0 how many tokens may come unasked.
 
     `depth` is how deep the rows of a tree may lie.
     """
@@ -89,7 +89,7 @@ class SpeculationPolicy:
         return SessionEstimates({each: self._estimates(each).acceptance for each in drafters})
 
     def pick(self, drafters: Sequence[str]) -> str:
-        """Which of several that a target has in its process a session should have; it has one until its end.
+        """Drafter of those that a target has in its process that a session should have; it has one until its end.
 
         One of which nothing is known goes first, then the fastest, and now and then another one, to be looked at again.
         """
@@ -179,7 +179,7 @@ class SpeculationPolicy:
         for acceptance in (estimates.acceptance, *([own] if own else [])):
             acceptance.observe(committed.accepted_count, verdict.evaluated_count)
         for part in proposal.parts:
-            # What each would have been worth alone, as far as the tokens tell.
+            # What each would have been worth alone, as far as the tokens show.
             right = len(part.tree.follow(committed.token_ids))
             tested = min(right + 1, max(part.tree.depths), len(committed.token_ids))
             self._estimates(part.drafter).acceptance.observe(right, tested)
@@ -252,7 +252,7 @@ class SpeculationPolicy:
     def _draft_or_plain(
         self, drafter: str, best: Choice, speed: float, session: SessionEstimates | None, *, ready: bool
     ) -> Choice:
-        """Guesses, while they are worth it; now and then some plain tokens that tell what these cost."""
+        """Guesses, while they are worth it; now and then some plain tokens that show what these cost."""
         estimates = self._estimates(drafter)
         may_draft = session is None or session.is_drafting or self._num_drafting < estimates.allowed
         if not may_draft or speed * self._costs_of(drafter)[0] <= 1:
@@ -291,7 +291,7 @@ class SpeculationPolicy:
         return max((tokens[count] / costs[count], count) for count in estimates.counts if count <= most)
 
     def look_count(self, values: Sequence[float], session: SessionEstimates, *, halts: bool) -> int:
-        """How many rows of a lookup, whose values fall, are worth more than whatever else there is; 0 for none.
+        """Number of rows of a lookup, whose values fall, that are worth more than whatever else there is; 0 for none.
 
         They must make the session faster than its drafters would, and all sessions together faster than plain decoding:
         the rows of one are paid by all. `halts` says that a stretch of unasked tokens would have to be ended for it.
@@ -315,7 +315,7 @@ class SpeculationPolicy:
         return found if self._verify_us.known else min(found, FIRST_GUESS)
 
     def cut_count(self, proposal: Proposal) -> int:
-        """How many rows of a tree, the most valuable ones, should be verified, now that its drafter has been paid."""
+        """Number of rows of a tree, the most valuable ones, to be verified, now that its drafter has been paid."""
         estimates = self._estimates(estimates_key(proposal))
         correction = 1.0 if estimates.gains is None else estimates.gains.correction
         spent_us = max(proposal.hop.wait_us, proposal.compute_us) + self._look_overhead_us.at(self._load)
@@ -378,7 +378,7 @@ class SpeculationPolicy:
         """Expected microseconds of a round with K draft tokens, if all sessions had such rounds at the present load.
 
         For K = 0 of a token of plain decoding. Where the target takes turns with groups of sessions, a round takes at
-        least the forwards of all, and drafting hides behind them.
+        least the forwards of all, and drafting is hidden by them.
         """
         load = self._load
         if not draft_count:

@@ -1,7 +1,7 @@
 """The words of the round loop: proposal, verdict, round, and the log of committed tokens.
 
 The log is the truth of a request: every cache elsewhere can be rebuilt from it, and it only ever grows. What is made
-once a round is changed by nobody either, but not frozen, because that makes making it three times as slow.
+once a round is never changed either, but not frozen, because that makes making it three times as slow.
 """
 
 import time
@@ -19,7 +19,7 @@ LOOKUP = "lookup"
 
 
 class TokenOrigin(Enum):
-    """Who said a token first; see generation_service.proto."""
+    """Model or step that said a token first; see generation_service.proto."""
 
     PLAIN = "plain"
     ACCEPTED = "accepted"
@@ -28,7 +28,7 @@ class TokenOrigin(Enum):
 
 
 class FallbackReason(Enum):
-    """Why a round that was to be speculative had no proposal; see generation_service.proto."""
+    """Reason why a round that was to be speculative had no proposal; see generation_service.proto."""
 
     DRAFT_ABSENT = "draft_absent"
     DRAFT_LOST = "draft_lost"
@@ -39,7 +39,7 @@ class FallbackReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class HopCost:
-    """What an answer cost beside computing: time in the service's queue, time of waiting here, and bytes both ways."""
+    """Cost of an answer beside computing: time in the service's queue, time of waiting here, and bytes both ways."""
 
     queue_us: int = 0
     wait_us: int = 0
@@ -48,7 +48,7 @@ class HopCost:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What the draft guessed behind the last committed token, or why it guessed nothing."""
+    """Guesses of the draft after the last committed token, or the reason why there are none."""
 
     tree: TokenTree = EMPTY
     fallback_reason: FallbackReason | None = None
@@ -71,7 +71,7 @@ NOTHING = Proposal()
 
 
 class OwnGuesses(NamedTuple):
-    """What the target's own drafter is to make, for this verdict and for unasked ones behind it: a chain or a tree."""
+    """Guesses that the target's own drafter is to make, for this verdict and unasked ones after it."""
 
     draft_count: int = 0
     shape: TreeShape | None = None
@@ -82,7 +82,7 @@ NO_OWN_GUESSES = OwnGuesses()
 
 @dataclass(slots=True)
 class Verdict:
-    """What the target decided on top of base_len; see target_service.proto."""
+    """Decision of the target on top of base_len; see target_service.proto."""
 
     base_len: int
     accepted_rows: tuple[int, ...]
@@ -104,7 +104,7 @@ class Verdict:
     refused_guesses: bool = False  # the target would not take what was guessed, and decided without it
 
     def about(self, proposal: Proposal) -> Proposal:
-        """What it is about: the proposal that was sent, unless the target had its own or would not take it."""
+        """Proposal that it is about: the one that was sent, unless the target had its own or would not take it."""
         if self.own is not None:
             return self.own
         return Proposal(fallback_reason=FallbackReason.DRAFT_REFUSED) if self.refused_guesses else proposal
@@ -165,7 +165,7 @@ class TokenLog:
     def commit(self, proposal: Proposal, verdict: Verdict) -> Round:
         """Appends what a verdict commits; of two proposals the target's own is the one that it is about.
 
-        One that came too late counts as none. Raises ProtocolViolation for a verdict that cannot be about it, or behind
+        One that came too late counts as none. Raises ProtocolViolation for a verdict that cannot be about it, or after
         which the request cannot go on.
         """
         proposal = verdict.about(proposal)

@@ -1,4 +1,4 @@
-"""Keeps sessions from a service that fails, and tries now and then whether it works again.
+"""Circuit breaker: keeps sessions from a service that fails, and tries now and then whether it works again.
 
 Only real work proves a service well, so a breaker that all requests share tries work, by one session at a time and ever
 more seldom.
@@ -49,7 +49,7 @@ class CircuitBreaker:
             self._on_trial = session
 
     def failed(self, session: object, cause: Exception, cost_s: float = 0.0) -> None:
-        """The service failed a session, which lost cost_s. While open, only the one on trial tells anything new."""
+        """The service failed a session, which lost cost_s. While open, only the one on trial says anything new."""
         if self.is_open:
             if session != self._on_trial:
                 return

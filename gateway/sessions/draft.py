@@ -56,15 +56,15 @@ class DrafterSeat(NamedTuple):
     """A drafter among those that guess for one request."""
 
     drafter: str = ""
-    """What its service is asked for; empty leaves the choice to it."""
+    """Drafter that its service is asked for; empty leaves the choice to it."""
     name: str = ""
-    """What rounds call it."""
+    """Name of the drafter in rounds."""
     lane: int = 0
-    """Its number: no two of a request draw with the same noise."""
+    """Number of the drafter: no two of a request draw with the same noise."""
 
 
 ALONE = DrafterSeat()
-"""Of a request for which nobody else guesses."""
+"""Seat of the only drafter of a request."""
 
 
 class DraftOpening(Mailbox[pb.ProposeResponse]):
@@ -90,7 +90,7 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         self._asked = (0, 0)  # epoch and length of the last request
 
     def ask(self, fence: types_pb2.Fence, draft_count: int, shape: TreeShape | None = None) -> None:
-        """Opens the session, or tells the tokens that the draft does not know."""
+        """Opens the session, or sends the tokens that the draft does not know."""
         self._asked = fence.epoch, fence.base_len
         if self.known_len == 0:
             session, parts = opening_of(self._spec, self._log)
@@ -110,7 +110,7 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         self.known_len = len(self._log)
 
     def put(self, message: pb.ProposeResponse) -> None:
-        """Takes an answer in; what comes too late for whoever reads is dropped at once."""
+        """Takes an answer in; what comes too late for a reader is dropped at once."""
         epoch = message.fence.epoch
         if (epoch, message.fence.base_len) >= self._asked or (message.HasField("error") and epoch == self._asked[0]):
             super().put(message)
@@ -146,7 +146,7 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         """The guesses of an answer that took wait_us; raises ProtocolViolation about what no draft may say."""
         rule = self._spec.acceptance.rule
         try:
-            # Nobody reads log-probabilities that nobody asked for.
+            # Log-probabilities that were not asked for have no reader.
             wanted = self._spec.draft_logprobs
             tree = tree_from(response.proposal, self._vocabulary_size, draft_count, with_logprobs=wanted)
         except InvalidRequest as error:
@@ -176,7 +176,7 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         )
 
     def _fault_of(self, tree: TokenTree, shape: TreeShape) -> str:
-        """What of a tree's form was not asked for or does not fit the request; empty where all does."""
+        """Fault of a tree's form, which was not asked for or does not fit the request; empty where there is none."""
         # The last token of a request is the target's alone.
         room, depth = max(self._spec.max_len - len(self._log) - 1, 0), max(tree.depths)
         most = min(room, shape.max_depth or room, len(shape.expansions) or room)
@@ -222,7 +222,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
 
     @property
     def outlook(self) -> DraftOutlook:
-        """What to expect of the draft now: why not to ask it, if there is a reason, and its limits."""
+        """Outlook of the draft now: why not to ask it, if there is a reason, and its limits."""
         info = (self._opening.peer.info if self._opening is not None else None) or self._replicas.info
         if info is None:
             return DraftOutlook(FallbackReason.DRAFT_ABSENT)
@@ -261,7 +261,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         await super().__aexit__(*exit_)
 
     async def propose(self, draft_count: int, shape: TreeShape | None = None) -> Proposal:
-        """Asks for guesses behind the log, as a chain without a shape; an empty proposal says what went wrong.
+        """Asks for guesses after the log, as a chain without a shape; an empty proposal says what went wrong.
 
         A draft that is not waited for any longer, because this is cancelled, counts as late.
         """
@@ -301,7 +301,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
     async def _exchange(
         self, draft_count: int, shape: TreeShape | None, until_s: float
     ) -> tuple[DraftOpening, pb.ProposeResponse]:
-        """One request and its answer; a draft that lacks tokens gets them all, once."""
+        """Makes one request and takes its answer; a draft that lacks tokens gets them all, once."""
         for _ in range(2):
             peer = self._candidate()
             if peer is None:
@@ -342,7 +342,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
             self._drop(error)
             return
         except Exception:
-            # Nobody waits for this task; what the draft has now, nobody knows.
+            # No other task waits for this one; what the draft has now is unknown.
             log.exception("rollback failed", service=str(peer))
             self._forget()
             return

@@ -1,4 +1,4 @@
-"""Several draft services that guess for one request at once; whoever is late, lost or absent is left out of a round."""
+"""Several draft services that guess for one request at once; a round goes on without those late, lost or absent."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from gateway.rounds.round import NOTHING, Proposal
 from gateway.sessions.draft import RemoteDraftSession
 from outrider.token_tree import TreeShape
 
-GRACE = 1.0  # time that the others have behind the first answer, in times that this took
+GRACE = 1.0  # time that the others have after the first answer, in times that this took
 MIN_GRACE_S = 0.005
 
 
@@ -17,12 +17,12 @@ class DraftTeam:
     """Sessions on several drafts, in the order of their guesses. Each has its own deadlines, epochs and breaker."""
 
     def __init__(self, sessions: Sequence[RemoteDraftSession]) -> None:
-        """At least one session."""
+        """Takes at least one session."""
         self._sessions = tuple(sessions)
 
     @property
     def outlook(self) -> DraftOutlook:
-        """As that of one draft: nothing is in the way while anybody can be asked, for the longest context."""
+        """Outlook of all, like that of one draft: no obstacle while any draft can be asked, for the longest context."""
         outlooks = [session.outlook for session in self._sessions]
         able = [each for each in outlooks if each.obstacle is None]
         if not able:
@@ -41,7 +41,7 @@ class DraftTeam:
             await session.__aexit__(*exit_)
 
     async def propose(self, draft_count: int, shape: TreeShape | None = None) -> Proposal:
-        """What each that can be asked has guessed, as parts of a proposal that is not merged yet."""
+        """Guesses of each that can be asked, as parts of a proposal that is not merged yet."""
         able = [session for session in self._sessions if draft_count and session.can_guess(draft_count)]
         if not able:
             return NOTHING
@@ -50,7 +50,7 @@ class DraftTeam:
         tasks = [asyncio.create_task(session.propose(draft_count, shape)) for session in able]
         try:
             waiting = set(tasks)
-            # An answer that only says what went wrong hurries nobody.
+            # An answer that only says what went wrong hurries no other draft.
             while waiting and not any(task.done() and task.result().tree for task in tasks):
                 _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if waiting:

@@ -2,9 +2,9 @@
 
 What the sessions say in one turn of the loop leaves in one frame, and so does what comes while a frame is on its way:
 batching never waits. Nor does a service wait for all that follows from a large frame: a turn handles a part of it.
-An open with many tokens is cut, and a frame takes one piece of one open at a time, so that nobody waits behind a
+An open with many tokens is cut, and a frame takes one piece of one open at a time, so that no session waits for a
 prompt. Cancelling a read or a write of grpc.aio cancels the whole call, so both happen in tasks of the link's own, and
-whoever leaves only takes its mailbox away.
+a session that leaves only takes its mailbox away.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from outrider.v1 import draft_service_pb2, target_service_pb2, types_pb2
 CLOSE_TIMEOUT_S = 2.0
 # What gRPC itself says of a call whose connection or process is gone, by the version and by what lies between.
 LOST_STATUSES = frozenset({"UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN"})
-LONGEST_SILENCE_S = 15.0  # as long as gRPC takes to notice that nobody answers its pings
+LONGEST_SILENCE_S = 15.0  # as long as gRPC takes to notice that its pings get no answer
 MAX_UNREAD = 1024  # answers of one session that may wait here; no service may send more before it is asked again
 PART_TOKENS = 4096  # tokens of an open that are sent at a time
 TURN_ANSWERS = 16  # of one frame that a turn of the loop handles
@@ -41,7 +41,7 @@ Received = TypeVar("Received", draft_service_pb2.ProposeResponse, target_service
 
 
 class Link:
-    """One call to one incarnation of a service. `end` says why nothing comes any more, None while it works."""
+    """The call to one incarnation of a service. `end` says why nothing comes any more, None while it works."""
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ class Link:
 
 
 class Mailbox(Generic[Received]):
-    """What one session sends and receives on a link, within one opening of it: one epoch and those of Rollbacks."""
+    """Messages that a session sends and receives on a link, within one opening: one epoch and those of Rollbacks."""
 
     max_unread: ClassVar[int] = MAX_UNREAD
 
@@ -272,7 +272,7 @@ class Mailbox(Generic[Received]):
         return message
 
     def put(self, message: Received) -> None:
-        """Takes an answer in, for whoever reads."""
+        """Takes an answer in, for the reader."""
         if len(self._unread) < self.max_unread:
             self._unread.append(message)
         else:
@@ -280,7 +280,7 @@ class Mailbox(Generic[Received]):
         self.wake()
 
     def wake(self) -> None:
-        """Lets whoever reads look again."""
+        """Lets the reader look again."""
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 
@@ -290,7 +290,7 @@ class Mailbox(Generic[Received]):
         self._timer = asyncio.get_running_loop().call_at(self._until_s, self._time_is_up)
 
     def _time_is_up(self) -> None:
-        """It may have been an earlier read's time."""
+        """Wakes the reader if its time is up; it may have been an earlier read's time."""
         self._timer = None
         if asyncio.get_running_loop().time() >= self._until_s:
             self.wake()
@@ -303,14 +303,14 @@ class Mailbox(Generic[Received]):
         return num_bytes
 
     def close(self, message: Request) -> None:
-        """Says the session's last word."""
+        """Sends the session's last message."""
         if self._timer is not None:
             self._timer.cancel()
         self.link.detach(self._session_id, self, message)
 
 
 def opening_of(spec: SessionSpec, token_log: TokenLog) -> tuple[types_pb2.OpenSession, list[types_pb2.OpenPart]]:
-    """What opens a session with all tokens of the log, and the parts that go before it when these are many."""
+    """Message that opens a session with all tokens of the log, and the parts that go before it when these are many."""
     token_ids = token_log.tokens()
     starts = range(0, len(token_ids) - PART_TOKENS, PART_TOKENS)
     parts = [types_pb2.OpenPart(start=start, token_ids=token_ids[start : start + PART_TOKENS]) for start in starts]

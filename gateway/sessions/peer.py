@@ -2,7 +2,7 @@
 
 A peer makes a handshake with its service until it answers, opens the link that carries all sessions, watches it, and
 begins again when it was away, because the next incarnation may be another model. A service that answers but does not
-fit is treated as absent, says why once in the log, and is looked at again now and then. A handshake cannot tell whether
+fit is treated as absent, says why once in the log, and is looked at again now and then. A handshake cannot show whether
 a service works, because a process whose device hangs still says who it is; see `breaker`.
 """
 
@@ -61,7 +61,7 @@ BACKOFF_S = (0.1, 2.0)
 MAX_BYTES = {"draft": 2 * FRAME_BYTES, "target": MAX_MESSAGE_BYTES}
 # A draft answers what it is asked. How far a target may go on unasked, its sessions know.
 MAX_UNASKED = {"draft": 64.0, "target": math.inf}
-MISFIT_LOOK_S = 5.0  # between two looks at a service that does not fit: behind one address another may come
+MISFIT_LOOK_S = 5.0  # between two looks at a service that does not fit: at one address another may come
 MAX_NAME_LEN, MAX_OFFERS = 1024, 64  # of a model, and drafters
 DRAFTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -78,7 +78,7 @@ class WrongService(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the gateway needs to know of a service; see GetModelInfoResponse."""
+    """Facts of a service that the gateway needs; see GetModelInfoResponse."""
 
     role: str
     instance_id: int
@@ -121,12 +121,12 @@ class ServicePeer:
         self.address = address
         self.mismatch: OutriderError | None = None
         self.refusal: TlsFailed | ClientRefused | None = None
-        """Why there is no connection to a service that is there."""
+        """Reason why there is no connection to a service that is there."""
         self.breaker = CircuitBreaker(*BREAKERS[role])
         self.rollback_seconds = Tally(ROLLBACK_S)
         self.rolled_back_tokens = 0  # that the service's cache lost by Rollback
         self.model_hash = ""
-        """Of the service when it was there last and did fit; empty before."""
+        """Model hash of the service when it was there last and did fit; empty before."""
         self.faults = 0  # of what it sent, that no service may send
         self._info: ModelInfo | None = None
         self._instance_id = 0
@@ -134,7 +134,7 @@ class ServicePeer:
         self._check = check
         self._defaults = defaults or OperatorDefaults()
         self._tls = tls
-        # A channel that was given need not lead to the address, so nobody tries a handshake there.
+        # A channel that was given need not lead to the address, so no handshake is tried there.
         self._has_address = channel is None
         self._use(channel or open_link_channel(address, tls, MAX_BYTES[role]))
         self._probe: asyncio.Task[float | None] | None = None
@@ -148,18 +148,18 @@ class ServicePeer:
 
     @property
     def info(self) -> ModelInfo | None:
-        """Who the service is; None while it is away or does not fit."""
+        """Facts of the service; None while it is away or does not fit."""
         return self._info if self._link is not None and self._link.end is None else None
 
     def present(self) -> ModelInfo:
-        """As `info`; raises PeerLost while the service is away, or the reason why it does not fit."""
+        """Facts like those of `info`; raises PeerLost while the service is away, or the reason why it does not fit."""
         if self.info is None:
             # Raised for many requests; with what it was raised through before it would keep what each of them held.
             raise (self.mismatch or self.lost()).with_traceback(None)
         return self.info
 
     def lost(self) -> PeerLost:
-        """That it is away, with the reason where there is one that an operator has to mend."""
+        """Error that the service is away, with the reason where there is one that an operator has to mend."""
         reason = "" if self.refusal is None else f": {self.refusal.message}"
         return PeerLost(f"{self} cannot be reached{reason}", address=self.address)
 
@@ -171,13 +171,13 @@ class ServicePeer:
         return self._link
 
     def report_lost(self, link: Link) -> None:
-        """Tells the link that a session has lost its service there; it counts as away until the next handshake."""
+        """Takes a session's report that it lost its service there; it counts as away until the next handshake."""
         if link is self._link:
             self._info = None
             self._lost.set()
 
     async def settled(self, timeout_s: float) -> bool:
-        """Waits while the service is away; tells whether it answered in time, fitting or not."""
+        """Waits while the service is away; returns whether it answered in time, fitting or not."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._settled.wait(), timeout_s)
         return self._settled.is_set()
@@ -233,8 +233,8 @@ class ServicePeer:
         await self.channel.close()
 
     async def _watch(self) -> None:
-        """For ever: a handshake, tried ever more slowly and not in step with other gateways, and then a wait until a
-        session reports a loss, or stream or connection are no longer up.
+        """Watches for ever: a handshake, tried ever more slowly and not in step with other gateways, and then a wait
+        until a session reports a loss, or stream or connection are no longer up.
         """
         loop, (first_s, longest_s) = asyncio.get_running_loop(), BACKOFF_S
         link_delay_s = 0.0
@@ -273,7 +273,7 @@ class ServicePeer:
                 link_delay_s = min(max(2 * link_delay_s, first_s), longest_s)
 
     async def _handshake(self) -> bool:
-        """One handshake; tells whether the service answered, fitting or not."""
+        """Makes one handshake; returns whether the service answered, fitting or not."""
         try:
             info = self._read(await self._models.GetModelInfo(pb.GetModelInfoRequest(), timeout=HANDSHAKE_TIMEOUT_S))
             self._check(info)
@@ -340,7 +340,7 @@ class ServicePeer:
         if role != self.role:
             message = f"A {role} service answers at {self.address}, but a {self.role} service is wanted there"
             raise WrongService(message, address=self.address, role=role)
-        # What a draft recommends is for nobody.
+        # What a draft recommends is not used.
         own = GenerationDefaults() if role == "draft" else defaults_from(answer.generation_defaults)
         fault = _fault_of(answer)
         if fault:
@@ -366,7 +366,7 @@ class ServicePeer:
 
 
 def _fault_of(answer: pb.GetModelInfoResponse) -> str:
-    """What a service says of itself that none can say, or that would fill logs and metrics; empty where all is well."""
+    """Fault in what a service says of itself, that none can say or that would fill logs and metrics; empty for none."""
     for each, value in answer.ListFields():
         if isinstance(value, str) and len(value) > MAX_NAME_LEN:
             return f"its {each.name} has {len(value)} characters"

@@ -27,12 +27,12 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a session needs of a service: the weights with which it began, and room for its longest sequence."""
+    """Needs of a session: the weights with which it began, and room for its longest sequence."""
 
     model_hash: str
     max_len: int
     grammar_engine: str = ""
-    """What compiles its grammar; empty for a session without one."""
+    """Compiler of its grammar; empty for a session without one."""
 
     def met_by(self, info: ModelInfo) -> bool:
         is_engine = self.grammar_engine in {"", info.grammar_engine}
@@ -42,7 +42,7 @@ class Need:
 
 
 class Replicas:
-    """One or more links of one role."""
+    """Links of one role, one or more."""
 
     def __init__(self, peers: Sequence[ServicePeer]) -> None:
         self.peers = tuple(peers)
@@ -54,7 +54,7 @@ class Replicas:
 
     @property
     def info(self) -> ModelInfo | None:
-        """Who the first present service is that takes new requests; None while all are away."""
+        """Facts of the first present service that takes new requests; None while all are away."""
         return next((peer.info for peer in self.peers if self.fits(peer)), None)
 
     def fits(self, peer: ServicePeer) -> bool:
@@ -68,7 +68,7 @@ class Replicas:
 
     @property
     def mismatch(self) -> OutriderError | None:
-        """Why the first service that answered but does not fit is not used."""
+        """Reason why the first service that answered but does not fit is not used."""
         return next((peer.mismatch for peer in self.peers if peer.mismatch is not None), None)
 
     @property
@@ -80,17 +80,17 @@ class Replicas:
 
     @property
     def refusal(self) -> OutriderError | None:
-        """Why there is no connection to the first service that is there and takes none."""
+        """Reason why there is no connection to the first service that is there and takes none."""
         return next((peer.refusal for peer in self.peers if peer.refusal is not None), None)
 
     def present(self) -> ModelInfo:
-        """As `info`; raises PeerLost while all are away, or the reason why none fits."""
+        """Facts like those of `info`; raises PeerLost while all are away, or the reason why none fits."""
         if self.info is None:
             raise (self.mismatch or self.lost()).with_traceback(None)
         return self.info
 
     def lost(self) -> PeerLost:
-        """That all are away, with the first reason that an operator has to mend."""
+        """Error that all are away, with the first reason that an operator has to mend."""
         reason = "" if self.refusal is None else f": {self.refusal.message}"
         return PeerLost(f"{self} cannot be reached{reason}", address=self.peers[0].address)
 
@@ -103,7 +103,7 @@ class Replicas:
         return next((peer for peer in peers if not peer.breaker.blocks(session)), None)
 
     async def wait(self, session: object, need: Need, until_s: float, failed: ServicePeer | None = None) -> ServicePeer:
-        """As `pick`, but waits for one until the loop's clock says so; raises PeerLost then."""
+        """Waits for the link that `pick` finds, at most until the loop's clock says so; raises PeerLost then."""
         loop = asyncio.get_running_loop()
         while (peer := self.pick(session, need, failed)) is None:
             if loop.time() >= until_s:
@@ -112,7 +112,7 @@ class Replicas:
         return peer
 
     async def settled(self, timeout_s: float) -> bool:
-        """Waits until a service has answered, fitting or not; tells whether one did in time."""
+        """Waits until a service has answered, fitting or not; returns whether one did in time."""
         waits = {asyncio.create_task(peer.settled(timeout_s)) for peer in self.peers}
         try:
             while waits:
@@ -125,7 +125,7 @@ class Replicas:
                 task.cancel()
 
     async def after_handshake(self, timeout_s: float) -> ModelInfo:
-        """As `present`, but waits a little for handshakes that are under way."""
+        """Facts like those of `present`, after a little wait for handshakes that are under way."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s
         while True:
@@ -140,7 +140,7 @@ class Replicas:
         return [peer for peer in self.peers if peer.info and (need is None or need.met_by(peer.info))]
 
     def _reason(self, need: Need) -> PeerLost:
-        """Why there is none: all are away, none has the same weights, or room, or those that have hang."""
+        """Reason why there is none: all are away, none has the same weights, or room, or those that have hang."""
         if not any(peer.info for peer in self.peers):
             return self.lost()
         if not any(peer.info and peer.info.model_hash == need.model_hash for peer in self.peers):
@@ -159,7 +159,7 @@ class Targets(Replicas):
 
     @property
     def mismatch(self) -> OutriderError | None:
-        """As of any replicas, and that those which are there have other weights."""
+        """Mismatch of any replicas, and that those which are there have other weights."""
         strangers = self.left_out
         if strangers and self.info is None:
             return PeerLost(f"{self._first} cannot be reached, and {'; '.join(strangers)}", address=self._first.address)
@@ -167,7 +167,7 @@ class Targets(Replicas):
 
     @property
     def left_out(self) -> list[str]:
-        """Those with other weights."""
+        """Sentences about the replicas with other weights."""
         wanted = self._first.model_hash
         return [
             f"{peer} has other weights, with which no request begins (model hash {peer.info.model_hash}, not {wanted})"

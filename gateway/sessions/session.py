@@ -20,7 +20,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
 
 class Opening(Protocol):
-    """What a session has of one link, from an open to its close."""
+    """A session's part in one link, from an open to its close."""
 
     def end(self, fence: types_pb2.Fence) -> None:
         """Ends the session there; the fence has its newest epoch."""
@@ -76,7 +76,7 @@ class DraftDeadline:
         return min(max(usual_s, self.min_s), self.max_s) + allowance_s
 
     def observe(self, answer_s: float, catch_up_count: int) -> None:
-        """Learns from an answer."""
+        """Learns from the time of an answer."""
         if catch_up_count <= SMALL_CATCH_UP:
             self._mean_s = answer_s if self._mean_s is None else 0.9 * self._mean_s + 0.1 * answer_s
 
@@ -91,7 +91,7 @@ class DraftDeadline:
 
 @dataclass(slots=True)
 class RoundDeadline:
-    """When to ask whether the target still works: factor times the moving average of its answers, within bounds.
+    """Time until the target is looked at: factor times the moving average of its answers, within bounds.
 
     Passing it costs one question and no request, so it may be short. `max_s` bounds what a slow start would teach.
     """
@@ -106,7 +106,7 @@ class RoundDeadline:
         return min(max(self.factor * self._mean_s, self.min_s), self.max_s)
 
     def observe(self, answer_s: float) -> None:
-        """Learns from an answer."""
+        """Learns from the time of an answer."""
         self._mean_s += 0.1 * (min(answer_s, self.max_s) - self._mean_s)
 
 

@@ -4,7 +4,7 @@ The token log can rebuild the session anywhere, so a target that is lost, hangs,
 token: the session is opened again with all tokens and the next epoch, on whichever replica is there. One opening has
 one epoch. Its answers are matched by (epoch, base_len), never by order: one to a later length that
 overtook is kept, and one that cannot be about anything that was asked does not exist. Guesses that a target refuses
-end no request: whoever made them, it is decided without them.
+end no request: whichever drafter made them, it is decided without them.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ MAX_TIMES_AS_LONG = 10  # each request that was left unanswered doubles how long
 MIN_WAIT_S = 0.001
 MAX_BUDGETS = 8  # in a round, one more for each time that a target was found working in between
 MAX_REFUSALS = 3  # times in a round that a target may ask for tokens which it has just been given
-MAX_REFUSED_GUESSES = 3  # of one session, behind which it proposes nothing any more
+MAX_REFUSED_GUESSES = 3  # of one session, after which it proposes nothing any more
 # Fields that are about guesses, and about those that the target's own drafter is to make.
 GUESSES, OWN_GUESSES = "proposal", ("step.own_", "acknowledge.own_", "open.drafter")
 MAX_UNANSWERED = 8  # times in a row that a working target may leave a request unanswered; an hour or so
@@ -128,11 +128,11 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         return answer
 
     def own_proposal(self, response: pb.VerifyResponse) -> Proposal | None:
-        """What the target has proposed to itself; raises ProtocolViolation about what no drafter may say."""
+        """Proposal that the target has made to itself; raises ProtocolViolation about what no drafter may say."""
         if not response.verdict.proposal.token_ids:
             return None
         try:
-            # Nobody reads log-probabilities that nobody asked for.
+            # Log-probabilities that were not asked for have no reader.
             wanted = self._spec.draft_logprobs
             tree = tree_from(response.verdict.proposal, self.vocabulary_size, self._max_own_count, with_logprobs=wanted)
         except InvalidRequest as error:
@@ -229,7 +229,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         if response.cached_len != committed_len - 1 and self._num_repairs < MAX_DRIFT_REPAIRS:
             self._has_drifted = True
             self._log_event("cache drift", cached_len=response.cached_len, committed_len=committed_len)
-        # Nobody reads log-probabilities that nobody asked for.
+        # Log-probabilities that were not asked for have no reader.
         wants_logprobs = self._spec.logprob_count is not None
         if wants_logprobs and not verdict.logprobs:
             raise ProtocolViolation("a verdict came without the log-probabilities that the session asked for")
@@ -324,7 +324,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
     async def _attempt(
         self, opening: TargetOpening, proposal: Proposal, plain_budget: int, own: OwnGuesses
     ) -> pb.VerifyResponse:
-        """One request and its answer. The request is repeated ever more seldom, which fencing makes safe.
+        """Makes one request and takes its answer. The request is repeated ever more seldom, which fencing makes safe.
 
         Whenever the deadline of a round passes without an answer, the target is looked at:
         1. It takes no calls. It may be draining, when its sessions go on and end with it; but the session does not wait

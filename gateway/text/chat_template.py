@@ -1,4 +1,4 @@
-"""From a conversation to a prompt, by the template that comes with the target's tokenizer.
+"""The way from a conversation to a prompt, by the template that comes with the target's tokenizer.
 
 Templates and special tokens lie beside the tokenizer, in the files and the order of precedence of transformers, or in
 a GGUF file. A model without a template gets lines instead, "System: ...", "User: ..." and "Assistant: ...", with blank
@@ -42,7 +42,7 @@ class TemplateFiles:
 
 
 def find_templates(model: str) -> TemplateFiles:
-    """Of a folder, a GGUF file, a model on the hub, or the model inside a sized one. Raises ModelRefused."""
+    """Chat templates of a folder, a GGUF file, a model on the hub, or the model in a sized one. Raises ModelRefused."""
     source = tokenizer_source(model)
     try:
         gguf = find_gguf(source)
@@ -81,7 +81,7 @@ def _named(entry: object) -> dict[str, str]:
 
 
 def _special_tokens(folder: Path, config: dict[str, object]) -> dict[str, str]:
-    # Older tokenizers keep them in a file of their own, which newer ones may have left behind.
+    # Older tokenizers keep them in a file of their own, which newer ones may have kept.
     legacy = {} if "added_tokens_decoder" in config else _object(folder / "special_tokens_map.json")
     found = {name: legacy.get(name, config.get(name)) for name in SPECIAL_TOKENS}
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
@@ -102,7 +102,7 @@ MAX_SENTENCE_LEN = 300
 SPEAKERS = {"developer": "system"}  # two names of one who sets the rules
 # What a turn may have beside its content, and the lines have no place for.
 TEMPLATE_ONLY = ("name", "tool_calls", "tool_call_id")
-# Put behind a message that the answer goes on with, to find its end in the prompt; as transformers does it.
+# Put after a message that the answer goes on with, to find its end in the prompt; as transformers does it.
 CUT = "<|end of what is gone on with|>"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 NAME_SHOWN = r"\b(m|msg|\w*message)(\.name\b|\[.name.\]|\.get\(.name.)|.name. in (m|msg|\w*message)\b"
@@ -123,7 +123,7 @@ class RenderedPrompt:
     text: str
     add_special_tokens: bool
     begun: str = ""
-    """What of the answer is in the prompt."""
+    """Beginning of the answer that is in the prompt."""
 
 
 class ChatTemplate:
@@ -132,12 +132,12 @@ class ChatTemplate:
     def __init__(self, files: TemplateFiles | None = None, model: str = "", tool_format: str = AUTO) -> None:
         """Compiles the templates; without any it is the plain one. Raises ModelRefused."""
         self.files = files = files or TemplateFiles()
-        """What it was read from."""
+        """Files that it was read from."""
         self._source = "\n".join(files.templates.values())
         patterns = {"name": NAME_SHOWN, "tool_calls": "tool_calls"}
         self._shown = {name for name, pattern in patterns.items() if re.search(pattern, self._source)}
         self.tool_format = choose_format(tool_format, self._source)
-        """How the model writes calls of tools and reasoning; None where nobody shall look for them."""
+        """Format of calls of tools and reasoning; None where the gateway shall not look for them."""
         self._special_tokens = files.special_tokens
         try:
             self._templates = {name: SafeTemplate(source) for name, source in files.templates.items()}
@@ -164,7 +164,7 @@ class ChatTemplate:
 
     @property
     def variables(self) -> frozenset[str]:
-        """What a client may set beside the conversation, because a template of the model takes it from outside."""
+        """Names that a client may set beside the conversation, because a template of the model reads them."""
         found = frozenset(name for each in self._templates.values() for name in each.variables)
         return found - {*GIVEN, *SPECIAL_TOKENS, *self._special_tokens}
 
@@ -179,7 +179,7 @@ class ChatTemplate:
         return any(name in self._source for name in REASONING)
 
     def reading(self, prompt: str, tools: Mapping[str, Mapping[str, object]], begun: str = "") -> Reading | None:
-        """How to read the answer to a rendered prompt, with the schemas of the tools that may be called, by name, and
+        """How the answer to a rendered prompt is read, with the schemas of the tools that may be called, by name, and
         with what of it is in the prompt.
 
         None where there is nothing to look for.

@@ -1,4 +1,4 @@
-"""How much a JSON text becomes: counted before it is parsed, which takes milliseconds where parsing takes seconds.
+"""Size of what a JSON text becomes: counted before it is parsed, in milliseconds where parsing takes seconds.
 
 Three bytes of text, `[],`, become 64 of memory and as long to look at as a prompt of a hundred words.
 """
@@ -9,11 +9,11 @@ from outrider.errors import check_count
 
 # Each is far more than programs send, and 150 MB of memory at most when all of them come together.
 MAX_KEYS = 50_000
-"""Of all objects together. Unknown ones are found one by one."""
+"""Keys of all objects together. Unknown ones are found one by one."""
 MAX_NODES = 50_000
-"""Lists and objects."""
+"""Number of lists and objects."""
 MAX_STRINGS = 150_000
-"""Keys among them."""
+"""Number of strings, keys among them."""
 MAX_FRACTIONS = 50_000
 """Numbers with a point or an exponent, which take ten times as long to read as whole ones."""
 MAX_VALUES = 1 << 20
@@ -26,7 +26,7 @@ WIDE = tuple(bytes([each]) for each in range(0xF0, 0xF5))
 
 @dataclass(slots=True)
 class JsonCounts:
-    """What is in JSON texts that come together, of which each is added before it is parsed.
+    """Counts of JSON texts that come together, of which each is added before it is parsed.
 
     The counts are exact for what is JSON; of anything else a parser takes no more than they say before it stops.
     """
@@ -64,6 +64,6 @@ class JsonCounts:
 
     @property
     def memory_bytes(self) -> int:
-        """What they become at most, parsed and checked."""
+        """Most bytes that they become, parsed and checked."""
         numbers = max(0, self.values - self.nodes - (self.strings - self.keys))
         return self.text_bytes + NODE_BYTES * self.nodes + STRING_BYTES * self.strings + NUMBER_BYTES * numbers

@@ -25,7 +25,7 @@ class TemplateRefusal(TemplateError):
 
 
 class SafeTemplate:
-    """A compiled template."""
+    """A compiled template that can reach nothing but its variables."""
 
     def __init__(self, source: str) -> None:
         """Raises TemplateSyntaxError, and whatever else the compiler makes of nonsense."""
@@ -90,7 +90,7 @@ class _Dict:
         return _dict(*args, **kwargs)
 
     def fromkeys(self, keys: Iterable[object], value: object = None) -> dict[object, object]:
-        """As dict.fromkeys."""
+        """A dictionary with one value for all keys, like dict.fromkeys."""
         return dict.fromkeys(keys, value)
 
 

@@ -22,7 +22,7 @@ log = structlog.get_logger()
 LONG_TEXT = 2_000  # characters; encoding more takes long enough to be felt by other requests
 HUGE_TEXT = 32_000  # characters; longer ones are waited for by each other alone
 LONG_PROMPT = 100  # tokens; the same of spelling
-# How models that were trained to fill a gap are told what is around it: Qwen's coders and CodeGemma; StarCoder and
+# How models that were trained to fill a gap learn what is around it: Qwen's coders and CodeGemma; StarCoder and
 # Granite; Codestral. What is no {place} is the name of a token.
 GAPS = (
     "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",
@@ -36,7 +36,7 @@ WINDOW = 12
 
 
 class Tokenizer:
-    """The tokenizer of a model."""
+    """The tokenizer of a model, for texts and for prompts."""
 
     def __init__(self, model: str) -> None:
         """Reads that of a folder, a GGUF file, a model on the hub, or the one inside a sized model.
@@ -81,7 +81,7 @@ class Tokenizer:
         return None if form is None else form.format(prefix=prefix, suffix=suffix)
 
     def name(self, token_id: int) -> str | None:
-        """What the vocabulary calls a token; None of an id that no token has."""
+        """Name of a token in the vocabulary; None of an id that no token has."""
         return self._tokenizer.id_to_token(token_id)
 
     async def spell(self, token_ids: Sequence[int]) -> list[str]:
@@ -120,11 +120,11 @@ class Tokenizer:
         return self._pieces.piece(token_id)
 
     def vocabulary(self) -> Vocabulary:
-        """Which token carries which id, to compare with that of a model."""
+        """Ids and tokens, to compare with those of a model."""
         return self._vocabulary
 
     def misfit(self, model: Vocabulary) -> str | None:
-        """Why a model's ids do not mean these tokens, in one sentence; None where they do, as far as it has rows."""
+        """Reason why a model's ids do not mean these tokens, a sentence; None where they do, as far as it has rows."""
         return misfit(self._tokenizer, self._vocabulary, model)
 
     def detokenizer(self) -> "Detokenizer":
@@ -153,7 +153,7 @@ class Detokenizer:
     three, which stay back until more tokens or the end settle them. The window is cut where both sides decode alone
     to what they decode to together, so the cost of a token does not grow with the text. The idea of a window is
     text-generation-inference's; its rule, hold everything while the end is U+FFFD, would hold garbage for ever. With
-    byte-fallback tokenizers a run of byte tokens that turns invalid behind a whole character shows less broken here.
+    byte-fallback tokenizers a run of byte tokens that turns invalid after a whole character shows less broken here.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -176,7 +176,7 @@ class Detokenizer:
         return piece
 
     def name(self, token_id: int) -> str:
-        """A token alone."""
+        """Text of a token that is decoded alone."""
         return self._tokenizer.piece(token_id).text
 
     def name_of_special(self, token_id: int) -> str | None:

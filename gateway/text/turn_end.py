@@ -18,7 +18,7 @@ class TurnEnd:
 
 
 def turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> TurnEnd:
-    """What follows an answer at the end of a conversation, or within it where templates leave the last turn open.
+    """Token that follows an answer at the end of a conversation, or within it where templates leave the last turn open.
 
     What opens the assistant's own turn there is no end, for a model may go on with it, and neither is the token with
     which texts begin. The plain template closes nothing, and is no model's.

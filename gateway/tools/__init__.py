@@ -1,1 +1,1 @@
-"""What a model says apart from text: reasoning, and calls of tools, in the format of its family."""
+"""Parts of a model's answer that are no text: reasoning, and calls of tools, in the format of its family."""

@@ -41,7 +41,7 @@ class CallBody(ABC):
 
     @property
     def text(self) -> str:
-        """All of it until now."""
+        """Text of the body until now."""
         return "".join(self._characters)
 
     def push(self, character: str) -> None:
@@ -55,14 +55,14 @@ class CallBody(ABC):
 
     @abstractmethod
     def calls(self) -> list[ParsedCall] | None:
-        """What it says when no more of it comes; None when that is no call."""
+        """Calls that the body makes when no more of it comes; None when it is no call."""
 
 
 class JsonBody(CallBody):
     """A JSON value: whole when its brackets are closed. Of a list that was cut off, the calls before the cut count."""
 
     def __init__(self, *, is_bare: bool = False) -> None:
-        """A bare one must begin like a call, or else it is an answer in JSON, for which nobody should wait."""
+        """A bare one must begin like a call, or else it is an answer in JSON, for which no reader should wait."""
         super().__init__()
         self._closers: list[str] = []
         self._is_in_string = self._is_escaped = False
@@ -170,7 +170,7 @@ class PythonicBody(CallBody):
         elif character in "])}":
             self._depth -= 1
         if self._depth < 2 and character not in "])":
-            # Only the head of the first call tells it from text.
+            # Only the head of the first call distinguishes it from text.
             is_first = "(" not in self._characters
             self.has_failed = is_first and (len(self._characters) > MAX_HEAD_LEN or not self._may_begin())
         self.has_failed = self.has_failed or self._depth > MAX_DEPTH
@@ -194,7 +194,7 @@ class XmlBody(CallBody):
 
     HEAD = re.compile(r"\s*<function=(?P<name>[^>\s]+)>")
     MARK = "<function="
-    # Behind a line's end or a closed parameter, for a value may speak of these marks.
+    # After a line's end or a closed parameter, for a value may speak of these marks.
     END = re.compile(r"(?:\n|</parameter>\s*|<function=[^>\s]+>\s*)</function>\s*(?P<next></tool_call>|<tool_call>)$")
     PARAMETER = re.compile(r"\s*<parameter=(?P<name>[^>\n]+)>")
     # A value on lines of its own ends where a line begins with a mark, and else where any mark stands.
@@ -209,7 +209,7 @@ class XmlBody(CallBody):
         self._schemas = schemas
         self._has_begun = False
         self.overlap = ""
-        """What closed it, if that opens the next call."""
+        """Marker that closed it, if that opens the next call."""
 
     def _advance(self, character: str) -> None:
         if not self._has_begun:
@@ -246,7 +246,7 @@ class XmlBody(CallBody):
         return [ParsedCall(head["name"], f"{{{', '.join(members)}}}")]
 
     def _value_end(self, text: str, place: int, schema: Schema, *, has_lines: bool) -> re.Match[str] | None:
-        """Where a value ends; on lines of its own, and not closed, only before a parameter that there is."""
+        """End of a value; on lines of its own, and not closed, only before a parameter that there is."""
         if not has_lines:
             return self.INLINE_END.search(text, place)
         properties = schema.get("properties")

@@ -28,12 +28,12 @@ class OfferedTool:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
     field: str = "tools"
-    """Of the request, that it is in."""
+    """Field of the request that it is in."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """Which tools may be called, whether one must be, and how often; None for any number."""
+    """Rules about calls: which tools may be called, whether one must be, and how often; None for any number."""
 
     tools: tuple[OfferedTool, ...] = ()
     needs_call: bool = False
@@ -41,7 +41,7 @@ class CallRules:
 
 
 def call_constraint(reading: Reading, rules: CallRules, added_tokens: Mapping[str, int]) -> Constraint | None:
-    """What makes an answer keep to the rules; None where it may say what it likes.
+    """Constraint that makes an answer keep to the rules; None where it may say what it likes.
 
     `added_tokens` are the ids of the tokenizer's added tokens, special or not. Raises InvalidRequest about a tool that
     the family's syntax cannot call.
@@ -55,7 +55,7 @@ def call_constraint(reading: Reading, rules: CallRules, added_tokens: Mapping[st
 
 
 class _Grammar:
-    """Builds one grammar, rule by rule."""
+    """Builder of one grammar, rule by rule."""
 
     def __init__(self, reading: Reading, rules: CallRules, added_tokens: Mapping[str, int]) -> None:
         self._reading, self._rules, self._added_tokens = reading, rules, added_tokens
@@ -65,7 +65,7 @@ class _Grammar:
         self._syntax = next((each for each in syntaxes if not each.open), syntaxes[0])
 
     def text(self) -> str:
-        """The grammar."""
+        """The whole grammar, in the library's syntax."""
         reason = self._reason()
         answer = self._required() if self._rules.needs_call else self._free()
         self._lines.append(f"start: {reason} {answer}")
@@ -100,7 +100,7 @@ class _Grammar:
         return f"(called SPACE? | {rest})" if self._rules.max_calls == 1 else f"called* {rest}"
 
     def _until(self, rule: str, marker: str) -> str:
-        """Any text until a marker, with it. The letters of one that is a token are no part of the text."""
+        """Expression for any text until a marker, with it. The letters of a marker that is a token are no text."""
         if marker not in self._added_tokens:
             self._lines.append(f"{rule}[lazy]: TEXT {_literal(marker)}")
             return rule
@@ -109,7 +109,7 @@ class _Grammar:
         return f"{rule.upper()} {self._marker(marker)}"
 
     def _marker(self, marker: str) -> str:
-        """As a token if it is one: the library takes such tokens for none of the texts that are their names."""
+        """Marker as a token if it is one: the library takes such tokens for none of the texts that are their names."""
         return f"<[{self._added_tokens[marker]}]>" if marker in self._added_tokens else _literal(marker)
 
     @property
@@ -122,7 +122,7 @@ class _Grammar:
         return "" if self._syntax.body is Body.NAMED else "SPACE?"
 
     def _calls(self) -> str:
-        """The rule of what stands behind an opening marker: a call of any of the tools, or several in a list."""
+        """Expression for what follows an opening marker: a call of any of the tools, or several in a list."""
         names = [f"call_{number}" for number in range(len(self._rules.tools))]
         for name, tool in zip(names, self._rules.tools, strict=True):
             self._lines.append(f"{name}: {self._call(name, tool)}")

@@ -1,4 +1,4 @@
-"""How families of models write calls of tools and reasoning, as data, and which of them a chat template speaks of.
+"""Formats of calls of tools and reasoning, as data by family of models, and which of them a chat template speaks of.
 
 The descriptions are in the manner of `response_template` of transformers: regions that open and close with markers,
 and what is between these. A marker that is a special token of the model's tokenizer counts only as that token, and
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Body(StrEnum):
-    """What a call is made of."""
+    """Notation of a call."""
 
     JSON = "json"
     """An object with a name and arguments, or a list of them."""
@@ -25,9 +25,9 @@ class Body(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """One way to write calls: what opens one, its body, and what may close it.
+    """Syntax of calls: what opens one, its body, and what may close it.
 
-    Without an opening marker the body stands bare: it begins with the answer or behind another call, and names a tool
+    Without an opening marker the body stands bare: it begins with the answer or after another call, and names a tool
     that was offered, or else it is text. `keeps_open` says that the marker is the beginning of the body.
     """
 
@@ -39,7 +39,7 @@ class CallSyntax:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls, and between which markers it reasons.
+    """Format of a family of models: how it writes calls, and between which markers it reasons.
 
     `calls_end_reasoning` says that a call stands for the end of reasoning that was not closed; elsewhere a call within
     reasoning is thought of, and not made. `call_id_len` is how many letters and digits an id has where templates look.
@@ -53,7 +53,7 @@ class ToolFormat:
 
     @property
     def markers(self) -> frozenset[str]:
-        """All that opens or closes something."""
+        """All markers that open or close something."""
         calls = (marker for syntax in self.calls for marker in (syntax.open, *syntax.close))
         return frozenset(marker for marker in (*calls, *(each for pair in self.reasoning for each in pair)) if marker)
 
@@ -84,7 +84,7 @@ FORMATS: Mapping[str, ToolFormat] = {
     each.name: each for each in (HERMES, QWEN3_XML, LLAMA3_JSON, LLAMA_PYTHONIC, MISTRAL, MISTRAL_V3, JSON)
 }
 AUTO, OFF = "auto", "off"
-# What only the template of a family says, the most telling first; all of one line must be there.
+# What only the template of a family says, the most specific first; all of one line must be there.
 SIGNS: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
     (QWEN3_XML, ("<function=", "<parameter=")),
     (MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),

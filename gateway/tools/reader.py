@@ -1,6 +1,6 @@
 """Reads an answer as it comes: text for the user, reasoning, and calls of tools, each apart from the others.
 
-What is found does not depend on how the answer is cut into pieces. A call is told when it is whole: one that the
+What is found does not depend on how the answer is cut into pieces. A call is handed out when it is whole: one that the
 request's limit cut off is never handed to a client, which might make it. Text that only looked like a call is text.
 Of white space, only that around reasoning and calls is left out.
 """
@@ -23,7 +23,7 @@ class Reading:
     format: ToolFormat
     tools: Mapping[str, Schema] = field(default_factory=dict)
     open_reasoning: str = ""
-    """The marker behind which the answer begins, because the prompt ends with it."""
+    """Marker after which the answer begins, because the prompt ends with it."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _Attempt:
 
 
 class AnswerReader:
-    """Reads one answer."""
+    """Reader of one answer."""
 
     def __init__(self, reading: Reading, special_tokens: Collection[str]) -> None:
         """`special_tokens` are those of the tokenizer, by name."""
@@ -62,12 +62,12 @@ class AnswerReader:
 
     @property
     def num_calls(self) -> int:
-        """How many calls have been told."""
+        """Number of calls that were handed out."""
         return len(self._call_ids)
 
     @property
     def held_len(self) -> int:
-        """Characters that are neither told nor dropped yet."""
+        """Number of characters that are neither handed out nor dropped yet."""
         attempt = self._attempt
         return len(self._held) + (0 if attempt is None else len(attempt.space) + sum(map(len, attempt.raw)))
 
@@ -138,7 +138,7 @@ class AnswerReader:
         return ""
 
     def _text_markers(self) -> list[str]:
-        """What counts wherever its letters are, in the state that the answer is in."""
+        """Markers that count wherever their letters are, in the state that the answer is in."""
         found = [*self._openers, *self._closers]
         if self.is_reasoning:
             found = [self._closes_reasoning, *(self._openers if self._format.calls_end_reasoning else ())]
@@ -155,7 +155,7 @@ class AnswerReader:
         return next((each for each in bare if begun[0] in BARE_STARTS.get(each.body, "")), None)
 
     def _mark(self, marker: str, before: str) -> None:
-        """Goes into the state that a marker brings, behind the text before it; out of place it is text."""
+        """Goes into the state that a marker brings, after the text before it; out of place it is text."""
         said = before.rstrip()
         if self.is_reasoning and marker == self._closes_reasoning:
             self._say(said)
@@ -210,7 +210,7 @@ class AnswerReader:
         return None
 
     def _tell_calls(self, attempt: _Attempt) -> bool:
-        """Tells the calls of a body, if it has any."""
+        """Hands out the calls of a body, if it has any."""
         calls = attempt.body.calls()
         if calls is None or (not attempt.syntax.open and not all(call.name in self._tools for call in calls)):
             return False
@@ -231,7 +231,7 @@ class AnswerReader:
         return given if is_usable and len(given) == length else secrets.token_hex(length)[:length]
 
     def _restore(self, attempt: _Attempt) -> None:
-        """Says what was no call."""
+        """Hands out as text what was no call."""
         said = attempt.raw if self.is_reasoning else attempt.shown
         text = attempt.space + "".join(said)
         kept = text.rstrip()
@@ -240,7 +240,7 @@ class AnswerReader:
         self._held = text[len(kept) :]
 
     def _say(self, text: str) -> None:
-        """More of what the answer is in at the moment, reasoning or content."""
+        """Hands out more text or reasoning, whichever the answer is in at the moment."""
         if self._drops_space:
             text = text.lstrip()
         if not text:
@@ -252,13 +252,13 @@ class AnswerReader:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """How much of a marker the text ends with."""
+    """Length of a marker's beginning that the text ends with."""
     longest = min(len(text), len(marker) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)
 
 
 def joined(deltas: Collection[Delta]) -> tuple[Delta, ...]:
-    """The same with what goes on in one piece."""
+    """Deltas with those joined that go on in one piece."""
     found: list[Delta] = []
     for delta in deltas:
         match (found[-1] if found else None), delta:

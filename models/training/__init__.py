@@ -1,1 +1,1 @@
-"""How the embedded pair is made: a text becomes a tokenizer, a target, and a draft distilled from it."""
+"""The making of the embedded pair: a text becomes a tokenizer, a target, and a draft distilled from it."""

@@ -1,6 +1,6 @@
 """A text file becomes one line of token ids, held-out blocks of it, and the blocks that each step learns from.
 
-Documents follow each other in the file's order, each behind one `<|endoftext|>`, so that a context may reach back over
+Documents follow each other in the file's order, each after one `<|endoftext|>`, so that a context may reach back over
 everything that its book said before. Blocks are functions of the seed, the stage and the step, so that a resumed run
 needs no more than its step to go on with the same data.
 """
@@ -70,7 +70,7 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[str]) -> Tensor:
-    """All documents as one line [N] int64, each behind END_OF_TEXT_ID."""
+    """All documents as one line [N] int64, each after END_OF_TEXT_ID."""
     token_ids: list[int] = []
     for encoding in tokenizer.encode_batch(list(documents), add_special_tokens=False):
         token_ids += [END_OF_TEXT_ID, *encoding.ids]
@@ -101,7 +101,7 @@ class TrainingBlocks:
     block_len: int
     batch: int
     seed: str
-    """Whatever tells this order of blocks from all others."""
+    """Text that distinguishes this order of blocks from all others."""
 
     @property
     def per_pass(self) -> int:
@@ -109,7 +109,7 @@ class TrainingBlocks:
         return (len(self.token_ids) - 1) // self.block_len - 1
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets [batch, block_len] of a step; a target is the token behind its input, or IGNORED."""
+        """Inputs and targets [batch, block_len] of a step; a target is the token after its input, or IGNORED."""
         places = [divmod(index, self.per_pass) for index in range(step * self.batch, (step + 1) * self.batch)]
         orders = {}
         for number in {number for number, _ in places}:

@@ -29,7 +29,7 @@ class LayerWeights(NamedTuple):
 
 
 class States(NamedTuple):
-    """What one step computes for each text."""
+    """Results of one step for each text."""
 
     taps: Tensor
     """[B, taps * H] bfloat16: residuals that enter the tapped layers, side by side."""
@@ -112,7 +112,7 @@ class BatchDecoder:
 
 
 def drawn(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
-    """One id [B] of each law of logits [B, V], at the temperatures [B]; the likeliest at 0."""
+    """One id [B] drawn from each row of logits [B, V], at the temperatures [B]; the likeliest at 0."""
     # Every text takes its number, drawn or not, so that one text's temperature changes no other text.
     numbers = torch.rand(len(logits), 1, generator=generator)
     ids = logits.argmax(-1)

@@ -1,4 +1,4 @@
-"""What a target is made to write: conversations through its own chat template, or plain text behind openings.
+"""What a target is made to write: conversations through its own chat template, or plain text after openings.
 
 An empty user turn lets an instructed model write the user's message itself (Magpie: Xu et al., 2024, arXiv 2406.08464).
 """
@@ -35,17 +35,17 @@ class Turns:
     """A chat template as the ids between the messages."""
 
     before_user: tuple[int, ...]
-    """From the beginning to the first user's message."""
+    """Tokens from the beginning to the first user's message."""
     before_answer: tuple[int, ...]
-    """From the end of a user's message to the answer."""
+    """Tokens from the end of a user's message to the answer."""
     between: tuple[int, ...]
-    """From the end of an answer to the next user's message."""
+    """Tokens from the end of an answer to the next user's message."""
     end_ids: frozenset[int]
-    """Any of them ends a message."""
+    """Ids that end a message, any of them."""
 
     @classmethod
     def read(cls, tokenizer: PreTrainedTokenizerFast, end_ids: frozenset[int]) -> Self | None:
-        """Of a tokenizer's template; None where it has none. Raises InvalidRequest about one that hides messages."""
+        """Turns of a tokenizer's template; None if it has none. Raises InvalidRequest about one that hides messages."""
         if tokenizer.chat_template is None:
             return None
         messages = [{"role": role, "content": MARK} for role in ("user", "assistant", "user")]
@@ -65,7 +65,7 @@ class Turns:
 
 
 class Text:
-    """One text while it grows: which tokens are given, and at which temperature others are drawn."""
+    """A text while it grows: which tokens are given, and at which temperature others are drawn."""
 
     def __init__(self, given: Sequence[int], temperature: float, turns: Turns | None, *, user_writes: bool) -> None:
         """`given` leads to an answer, or to a user's message that the target writes. Without turns it only grows."""
@@ -74,7 +74,7 @@ class Text:
 
     @property
     def temperature(self) -> float:
-        """Of the next token that is drawn."""
+        """Temperature of the next token that is drawn."""
         return USER_TEMPERATURE if self._user_writes else self._temperature
 
     def follow(self, token_id: int) -> tuple[int, bool]:
@@ -95,20 +95,20 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """How the texts of a run begin."""
+    """Beginnings of the texts of a run."""
 
     tokenizer: PreTrainedTokenizerFast
     turns: Turns | None
     bos: tuple[int, ...]
-    """What a plain text begins with."""
+    """Tokens that a plain text begins with."""
     temperatures: tuple[float, ...]
     documents: Sequence[str]
-    """Of the user's own data; may be empty."""
+    """Texts of the user's own data; may be empty."""
     own_share: float
-    """Of the texts, that begin with a piece of a document."""
+    """Share of the texts that begin with a piece of a document."""
 
     def texts(self, count: int, generator: torch.Generator) -> list[Text]:
-        """So many new texts; the temperatures take turns."""
+        """New texts, `count` of them; the temperatures take turns."""
         made = []
         for _, temperature in zip(range(count), cycle(self.temperatures), strict=False):
             is_own = bool(torch.rand((), generator=generator) < self.own_share) and bool(self.documents)

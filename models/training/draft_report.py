@@ -1,8 +1,8 @@
-"""How often the guesses of finished drafts are kept: by the kind of task, the depth of the guess and the temperature.
+"""Acceptance of the guesses of finished drafts: by the kind of task, the depth of the guess and the temperature.
 
 The target answers each question at each temperature. A guess is measured at every token of the answers, given that all
 guesses before it were right: at temperature 0 whether it is the target's token, else sum min(p, q), how often the ratio
-rule keeps it (Leviathan et al., 2023, arXiv 2211.17192), both laws at the temperature.
+rule keeps it (Leviathan et al., 2023, arXiv 2211.17192), both distributions at the temperature.
 """
 
 import json
@@ -28,11 +28,11 @@ DEPTHS = 5
 OWN = "its own texts"
 OWN_TEXTS, QUESTIONS_EACH, ANSWER_LEN, MAX_QUESTION_LEN, TOGETHER = 12, 3, 128, 1200, 48
 Report = dict[str, list[float]]
-"""By "temperature / category": for the head how often the guess of each depth is kept, for the draft that of any."""
+"""Acceptance by "temperature / category": for the head by the depth of the guess, for the draft that of any."""
 
 
 class Question(NamedTuple):
-    """What a user might ask."""
+    """A question that a user might ask."""
 
     category: str
     text: str
@@ -128,7 +128,7 @@ def _kept(
 ) -> Tensor:
     """Sums of what is kept of one text: of the head's guesses by depth, of the draft's; and how many were measured."""
     head.steps_ahead = DEPTHS
-    columns = is_measured[0, DEPTHS + 1 :].nonzero()[:, 0] + DEPTHS  # of the rows whose laws are measured
+    columns = is_measured[0, DEPTHS + 1 :].nonzero()[:, 0] + DEPTHS  # of the rows whose distributions are measured
     laws = decoder.logits(written["normed"][0, columns]).float()
     with torch.autocast("cpu", torch.bfloat16):
         steps = head.normed_states(written["taps"].float(), written["token_ids"])
@@ -141,7 +141,7 @@ def _kept(
 
 
 def kept_of(laws: Tensor, guessed: Tensor, ids: Tensor, temperature: float) -> float:
-    """Of logits [n, V] and guessed ones [n, V'] of some ids."""
+    """Sum over rows of sum min(p, q), or at temperature 0 of likeliest ids that agree; guesses [n, V'] are of `ids`."""
     if temperature == 0:
         return float((ids[guessed.argmax(-1)] == laws.argmax(-1)).sum())
     wanted = (laws / temperature).softmax(-1)[:, ids]
@@ -149,7 +149,7 @@ def kept_of(laws: Tensor, guessed: Tensor, ids: Tensor, temperature: float) -> f
 
 
 def tokens_a_round(kept: Sequence[float]) -> float:
-    """Of rounds with a guess of each depth, whose chances are taken as independent; the target's own token included."""
+    """Mean tokens of a round with a guess of each depth, chances taken as independent; the target's own included."""
     total = chance = 1.0
     for each in kept:
         chance *= each

@@ -40,8 +40,7 @@ RATES = {"head": 6e-3, "head-overlap": 2e-3, "draft": 4e-3, "draft-overlap": 1e-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRunSettings:
-    """What the drafts depend on, beside target, documents and threads; each is an option, and another value another
-    run."""
+    """Settings that the drafts depend on, beside target, documents and threads; another value of one is another run."""
 
     seed: Annotated[int, typer.Option(callback=between(0, 1 << 62), help="Of everything that is drawn.")] = 1
     tokens: Annotated[int, typer.Option(callback=COUNT, help="Of answers that the target writes, at least.")] = 500_000
@@ -104,7 +103,7 @@ class DraftRunSettings:
 
 
 def head_files(settings: DraftRunSettings, target: LlamaForCausalLM, name: str, draft_ids: Tensor) -> HeadFiles:
-    """All that is decided about the head. Raises InvalidRequest about sizes that do not fit the target."""
+    """Files of the head, with all that is decided about it. Raises InvalidRequest about sizes that do not fit."""
     size = settings.hidden_size or target.config.hidden_size
     sized = replace(settings.head, hidden_size=size, mlp_size=settings.mlp_size or 16 * size // 9)
     taps = taps_of(sized, target.config.num_hidden_layers)
@@ -164,7 +163,7 @@ def new_draft(settings: DraftRunSettings, target: LlamaForCausalLM) -> LlamaForC
 def see_own_row(head: Eagle3, head_dim: int, seed: int) -> None:
     """Lets the attention of a new head begin at its own row, whose token it needs most: queries begin as the keys.
 
-    It would begin as a mean over all rows otherwise, and learn for long to see the token that the guess is behind.
+    It would begin as a mean over all rows otherwise, and learn for long to see the token that the guess follows.
     """
     weights, generator = head.state_dict(), torch.Generator().manual_seed(seed)
     keys, queries = (weights[f"layers.0.self_attn.{name}_proj.weight"] for name in "kq")

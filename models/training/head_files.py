@@ -27,15 +27,15 @@ METHODS = tuple(ARCHITECTURES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadFiles:
-    """What a head's files say beside its weights."""
+    """Contents of a head's files beside its weights."""
 
     method: str
     shape: HeadShape
     taps: tuple[int, ...]
     draft_ids: Tensor
-    """[V'] int64, rising."""
+    """Ids [V'] int64, rising."""
     target: str
-    """The name that the target goes by."""
+    """Name that the target goes by."""
     target_config: LlamaConfig
 
     @property

@@ -33,8 +33,7 @@ GREEDY_TEXTS, PROMPT_LEN, GREEDY_LEN = 64, 32, 160
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSettings:
-    """What a head's weights depend on, beside text, target and device; each is an option, and another value another
-    run."""
+    """Settings that a head depends on, beside text, target and device; another value of one is another run."""
 
     method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "eagle3"
     preset: Annotated[
@@ -85,7 +84,7 @@ class HeadSettings:
     ] = None
 
     def checked(self) -> Self:
-        """The same. Raises InvalidRequest about a name that there is not, or an option that the method has not."""
+        """The settings as they are. Raises InvalidRequest about an unknown name, or an option that the method lacks."""
         for flag, value, known in (("--method", self.method, METHODS), ("--preset", self.preset, tuple(PRESETS))):
             if value not in known:
                 raise InvalidRequest(flag, value, f"one of {', '.join(known)}")
@@ -153,7 +152,7 @@ def draft_ids_of(learnt: Tensor, size: int | None, vocab_size: int) -> Tensor:
 
 
 def files_of(settings: HeadSettings, held_out: HeldOut, target: LlamaForCausalLM, name: str) -> HeadFiles:
-    """All that is decided about a head before it learns. Raises InvalidRequest about what does not fit."""
+    """Files of a head, with all that is decided before it learns. Raises InvalidRequest about what does not fit."""
     config = target.config
     learnt = targets_of(held_out.token_ids, held_out.blocks, held_out.block_len)
     return HeadFiles(
@@ -214,7 +213,7 @@ class HeadRun:
         return self._report(head, teacher)
 
     def _samples(self, targets: Tensor, num_tokens: int) -> Tensor:
-        """A line of at least so many tokens that the target wrote at temperature 1, behind beginnings of the text."""
+        """A line of at least so many tokens that the target wrote at temperature 1, after beginnings of the text."""
         found = self.storage.result("samples")
         if found is None:
             length = 2 * self.held_out.block_len
@@ -235,7 +234,7 @@ class HeadRun:
         return found["token_ids"]  # type: ignore[no-any-return]
 
     def _lessons(self, stage: Stage, teacher: Teacher, lines: list[tuple[Tensor, Tensor]]) -> list[Lesson]:
-        """Each line of text with its share of the stage's blocks."""
+        """Lessons of each line of text, with its share of the stage's blocks."""
         block_len, seed = self.held_out.block_len, f"{self.settings.seed} {stage.name}"
         loss = imitation(teacher, overlap=stage.name == "head-overlap")
         lessons: list[Lesson] = []
@@ -247,13 +246,13 @@ class HeadRun:
         return lessons
 
     def _report(self, head: nn.Module, teacher: Teacher) -> Table:
-        """What it reaches on held-out blocks, and on the target's own greedy text behind their beginnings."""
+        """Table of what it reaches on held-out blocks, and on the target's own greedy text after their beginnings."""
         found = self.storage.result("report")
         if found is None:
             blocks = self.held_out.whole_blocks()
             prompts = blocks[:GREEDY_TEXTS, :PROMPT_LEN].to(self.target.device)
             greedy = continued(self.target, prompts, min(GREEDY_LEN, self.files.shape.context_len), None)
-            # The first round is behind the prompt and the token of its own step.
+            # The first round follows the prompt and the token of its own step.
             first = PROMPT_LEN - 1
             reached = {
                 "held-out text": measure_head(head, teacher, blocks),

@@ -4,7 +4,7 @@ EAGLE-3: Li et al., 2025, arXiv 2503.01840, with its training-time test. MTP: De
 Medusa: Cai et al., 2024, arXiv 2401.10774. MLP speculator: Wertheimer et al., 2024, arXiv 2404.19124.
 
 `guesses` of every head takes the target's features [B, L, F] and the text [B, L], and yields for each step ahead logits
-[B, L - 1 - step, V] over the ids that the head knows: row m of step s is its guess of the target's law at row
+[B, L - 1 - step, V] over the ids that the head knows: row m of step s is its guess of the target's distribution at row
 m + 1 + s, made of the features at row m and of the tokens up to m + 1 + s. Parameters have the names of their files.
 """
 
@@ -41,7 +41,7 @@ class HeadShape:
 
 
 def seen_keys(num_rows: int, step: int) -> Tensor:
-    """What the rows of a step see [num_rows, (step + 1) * num_rows]: keys of step 0, then of each later one.
+    """Keys that the rows of a step see [num_rows, (step + 1) * num_rows]: keys of step 0, then of each later one.
 
     A row continues the text up to its own key of step 0 by guesses of its own, so of the later steps it sees its own
     keys alone: those beside them belong to rounds that began elsewhere.
@@ -71,7 +71,7 @@ class Layer(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     def decode(self, residual: Tensor, x: Tensor, memory: Memory) -> Tensor:
-        """What leaves the layer [B, rows, h] in the step behind those in the memory, which it joins."""
+        """State that leaves the layer [B, rows, h] in the step after those in the memory, which it joins."""
         residual = residual + self._attend(x, memory)
         x = self.post_attention_layernorm(residual)
         moved: Tensor = self.mlp["down_proj"](silu(self.mlp["gate_proj"](x)) * self.mlp["up_proj"](x))
@@ -153,7 +153,7 @@ class Eagle3(nn.Module):
             yield self.lm_head(normed)
 
     def normed_states(self, features: Tensor, token_ids: Tensor) -> Iterator[Tensor]:
-        """What the output matrix reads [B, L - 1 - step, h] at each step ahead, for losses that want few rows of it."""
+        """Inputs of the output matrix [B, L - 1 - step, h] at each step ahead, for losses that want few rows of it."""
         memory, states = Memory(), self.fc(features[:, :-1]).float()
         own = self.embed_tokens
         table = self.get_buffer("target_embedding") if own is None else own.weight
@@ -217,7 +217,7 @@ class Medusa(nn.Module):
 
 
 class MlpSpeculator(nn.Module):
-    """A state without attention, from what leaves the target's final norm and from each token behind it.
+    """A state without attention, from what leaves the target's final norm and from each token after it.
 
     The weights of all steps are the same, but for the first product, which reads the target's width.
     """
@@ -243,7 +243,7 @@ class MlpSpeculator(nn.Module):
 
 
 class BiasedRMSNorm(nn.RMSNorm):
-    """With a bias behind it."""
+    """RMSNorm that adds a bias."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, 1e-6)

@@ -1,4 +1,4 @@
-"""What a drafting head learns: the law of a frozen target, some steps ahead; and how near it comes."""
+"""What a drafting head learns: the distribution of a frozen target, some steps ahead; and how near it comes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from training.data import IGNORED
 from training.learn import Loss, micro_batches
 
 STEP_WEIGHT = 0.8
-"""What a step counts for, of the step before it: a guess is of use only behind right ones."""
+"""Weight of a step, of that of the step before it: a guess is of use only after right ones."""
 
 
 class Head(Protocol):
-    """As training.heads has it."""
+    """A head of training.heads, as the loss uses it."""
 
     def guesses(self, features: Tensor, token_ids: Tensor) -> Iterator[Tensor]: ...
 
 
 class Reading(NamedTuple):
-    """What a target makes of texts [B, L]."""
+    """Results of a target for texts [B, L]."""
 
     features: Tensor
     """[B, L, F] float32: residuals at the taps, side by side."""
@@ -58,12 +58,12 @@ class Teacher:
         return Reading(features, known, best, (known.logsumexp(-1) - logits.logsumexp(-1)).exp())
 
     def knows(self, token_ids: Tensor) -> Tensor:
-        """Which of the ids are the draft's."""
+        """Mask of the ids that are the draft's."""
         return torch.isin(token_ids, self.draft_ids)
 
 
 def imitation(teacher: Teacher, *, overlap: bool = False) -> Loss:
-    """Cross-entropy against the teacher's laws over the draft's ids, where the teacher's likeliest is one of them.
+    """Cross-entropy to the teacher's distributions over the draft's ids, where the teacher's likeliest is one of them.
 
     A weighted mean over the steps ahead. With `overlap` it is -log sum min(p, q) instead, of the probability that a
     guess is kept under the ratio rule, which is what there is to gain where a head is too small to copy all of p.
@@ -86,32 +86,32 @@ def imitation(teacher: Teacher, *, overlap: bool = False) -> Loss:
 
 
 def row_losses(laws: Tensor, guessed: Tensor, *, overlap: bool) -> Tensor:
-    """Of laws [..., V] and logarithms of guessed ones: cross-entropy [...], or -log sum min(p, q) with `overlap`."""
+    """Losses [...] of distributions [..., V] and guessed log-probabilities: cross-entropy, or -log sum min(p, q)."""
     if overlap:
         return -torch.minimum(laws, guessed.exp()).sum(-1).log()
     return -(laws * guessed).sum(-1)
 
 
 def guesses_of(head: nn.Module, features: Tensor, token_ids: Tensor) -> Iterator[Tensor]:
-    """What the head yields; it is typed here, because modules do not tell what they have."""
+    """Guesses that the head yields, typed here, because a module's attributes have no types."""
     own: Head = head  # type: ignore[assignment]
     return own.guesses(features, token_ids)
 
 
 class Reached(NamedTuple):
-    """How well one step ahead does, given that all guesses before it were right; means over tokens."""
+    """Quality of one step ahead, given that all guesses before it were right; means over tokens."""
 
     overlap: float
     """sum min(p, q) at temperature 1: how often the ratio rule keeps its guess."""
     agreement: float
-    """How often its likeliest id is the target's."""
+    """Share of tokens for which its likeliest id is the target's."""
 
 
 @torch.inference_mode()
 def measure_head(head: nn.Module, teacher: Teacher, texts: Tensor, first_row: int = 0) -> list[Reached]:
-    """Of each step ahead, over rounds from a row of texts [B, L]; an id that the head does not know is never guessed.
+    """Quality of each step ahead, over rounds from a row of texts [B, L]; an id unknown to the head is never guessed.
 
-    Row m is the round behind m + 2 tokens.
+    Row m is the round after m + 2 tokens.
     """
     head.eval()
     sums: dict[int, Tensor] = {}
@@ -158,7 +158,7 @@ def greedy_tokens_per_pass(head: nn.Module, teacher: Teacher, texts: Tensor, fir
 
 @torch.inference_mode()
 def continued(model: LlamaForCausalLM, prompts: Tensor, length: int, generator: torch.Generator | None) -> Tensor:
-    """Texts [B, length] of the model behind prompts [B, P]: greedy ones, or at temperature 1 with a generator."""
+    """Texts [B, length] of the model after prompts [B, P]: greedy ones, or at temperature 1 with a generator."""
     tokens = feed = prompts
     past = None
     while tokens.shape[1] < length:

@@ -1,4 +1,4 @@
-"""One model learns one stage: what from, by which optimisers, and how well it then does on held-out text.
+"""Learning of one stage by one model: what from, by which optimisers, and how well it then does on held-out text.
 
 Muon moves the matrices, AdamW embeddings and norms. Muon: Jordan et al. 2024, "Muon: an optimizer for hidden layers in
 neural networks"; its rate is scaled to AdamW's RMS as in Liu et al. 2025, "Muon is scalable for LLM training", so one
@@ -30,10 +30,10 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 class Blocks(Protocol):
-    """What a stage learns from: training.data.TrainingBlocks, or rows that a target has written."""
+    """Blocks that a stage learns from: training.data.TrainingBlocks, or rows that a target has written."""
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets [B, L] of a step; a target is the token behind its input, or IGNORED."""
+        """Inputs and targets [B, L] of a step; a target is the token after its input, or IGNORED."""
 
 
 Lesson = tuple[Blocks, Loss]
@@ -47,15 +47,15 @@ class Diverged(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """How one model learns once."""
+    """A stage in which one model learns once."""
 
     name: str
     steps: int
     learning_rate: float
     portions: tuple[tuple[int, int], ...]
-    """What a step takes: so many blocks of so many tokens, and so many of another length."""
+    """Portions of a step: so many blocks of so many tokens, and so many of another length."""
     table_share: float = 1.0
-    """Of the learning rate, for norms and for vectors of single tokens: less where these are known already."""
+    """Share of the learning rate for norms and vectors of single tokens: below 1 where these are known already."""
 
     @property
     def tokens(self) -> int:
@@ -103,7 +103,7 @@ def learn(
 ) -> None:
     """Changes the model's weights, from wherever the storage says that the stage stands. Raises Diverged.
 
-    After every step `report` is told how many are done, and the loss in nats a token.
+    After every step `report` gets how many are done, and the loss in nats a token.
     """
     named = list(model.named_parameters())
     matrices = [own for name, own in named if own.ndim == 2 and not TABLES & set(name.split("."))]
@@ -189,7 +189,7 @@ def measure(model: nn.Module, held_out: HeldOut) -> list[float]:
 
 @torch.inference_mode()
 def _tail_loss(model: nn.Module, windows: Tensor, tail: int) -> float:
-    """Of the last `tail` tokens of windows [W, L]."""
+    """Loss of the last `tail` tokens of windows [W, L]."""
     if not len(windows):
         return math.nan
     total = torch.zeros((), dtype=torch.float64)

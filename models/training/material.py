@@ -1,4 +1,4 @@
-"""What a target wrote and computed, kept on disk, so that no training has to run the target again.
+"""Texts and states of a target, kept on disk, so that no training has to run the target again.
 
 A shard is some texts of one length, written together from the run's seed and the shard's number: a run that was stopped
 makes only those again that it had not finished, with the same bits where torch has as many threads.
@@ -47,7 +47,7 @@ def write_shard(
 
 
 def shard_path(folder: Path, number: int) -> Path:
-    """Where a shard lies."""
+    """Path of a shard by its number."""
     return folder / f"shard-{number:03}.safetensors"
 
 
@@ -66,7 +66,7 @@ def write_shards(
 ) -> int:
     """Has shards written until their answers have so many tokens, but those that are there; returns how many there are.
 
-    Each has a generator of its own. `report` is told how many there are, and their answers' tokens.
+    Each has a generator of its own. `report` gets how many there are, and their answers' tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
     total = number = 0

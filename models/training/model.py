@@ -1,7 +1,7 @@
 """The sizes that a pair can have, models of these sizes, and models as files.
 
 The rotary base is that of the long context from the first step: a pair that turns slowly enough for 4,096 positions
-loses nothing on 256, and one that was trained on 256 with the usual 10,000 cannot tell positions beyond them apart.
+loses nothing on 256, and one that was trained on 256 with the usual 10,000 cannot distinguish positions beyond them.
 """
 
 from collections.abc import Mapping
@@ -95,7 +95,7 @@ def write_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> 
 
 
 def write_weights(model: LlamaForCausalLM, folder: Path) -> None:
-    """The same without a tokenizer."""
+    """Writes the model's weights and configuration, without a tokenizer."""
     # Through the base class, because the library's own methods are untyped.
     nn.Module.to(model, device="cpu", dtype=torch.bfloat16)
     model.save_pretrained(str(folder))

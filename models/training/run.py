@@ -43,7 +43,7 @@ LONG_RATES = {"target": 6e-4, "draft": 2e-3}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """What the weights depend on, beside text, pair and device; each is an option, and another value another run."""
+    """Settings that the weights depend on, beside text, pair and device; another value of one is another run."""
 
     preset: Annotated[str, typer.Option(help=f"Sizes of a new pair, and of all blocks: {', '.join(PRESETS)}.")] = (
         "story"
@@ -65,18 +65,18 @@ class RunSettings:
 
     @property
     def sizes(self) -> Preset:
-        """The preset's."""
+        """Sizes of the chosen preset."""
         return PRESETS[self.preset]
 
     def resolved(self) -> Self:
-        """The same with defaults for steps that were not given. Raises InvalidRequest about an unknown preset."""
+        """A copy with defaults for steps that were not given. Raises InvalidRequest about an unknown preset."""
         if self.preset not in PRESETS:
             raise InvalidRequest("--preset", self.preset, f"one of {', '.join(PRESETS)}")
         target_steps, draft_steps = self.target_steps or TARGET_STEPS, self.draft_steps or DRAFT_STEPS
         return replace(self, target_steps=target_steps, draft_steps=draft_steps)
 
     def stages(self, role: str, *, extends: bool) -> list[Stage]:
-        """What a model of this role goes through; short blocks are behind it when it extends another pair."""
+        """Stages that a model of this role goes through; one that extends another pair has had its short blocks."""
         blocks, long_blocks = (self.batch, self.sizes.block_len), (self.long_batch, self.sizes.context_len)
         steps, long_steps = getattr(self, f"{role}_steps"), getattr(self, f"long_{role}_steps")
         long = Stage(f"{role}-long", long_steps, LONG_RATES[role], (long_blocks, blocks))
@@ -84,7 +84,7 @@ class RunSettings:
 
 
 def held_out_of(token_ids: Tensor, settings: RunSettings) -> HeldOut:
-    """What is never learnt of a text. Raises InvalidRequest when it is too short for the preset's blocks."""
+    """Part of a text that is never learnt. Raises InvalidRequest when it is too short for the preset's blocks."""
     preset = settings.sizes
     least = 3 * preset.context_len
     if len(token_ids) < least:
@@ -95,7 +95,7 @@ def held_out_of(token_ids: Tensor, settings: RunSettings) -> HeldOut:
 
 
 Outcome = tuple[str, int, int, list[float]]
-"""A stage's name, steps, tokens, and held-out losses behind it."""
+"""A stage's name, steps, tokens, and held-out losses after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class Run:
 
 
 def frozen(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """The same model, which learns nothing any more."""
+    """The given model, which learns nothing any more."""
     nn.Module.eval(model)
     return model.requires_grad_(False)
 

@@ -32,7 +32,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 class Storage:
-    """What is known of one run."""
+    """Files and checkpoints of one run."""
 
     def __init__(self, out: Path, every: int) -> None:
         """Checkpoints are due after every so many steps."""
@@ -77,16 +77,16 @@ class Storage:
         _save(self._checkpoint, {"stage": stage, "step": step, **state})
 
     def checkpoint(self, stage: str) -> dict[str, Any] | None:
-        """What was kept of this stage, on the CPU; None when it has not begun."""
+        """State that was kept of this stage, on the CPU; None when it has not begun."""
         found = _load(self._checkpoint)
         return found if found is not None and found["stage"] == stage else None
 
     def save_result(self, stage: str, result: Mapping[str, Any]) -> None:
-        """Keeps what a finished stage made."""
+        """Keeps the result of a finished stage."""
         _save(self.folder / f"{stage}.pt", result)
 
     def result(self, stage: str) -> dict[str, Any] | None:
-        """What a finished stage made, on the CPU; None when it has not finished."""
+        """Result of a finished stage, on the CPU; None when it has not finished."""
         return _load(self.folder / f"{stage}.pt")
 
 

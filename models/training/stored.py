@@ -1,7 +1,7 @@
 """What a target wrote and computed (training.material), as lessons for a head and for a separate draft.
 
-The target is not run any more: its law at a row is a product of the final state with its output matrix. Only the ids of
-the draft vocabulary are in it, so what they have together counts as all there is.
+The target is not run any more: its distribution at a row is a product of the final state with its output matrix.
+Only the ids of the draft vocabulary are in it, so what they have together counts as all there is.
 """
 
 import copy
@@ -22,7 +22,7 @@ from training.learn import Loss
 from training.material import seeded, shard_path
 
 OVERLAP_TEMPERATURE = 0.7
-"""Of both laws where the overlap is raised: between the greedy choice and sampling, both of which are served."""
+"""Temperature of both distributions where the overlap is raised: between greedy choice and sampling, both served."""
 
 SCALE_ROWS = 8
 
@@ -32,7 +32,7 @@ class Material:
     """All texts of a folder's shards, as one list of rows of one length."""
 
     token_ids: Tensor
-    """[R, L] int64."""
+    """Ids [R, L] int64."""
     is_answer: Tensor
     """[R, L]: which tokens the target drew for an answer."""
     files: tuple[Path, ...]
@@ -66,13 +66,13 @@ class Material:
 
 @dataclass(frozen=True, slots=True)
 class AnswerBlocks:
-    """Rows of a material, each once in a pass; what is learnt are the laws of known tokens in answers."""
+    """Rows of a material, each once in a pass; what is learnt are the distributions of known tokens in answers."""
 
     material: Material
     is_known: Tensor
     """[V]: which ids the draft vocabulary has."""
     first: int
-    """Column of a row from which on laws are learnt."""
+    """Column of a row from which on distributions are learnt."""
     batch: int
     seed: str
 
@@ -93,7 +93,7 @@ class AnswerBlocks:
 
 @dataclass(frozen=True, slots=True)
 class StoredTeacher:
-    """The target's laws over the ids of a draft vocabulary, from stored final states."""
+    """The target's distributions over the ids of a draft vocabulary, from stored final states."""
 
     material: Material
     output: Tensor
@@ -103,7 +103,7 @@ class StoredTeacher:
     """[F] of the taps: the root of their mean square, for some features are a thousand times as large as others."""
 
     def lesson(self, places: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Rows [B] of the material; text and column [n] of every law that is learnt; and these laws [n, V']."""
+        """Rows [B] of the material; text and column [n] of every distribution that is learnt; and these [n, V']."""
         rows = places[:, 0] // places.shape[1]
         texts, columns = (targets != IGNORED).nonzero(as_tuple=True)
         with torch.no_grad():
@@ -113,7 +113,7 @@ class StoredTeacher:
 
 
 def head_loss(teacher: StoredTeacher, *, overlap: bool) -> Loss:
-    """As training.imitate.imitation, of an EAGLE-3 head; targets begin where all its steps have a row.
+    """Loss of an EAGLE-3 head like training.imitate.imitation; targets begin where all its steps have a row.
 
     The head learns to read scaled features; `over_raw_features` makes one of it that reads them as they are.
     """
@@ -126,7 +126,7 @@ def head_loss(teacher: StoredTeacher, *, overlap: bool) -> Loss:
         with torch.autocast("cpu", torch.bfloat16):
             features = teacher.material.states("taps", rows) / teacher.feature_scale
             for step, states in enumerate(head.normed_states(features, teacher.material.token_ids[rows])):
-                # Row m of a step guesses the law at row m + 1 + step.
+                # Row m of a step guesses the distribution at row m + 1 + step.
                 logits = head.lm_head(states[texts, columns - 1 - step]).float()
                 weight = STEP_WEIGHT**step
                 guessed = (logits / temperature).log_softmax(-1)
@@ -145,7 +145,7 @@ def over_raw_features(head: Eagle3, teacher: StoredTeacher) -> Eagle3:
 
 
 def draft_loss(teacher: StoredTeacher, *, overlap: bool) -> Loss:
-    """Of a separate draft, whose law is over all ids: what it gives to others than the draft vocabulary's is lost."""
+    """Loss of a separate draft, whose distribution is over all ids: what it gives to ids not in `draft_ids` is lost."""
     temperature = OVERLAP_TEMPERATURE if overlap else 1.0
 
     def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

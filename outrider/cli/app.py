@@ -34,7 +34,7 @@ SERVICE_OPTIONS = ("draft_dtype", "top_n", "cascade", "cascade_depth")
 DRAFT_OPTIONS = ("draft", *SERVICE_OPTIONS)
 # What has no effect on plain decoding.
 SPECULATION_OPTIONS = ("draft_count", "rule", *sorted(options.ACCEPTANCE), "drafter", "prediction", "show_rejected")
-# Who guesses in a stack, where not whoever is faster: the gateway in what has been said, or the draft's model.
+# What guesses in a stack, where not whichever is faster: the gateway in what was said, or the draft's model.
 LOOKUP, MODEL = options.Guessing.LOOKUP, options.Guessing.MODEL
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)

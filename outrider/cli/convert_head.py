@@ -6,7 +6,7 @@ CONVERTER = "outrider.model_service.convert_head"
 
 
 def run_converter(folder: str, out: str, theta: float | None, *, as_json: bool) -> None:
-    """Converts the head of a folder, tells what was written, and ends with the exit code."""
+    """Converts the head of a folder, prints what was written, and ends with the exit code."""
     switches = [] if theta is None else ["--theta", repr(theta)]
-    # Behind -- nothing is an option, whatever a folder is called.
+    # After -- nothing is an option, whatever a folder is called.
     run_module(CONVERTER, [*switches, *(["--json"] if as_json else []), "--", folder, out])

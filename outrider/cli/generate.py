@@ -30,7 +30,7 @@ def check_request(prompt: str, options: RequestOptions) -> None:
 
 
 def check_chat(system: str, settings: GenerationOptions) -> None:
-    """The same for a conversation, whatever will be said in it."""
+    """Checks the options of a conversation, whatever will be said in it. Raises InvalidRequest."""
     chat_request([{"role": "system", "content": system}], settings)
 
 
@@ -45,7 +45,7 @@ class InOrder:
         self._kept: defaultdict[int, deque[Round | Result]] = defaultdict(deque)
 
     def take(self, event: Round | Result) -> Iterator[Round | Result]:
-        """Yields what may be shown now."""
+        """Yields the events that may be shown now."""
         self._kept[event.sample_index].append(event)
         while self._kept[self._current]:
             shown = self._kept[self._current].popleft()
@@ -63,7 +63,7 @@ async def show_generation(
 ) -> None:
     """Streams one request into a view; being cancelled, it cancels the call.
 
-    Raises the OutriderError that the gateway answered, PeerLost when nobody answers, InvalidRequest when it is no
+    Raises the OutriderError that the gateway answered, PeerLost when there is no answer, InvalidRequest when it is no
     gateway that does.
     """
     view.begin(prompt, options)

@@ -27,7 +27,7 @@ TLS_VARIABLES = ("OUTRIDER_TLS_", "OUTRIDER_SERVICE_TLS_")
 
 
 def port_error(port: int) -> OSError | None:
-    """Why no process can listen on a port of this machine; None where one can."""
+    """Reason why no process can listen on a port of this machine; None where one can."""
     with socket.socket() as probe:
         # Without this, connections that ended a moment ago would look like a listener.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -40,7 +40,7 @@ def port_error(port: int) -> OSError | None:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What the three processes are started with; a port of 0 takes a free one.
+    """Settings that the three processes are started with; a port of 0 takes a free one.
 
     Without a draft there is no draft service, and where nothing guesses in the target's process (hosted draft, head,
     exit layer, lookahead), decoding is plain then.
@@ -68,16 +68,16 @@ class Stack:
     draft_dtype: str | None = None
     top_n: int | None = None
     cascade: str = ""
-    """What guesses for the draft, in its service; empty for nothing."""
+    """Cheaper guesser that the draft verifies, in its service; empty for none."""
     cascade_depth: int = 0
     workers: int | None = None
     """Processes of the gateway; None takes the gateway's own default."""
     api_keys: str | None = None
     """File of the keys that the gateway asks for, if it does."""
     generation_defaults: str = ""
-    """What requests get where they say nothing, as the gateway's option; empty for what the target's files say."""
+    """Defaults of requests, as the gateway's option; empty for those of the target's files."""
     rebuild_budget_s: float | None = None
-    """How long a request waits for a target that is away; None takes the gateway's own default."""
+    """Seconds for which a request waits for a target that is away; None takes the gateway's own default."""
     prefix_cache: bool = True
     offline: bool = False
     """Downloads nothing: a hub id that is not on this machine is refused."""
@@ -85,7 +85,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the processes of a running stack answer."""
+    """Addresses of the processes of a running stack."""
 
     gateway: str
     target: str
@@ -115,7 +115,7 @@ def choose_models(target: str | None, draft: str | None, *, no_draft: bool) -> t
 
 
 def model_launch(role: str, stack: Stack) -> Launch:
-    """The draft or the target service."""
+    """Launch of the draft or of the target service."""
     is_target = role == "target"
     flags: dict[str, str | None] = {
         "--model": stack.target if is_target else stack.draft or "",
@@ -145,7 +145,7 @@ def model_launch(role: str, stack: Stack) -> Launch:
 
 def gateway_launch(stack: Stack, target_address: str, draft_address: str | None) -> Launch:
     """The gateway in front of services that serve already."""
-    # Reflection, because whoever starts a stack by hand wants to look at it with grpcurl.
+    # Reflection, because a user who starts a stack by hand wants to look at it with grpcurl.
     draft_address = draft_address or ""
     flags = {"--target": target_address, "--draft": draft_address, "--tokenizer": stack.target, "--reflection": None}
     if not stack.looks:
@@ -161,7 +161,7 @@ def gateway_launch(stack: Stack, target_address: str, draft_address: str | None)
     if stack.rebuild_budget_s is not None:
         flags["--rebuild-budget-seconds"] = str(stack.rebuild_budget_s)
     shares_port = (stack.workers or 1) > 1
-    # REST has the metrics as well, but for a key that whoever started the stack need not have; and who shares a port is
+    # REST has the metrics as well, but for a key that the stack's user need not have; and workers that share a port are
     # asked for them to see whether it hangs.
     metrics = f"{HOST}:0" if shares_port or stack.api_keys is not None else ""
     further = {"rest": "" if stack.rest_port is None else f"{HOST}:{stack.rest_port}", "metrics": metrics}
@@ -179,7 +179,7 @@ def _launch(
 
 
 def metrics_address(addresses: Mapping[str, str]) -> str | None:
-    """Where a process serves /metrics, among all its addresses; None where it has none."""
+    """Address of a process's /metrics, among all its addresses; None where it has none."""
     return addresses.get("metrics") or addresses.get("rest")
 
 
@@ -187,7 +187,7 @@ async def start_stack(supervisor: Supervisor, stack: Stack) -> Addresses:
     """Starts the services side by side, then the gateway.
 
     Raises ServiceFailed, also about a pair that does not fit: the gateway would serve it without the draft, which is
-    not what whoever names a pair wants. Raises InvalidRequest about variables.
+    not what a user who names a pair wants. Raises InvalidRequest about variables.
     """
     for name in os.environ:
         if name.startswith(TLS_VARIABLES):

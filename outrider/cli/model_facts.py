@@ -1,4 +1,4 @@
-"""What a service says about its model, as a table and as a line."""
+"""Facts that a service states about its model, as a table and as a line."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ INFO_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a service says about its model."""
+    """Facts of a model, as its service states them."""
 
     role: str
     model: str
@@ -34,11 +34,11 @@ class ModelFacts:
     free_blocks: int = 0
     sessions: int = 0
     drafters: tuple[str, ...] = ()
-    """That guess in this process."""
+    """Drafters that guess in this process."""
 
 
 async def model_facts(address: str, tls: Tls | None = None) -> ModelFacts:
-    """What a service says about its model. Raises OutriderError, PeerLost when nobody answers."""
+    """Facts of a service's model. Raises OutriderError, PeerLost when there is no answer."""
     async with open_channel(address, TlsFiles.of(tls)) as channel:
         try:
             info = await ModelServiceStub(channel).GetModelInfo(
@@ -65,7 +65,7 @@ async def model_facts(address: str, tls: Tls | None = None) -> ModelFacts:
 
 
 def model_table(facts: Sequence[ModelFacts], metrics: Mapping[str, str]) -> Table:
-    """One column a model, so that the table fits into a narrow terminal. `metrics` are addresses by role."""
+    """Table with a column for each model, so that it fits into a narrow terminal. `metrics` are addresses by role."""
     table = Table("role", *(fact.role for fact in facts))
     table.add_row("model", *(fact.model for fact in facts))
     table.add_row("parameters", *(f"{fact.parameters:,}" for fact in facts))
@@ -82,7 +82,7 @@ def model_table(facts: Sequence[ModelFacts], metrics: Mapping[str, str]) -> Tabl
 
 
 def model_line(fact: ModelFacts, metrics: str | None) -> str:
-    """What the table says about a model, as one line."""
+    """Facts of a model, those of the table, as one line."""
     parts = [
         f"The {fact.role}: {fact.model}",
         f"{fact.parameters:,} parameters in {fact.dtype}",

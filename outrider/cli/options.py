@@ -61,7 +61,7 @@ _port = partial(_machine, metavar="PORT", callback=between(0, 65535))
 
 
 def decoded(name: str, given: bytes) -> str:
-    """What was typed, as text; raises InvalidRequest about bytes that are not UTF-8."""
+    """Text of what was typed; raises InvalidRequest about bytes that are not UTF-8."""
     try:
         return given.decode()
     except UnicodeError:
@@ -141,7 +141,7 @@ RestAddress = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionOptions:
-    """Who asks a gateway, and how the connection to it is secured; without any of `tls` it is not."""
+    """Key of a gateway's client, and how the connection is secured; without any of `tls` it is not."""
 
     api_key: Annotated[
         Text,
@@ -207,7 +207,7 @@ Theta = Annotated[
 
 
 class Guessing(StrEnum):
-    """Who guesses in a stack: whoever is fastest, the gateway alone, or the draft's model alone."""
+    """Drafters that a stack may have: the fastest of all, the gateway's own alone, or the draft's model alone."""
 
     AUTO = "auto"
     LOOKUP = "lookup"
@@ -268,7 +268,7 @@ Threads = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Models:
-    """Which two models are served, and how."""
+    """Options that name the two models to serve, and say how."""
 
     pair: PairName = None
     target: Target = None
@@ -308,7 +308,7 @@ class Models:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostedOptions:
-    """What guesses in the target's process."""
+    """Options of drafters in the target's process."""
 
     draft_in_target: Annotated[
         Switch,
@@ -342,7 +342,7 @@ class HostedOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineOptions:
-    """What computes, where the processes answer, and to whom."""
+    """Options of the machine: what computes, where the processes answer, and to whom."""
 
     device: Annotated[str, _machine(help="Device of the target: cpu or cuda:N.", metavar="DEVICE")] = "cpu"
     draft_device: Annotated[
@@ -381,7 +381,7 @@ class MachineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnOptions:
-    """What every request can have, a turn of a conversation too."""
+    """Options of every request, a turn of a conversation included."""
 
     max_tokens: Annotated[
         Count,
@@ -530,7 +530,7 @@ class TurnOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions(TurnOptions):
-    """Also how many answers there are, and what comes with them."""
+    """Options of a request: also how many answers there are, and what comes with them."""
 
     sample_count: Annotated[
         Count,
@@ -583,7 +583,7 @@ def _contents(option: str, path: str) -> str:
 
 
 def _schema(path: str) -> str:
-    """The same of a file of JSON; whether it is a schema that can be followed is the gateway's to say."""
+    """Contents of a file of JSON; whether it is a schema that can be followed is the gateway's to say."""
     text = _contents("--json-schema", path)
     try:
         json.loads(text)
@@ -598,7 +598,7 @@ SPECULATION = frozenset(each.name for each in fields(Speculation))
 
 
 def options_by_field() -> dict[str, str]:
-    """What the options of a request are called, by the fields as the gateway names them, and as the client does."""
+    """Names of a request's options, by the fields as the gateway names them, and as the client does."""
     # How options come from the fields of a group is up to typer.
     app = typer.Typer(add_completion=False)
 
@@ -636,7 +636,7 @@ def in_options(error: OutriderError, options: Mapping[str, str]) -> str:
     """The error's sentence, in which every field that has an option is called as that option."""
 
     def option(field: str) -> str:
-        # Behind the name of a list or mapping stands which of its entries, or of its keys, is at fault.
+        # After the name of a list or mapping comes which of its entries, or of its keys, is at fault.
         path = field.removesuffix(" key")
         name, _, entry = path.rpartition(".")
         return options.get(name if entry.removeprefix("-").isdecimal() else path, field)

@@ -1,4 +1,4 @@
-"""Where the command line writes: standard streams, with styles in a terminal."""
+"""Standard streams that the command line writes to, with styles in a terminal."""
 
 import os
 from typing import TextIO

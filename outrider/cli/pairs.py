@@ -23,7 +23,7 @@ LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*")
 
 
 class Pair(StrEnum):
-    """The names."""
+    """Names of the pairs that a user can ask for."""
 
     SMOLLM2 = "smollm2"
     TALES = "tales"
@@ -31,15 +31,15 @@ class Pair(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PairModels:
-    """What each service is started with; the head guesses in the target's process."""
+    """Models that each service is started with; the head guesses in the target's process."""
 
     target: str
     draft: str
     head: str | None = None
     generation_defaults: str = ""
-    """What its authors recommend and its files do not say, as a gateway's option."""
+    """Defaults that the authors recommend and the files do not state, as a gateway's option."""
     reason: str = ""
-    """Why it is not the assistant, where nobody asked for another pair."""
+    """Reason why it is not the assistant, where the user asked for no other pair."""
 
 
 def choose_pair(asked: Pair | None, *, fetches: bool) -> PairModels:
@@ -80,7 +80,7 @@ def _assistant(*, fetches: bool) -> PairModels:
 
 
 def _cache_folder() -> Path:
-    """Where what was fetched is kept, by the rule of the XDG base directories; raises ModelRefused without any."""
+    """Folder for what was fetched, by the rule of the XDG base directories; raises ModelRefused without any."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:

@@ -17,13 +17,13 @@ KEY_VARIABLE = "OUTRIDER_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class RaceQuestion:
-    """What is asked in a race: a message, or a text to continue."""
+    """Question of a race: a message, or a text to continue."""
 
     text: str
     options: GenerationOptions
     is_chat: bool = True
     api_key: str | None = field(default=None, repr=False)
-    """For a gateway that asks for one."""
+    """Key for a gateway that asks for one."""
 
 
 QUESTION = RaceQuestion(
@@ -38,13 +38,13 @@ STORY = RaceQuestion(
 async def race(address: str, question: RaceQuestion) -> None:
     """Streams the answer with speculation, answers again without, and says what differed.
 
-    Raises what the gateway answered, and PeerLost when nobody answers.
+    Raises what the gateway answered, and PeerLost when there is no answer.
     """
     turns = []
     async with AsyncClient(address, api_key=question.api_key) as client:
         for speculates in (True, False):
             note(f"{'With' if speculates else 'Without'} speculation: {question.text}")
-            # Each reads its prompt itself: with a salt of its own it does not find what the other one left behind.
+            # Each reads its prompt itself: with a salt of its own it does not find what the other one cached.
             changes = GenerationOptions(cache_salt=secrets.token_hex(8), speculation=Speculation(enabled=speculates))
             options = GenerationOptions(**{**question.options, **changes})
             turns.append(await _answered(client, question, options, RequestOptions(no_speculation=not speculates)))

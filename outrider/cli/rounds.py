@@ -1,4 +1,4 @@
-"""How rounds look in a terminal: tokens in the style of their origin, and guesses that branch as trees."""
+"""Rounds in a terminal: tokens in the style of their origin, and guesses that branch as trees."""
 
 from collections.abc import Iterator, Sequence
 
@@ -31,7 +31,7 @@ KEPT, LOST, SKIPPED = "●", "\N{MULTIPLICATION SIGN}", "○"
 
 
 def legend(*, rejected: bool) -> Text:
-    """What the styles mean; that of rejected guesses only where they are shown."""
+    """Key of the styles; that of rejected guesses only where they are shown."""
     parts = [Text(meaning, STYLES[origin]) for origin, meaning in MEANINGS.items()]
     return Text("  ").join([*parts, Text("rejected guess", REJECTED_STYLE)] if rejected else parts)
 
@@ -55,14 +55,14 @@ def styled(event: Round) -> Text:
 
 
 def branches(event: Round) -> bool:
-    """Whether the guesses of a round, as far as they are told, are more than a chain."""
+    """Whether the guesses of a round, as far as they are reported, are more than a chain."""
     rows = [token.row for token in event.tokens if token.row]
     chained = all(guess.parent == guess.row - 1 for guess in event.rejected if guess.row)
     return not chained or rows != list(range(1, len(rows) + 1))
 
 
 def trees(rounds: Sequence[Round]) -> Iterator[Tree]:
-    """Those of the rounds of an answer whose guesses branch, each with its number; the prompt's own pass is 0.
+    """Trees of the rounds of an answer whose guesses branch, each with its number; the prompt's own pass is 0.
 
     The first also says what the signs mean.
     """
@@ -78,7 +78,7 @@ def trees(rounds: Sequence[Round]) -> Iterator[Tree]:
 def _tree(event: Round, head: str) -> Tree:
     facts, last = event.facts, _last_row(event)
     lost = {guess.row for guess in event.rejected}
-    # Where the last guess that was kept ended the answer, nobody looked behind it.
+    # Where the last guess that was kept ended the answer, nothing after it was looked at.
     ended = facts.evaluated_count == facts.accepted_count
     drawn = Tree(Text(head, "dim"), guide_style="dim")
     rows, above = {0: drawn}, 0
@@ -92,7 +92,7 @@ def _tree(event: Round, head: str) -> Tree:
         label = _label(SKIPPED, guess, "dim") if skipped else _label(LOST, guess, REJECTED_STYLE)
         guesses.append((guess.row, guess.parent, label))
     for row, parent, label in sorted(guesses, key=lambda each: each[0]):
-        # Tokens that were kept behind a stop string are not told; what hung on them hangs on the last that is.
+        # Tokens that were kept after a stop string are not reported; what hung on them hangs on the last that is.
         rows[row] = rows[parent if parent in rows else last].add(label)
     for token in event.tokens:
         if not token.row:
@@ -101,7 +101,7 @@ def _tree(event: Round, head: str) -> Tree:
 
 
 def _label(sign: str, token: GeneratedToken | RejectedToken, style: str) -> Text:
-    """A token with who guessed it and, where that is told, the estimate that it would be kept."""
+    """A token with its drafter and, where that is reported, the estimate that it would be kept."""
     source = token.drafter or "draft"
     if isinstance(token, GeneratedToken) and not token.row:
         source = "target"

@@ -46,13 +46,13 @@ STYLES = {State.SERVING: "green", State.STARTING: "yellow", State.DIED: "bold re
 
 @dataclass(slots=True)
 class ServiceView:
-    """One process: its current incarnation, and how often it had to be started again."""
+    """State of one process: its current incarnation, and how often it had to be started again."""
 
     name: str
     state: State = State.STARTING
     pid: int | None = None
     addresses: Mapping[str, str] = field(default_factory=dict)
-    """Empty until it has served once."""
+    """Addresses by what is served there; empty until it has served once."""
     restarts: int = 0
     model: str = ""
 
@@ -62,7 +62,7 @@ class ServiceView:
 
 
 class ServiceViews(dict[str, ServiceView]):
-    """All processes of a stack by their names, in the order of their start."""
+    """States of all processes of a stack by their names, in the order of their start."""
 
     def apply(self, change: Change) -> ServiceView:
         """Takes what the supervisor says, and returns what has changed."""
@@ -87,7 +87,7 @@ def memory_bytes(pid: int | None) -> int | None:
 
 
 def status_table(services: Iterable[ServiceView], lines: Sequence[str], page: str | None) -> RenderableType:
-    """One row a process, and below it the lines and how to end it, unless it has ended. Fits into 80 columns."""
+    """Table with a row for each process; below it the lines, and how to end it unless it has ended. Fits 80 columns."""
     table = Table("service", "state", "address", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("pid", "restarts", "memory"):
         table.add_column(name, justify="right")
@@ -124,7 +124,7 @@ def parse_counts(text: str) -> Counts | None:
 
 
 def work_line(before: Counts | None, now: Counts, seconds: float) -> str:
-    """Who runs and waits, and speed and acceptance since the counts before; acceptance is accepted / evaluated."""
+    """Requests that run and wait, and speed and acceptance since the counts before; that is accepted / evaluated."""
     parts = [f"{now[RUNNING]:.0f} running", f"{now[WAITING]:.0f} waiting"]
     if before is not None and seconds > 0 and now[TOKENS] >= before[TOKENS]:
         parts.append(f"{(now[TOKENS] - before[TOKENS]) / seconds:.0f} tokens/s")
@@ -135,12 +135,12 @@ def work_line(before: Counts | None, now: Counts, seconds: float) -> str:
 
 
 def page_of(rest: str | None) -> str | None:
-    """Where a browser finds the page, by the address of REST."""
+    """Address of the page, by that of REST."""
     return f"http://{rest}/" if rest else None
 
 
 def gateway_lines(addresses: Addresses) -> list[str]:
-    """Where the gateway has its metrics, and where it answers."""
+    """Lines about the addresses of the gateway and of its metrics."""
     metrics = addresses.metrics.get("gateway")
     place = f"{metrics}, with REST" if metrics == addresses.rest else metrics
     lines = [f"The gateway's metrics are on {place}."] if metrics else []
@@ -158,18 +158,18 @@ class Display:
         note(sentence)
 
     def log(self, name: str, line: str) -> None:
-        """A line of a service's log."""
+        """Shows a line of a service's log."""
         service_log(name, line)
 
     def serving(self, addresses: Addresses, facts: Sequence[ModelFacts]) -> None:
-        """Everything is up, for the first time."""
+        """Shows that everything is up, for the first time."""
 
     async def run(self) -> None:
         """Keeps what is shown up to date until it is cancelled."""
         await asyncio.Event().wait()
 
     def close(self) -> None:
-        """Comes at the very end, when all processes have stopped, whatever happened."""
+        """Ends the display, when all processes have stopped, whatever happened."""
 
 
 class LinesDisplay(Display):
@@ -191,7 +191,7 @@ class LinesDisplay(Display):
 
 
 class JsonDisplay(Display):
-    """One JSON object a line on stdout for each event; logs go to stderr as they are."""
+    """Display that writes one JSON object a line on stdout for each event; logs go to stderr as they are."""
 
     def __init__(self, output: TextIO) -> None:
         self._output = output
@@ -344,18 +344,18 @@ async def kept_up(display: Display) -> None:
     while True:
         try:
             await display.run()
-        except Exception as error:  # noqa: BLE001 - whatever a terminal or a figure was that nobody has thought of
+        except Exception as error:  # noqa: BLE001 - any fault of a terminal or of a figure
             display.report(f"The state cannot be shown ({error!r}); it is tried again.")
             await asyncio.sleep(REFRESH_S)
 
 
 def lost_as_sentence(lost: int, reason: str) -> str:
-    """Tells people that lines could not be written here."""
+    """Sentence for people about lines that could not be written here."""
     return f"{lost} lines of `outrider up` were lost: {reason}."
 
 
 def lost_as_event(lost: int, reason: str) -> str:
-    """The same as one of the events of --json."""
+    """Event of --json about lines that could not be written here."""
     return json.dumps({"event": "lines lost", "lines": lost, "reason": reason, "timestamp": timestamp()})
 
 

@@ -1,4 +1,4 @@
-"""What commands write: answers as text, in a terminal or as JSON, and figures about them."""
+"""Output of commands: answers as text, in a terminal or as JSON, and figures about them."""
 
 import json
 import sys
@@ -19,19 +19,19 @@ from outrider.parameters import Acceptance, Rule
 
 
 class View:
-    """Shows the answers to one request, event by event, one sample behind the other."""
+    """Shows the answers to one request, event by event, one sample after the other."""
 
     def begin(self, prompt: str, options: RequestOptions) -> None:
-        """Comes before the first event."""
+        """Comes before the first event, with the request."""
 
     def show(self, event: Round) -> None:
-        """Shows what a round committed."""
+        """Shows the tokens that a round committed."""
 
     def finish(self, result: Result) -> None:
         """Shows the result of a sample."""
 
     def end(self) -> None:
-        """Comes behind the last event."""
+        """Comes after the last event."""
 
     def interrupt(self) -> None:
         """Comes instead of the end, before whatever is said about that."""
@@ -97,7 +97,7 @@ class TerminalView(_TextView):
 
 
 class PlainView(_TextView):
-    """The text alone, as it comes, and a newline behind it; log-probabilities and figures go to the notes."""
+    """The text alone, as it comes, and a newline after it; log-probabilities and figures go to the notes."""
 
     def __init__(self, output: TextIO, notes: TextIO) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ SECTIONS = {
 
 
 def sample_object(rounds: Sequence[Round], result: Result, *, with_rounds: bool = False) -> dict[str, Any]:
-    """One answer. Its tokens come one by one only with log-probabilities, its rounds only when they are wanted."""
+    """JSON object of one answer. Its tokens come only with log-probabilities, its rounds only when they are wanted."""
     tokens = [token for event in rounds for token in event.tokens]
     logprobs = {"tokens": [_token(each) for each in tokens]} if any(each.logprob for each in tokens) else {}
     sections = {name: {field: getattr(result, field) for field in names} for name, names in SECTIONS.items()}
@@ -241,7 +241,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _without_guesses(options: RequestOptions) -> str:
-    """Why nothing was guessed, as far as the one who asked can know."""
+    """Reason why nothing was guessed, as far as the client can know."""
     if options.no_speculation or options.draft_count == "0":
         return "no guesses, as asked"
     if parse_draft_count(options.draft_count) is None:
@@ -259,7 +259,7 @@ def rule_words(acceptance: Acceptance) -> list[str]:
 
 
 def logprob_table(prompt: Sequence[PromptToken], tokens: Sequence[GeneratedToken]) -> Table:
-    """One row a token, the prompt's dim; alternatives are ids, because only the gateway has their texts."""
+    """Table with a row for each token, the prompt's dim; alternatives are ids, because their texts are not sent."""
     table = Table("token", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("id", justify="right")
     table.add_column("logprob", justify="right")

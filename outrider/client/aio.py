@@ -37,7 +37,7 @@ class AsyncStream:
         self._terms = terms
         self._builder = AnswerBuilder()
         self._cancelled = False
-        # gRPC itself would go on receiving for a stream that nobody holds any more. By then the call may have ended,
+        # gRPC itself would go on receiving for a stream that no code holds any more. By then the call may have ended,
         # and its event loop too.
         self._end_call = weakref.finalize(self, lambda: call.done() or call.cancel())
         self._end_call.atexit = False

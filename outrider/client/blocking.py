@@ -38,7 +38,7 @@ class Stream:
         self._terms = terms
         self._builder = AnswerBuilder()
         self._cancelled = False
-        # gRPC itself would go on receiving for a stream that nobody holds any more.
+        # gRPC itself would go on receiving for a stream that no code holds any more.
         self._end_call = weakref.finalize(self, call.cancel)
         self._end_call.atexit = False
 

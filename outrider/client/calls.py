@@ -50,7 +50,7 @@ def failure(
 ) -> OutriderError:
     """The error that the gateway raised, or what became of the connection to it; `is_closed` is about the client.
 
-    A gateway may say PeerLost as well, about a service behind it: that one travels as it is. Where no connection could
+    A gateway may say PeerLost as well, about one of its services: that one travels as it is. Where no connection could
     be made a handshake is tried, to see why, which may take seconds.
     """
     raised = error_from(error)
@@ -77,17 +77,17 @@ def failure(
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Where a call goes, how long it may take, what travels beside it, and whether its client was `closed`."""
+    """Terms of a call: address, deadline, metadata, certificates, and whether its client was `closed`."""
 
     address: str
     timeout_s: float | None
     metadata: Pairs = field(repr=False)
-    """Also the API key, which is shown nowhere."""
+    """Metadata that travel with the call. The API key is among them, so they are never shown."""
     closed: threading.Event
     tls: Tls | None
 
     def failure(self, error: grpc.RpcError) -> OutriderError:
-        """What went wrong in a call on these terms."""
+        """Error for the failure of a call on these terms."""
         return failure(error, self.address, self.timeout_s, is_closed=self.closed.is_set(), tls=self.tls)
 
 
@@ -114,12 +114,12 @@ class Caller:
             raise InvalidRequest("tls", tls, "an outrider.client.Tls, or None for plaintext")
         self.closed = threading.Event()
         self.files = TlsFiles.of(tls)
-        """Of its certificates; None for plaintext."""
+        """Certificates of the connection; None for plaintext."""
         self._timeout_s = _checked_timeout_s(timeout_s)
         self._metadata = key_pairs(api_key) + pairs(metadata)
 
     def terms(self, options: GenerationOptions) -> Terms:
-        """Those of one call: its own timeout if it names one, and its metadata behind the client's."""
+        """Terms of one call: its own timeout if it names one, and its metadata after the client's."""
         timeout_s = _checked_timeout_s(options.get("timeout_s"))
         metadata = self._metadata + pairs(options.get("metadata"))
         timeout_s = self._timeout_s if timeout_s is None else timeout_s

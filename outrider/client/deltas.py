@@ -17,7 +17,7 @@ class ToolCall:
 
 
 def deltas_from(messages: Iterable[pb.Delta], text: str) -> tuple[Delta, ...]:
-    """What a message says is new; where it lists nothing it is the text. What a newer protocol has is left out."""
+    """New pieces of an answer in a message; where it lists nothing, its text. Those of newer protocols are left out."""
     found: list[Delta] = []
     for message in messages:
         match message.WhichOneof("kind"):
@@ -36,7 +36,7 @@ def deltas_from(messages: Iterable[pb.Delta], text: str) -> tuple[Delta, ...]:
 
 
 def calls_of(deltas: Iterable[Delta]) -> tuple[ToolCall, ...]:
-    """All calls, in order."""
+    """Calls of tools, in order."""
     begun: dict[int, CallBegun] = {}
     arguments: dict[int, str] = {}
     for delta in deltas:

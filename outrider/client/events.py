@@ -1,4 +1,4 @@
-"""What the gateway says about a request: events as plain values, and the answer that they add up to."""
+"""Events of a request as plain values, and the answer that they add up to."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field, fields
@@ -18,7 +18,7 @@ from outrider.v1 import types_pb2
 
 
 class Origin(StrEnum):
-    """Who said a token first."""
+    """Model or step that said a token first."""
 
     ACCEPTED = "accepted"
     CORRECTION = "correction"
@@ -41,7 +41,7 @@ class GeneratedToken:
 
     With return_rounds an accepted token has its row in the proposal, counted from 1, who guessed it (the draft
     service's own choice has no name; a token that a grammar leaves no choice about is guessed by `grammar`), and the
-    draft's log-probability and estimate of it, if it told them. Its parent is the token before it.
+    draft's log-probability and estimate of it, if it sent them. Its parent is the token before it.
     """
 
     token_id: int
@@ -71,14 +71,14 @@ class RejectedToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundFacts:
-    """How a round came about, as RoundFacts of generation_service.proto states it; times are microseconds."""
+    """Facts of a round, as RoundFacts of generation_service.proto states them; times are microseconds."""
 
     base_len: int = 0
     draft_count: int = 0
     accepted_count: int = 0
     evaluated_count: int = 0
     fallback_reason: str = ""
-    """Why a round that was to be speculative had no proposal, for instance "draft_late"; empty when it had one."""
+    """Reason why a round that was to be speculative had no proposal, such as "draft_late"; empty when it had one."""
     draft_compute_us: int = 0
     verify_compute_us: int = 0
     round_us: int = 0
@@ -91,7 +91,7 @@ class RoundFacts:
     target_reopens: int = 0
     new_numerics_id: str = ""
     drafter: str = ""
-    """That made the proposal: "hosted" in the target's process; empty for the draft service's own choice."""
+    """Drafter of the proposal: "hosted" in the target's process; empty for the draft service's own choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +109,12 @@ class Round:
     rejected: tuple[RejectedToken, ...] = ()
     facts: RoundFacts = field(default_factory=RoundFacts)
     deltas: tuple[Delta, ...] = ()
-    """What is new, in order: the text, and what is no text for the user."""
+    """New pieces of the answer, in order: the text, and what is no text for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterFigures:
-    """What one drafter did in a sample; the draft service's own choice has no name."""
+    """Figures of one drafter in a sample; the draft service's own choice has no name."""
 
     drafter: str
     draft_tokens: int
@@ -123,7 +123,7 @@ class DrafterFigures:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationFigures:
-    """What speculation did in a sample."""
+    """Figures of speculation in a sample."""
 
     rounds: int
     draft_tokens: int
@@ -135,7 +135,7 @@ class SpeculationFigures:
     drafts: int = 0
     """Rounds with at least one draft token."""
     drafters: tuple[DrafterFigures, ...] = ()
-    """Those of each drafter that guessed."""
+    """Figures of each drafter that guessed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,18 +165,18 @@ class Result:
     """Guesses from the request's prediction that were kept; rejected_prediction_tokens are those that were not."""
     rejected_prediction_tokens: int = 0
     cumulative_logprob: float | None = None
-    """Of a beam: the sum of its tokens' log-probabilities."""
+    """Sum of a beam's log-probabilities; None without beam search."""
     deltas: tuple[Delta, ...] = ()
     has_calls: bool = False
     reasoning_tokens: int = 0
     ignored_keywords: tuple[str, ...] = ()
-    """What of a lenient schema was not enforced."""
+    """Keywords of a lenient schema that were not enforced."""
     sampling: SamplingParameters = field(default_factory=SamplingParameters)
-    """How logits became a distribution: what the request said, and the defaults that took effect."""
+    """Parameters that shaped the distribution: what the request said, and the defaults that took effect."""
 
     @property
     def text(self) -> str:
-        """The same as `rest`: so the texts of all events of a sample join to the whole."""
+        """Text of the event, which is `rest`: so the texts of all events of a sample join to the whole."""
         return self.rest
 
     @property
@@ -190,7 +190,7 @@ Event = Round | Result
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One answer to a request, and how it came about."""
+    """One answer to a request, with its rounds and its result."""
 
     rounds: tuple[Round, ...]
     result: Result
@@ -201,13 +201,13 @@ class Sample:
 
     @property
     def deltas(self) -> tuple[Delta, ...]:
-        """All that it says, in order."""
+        """All pieces of the answer, in order."""
         events: tuple[Event, ...] = (*self.rounds, self.result)
         return tuple(delta for event in events for delta in event.deltas)
 
     @property
     def reasoning(self) -> str:
-        """What the model thought before it answered."""
+        """Reasoning of the model before its answer."""
         return reasoning_of(self.deltas)
 
     @property
@@ -217,7 +217,7 @@ class Sample:
 
     @property
     def tokens(self) -> tuple[GeneratedToken, ...]:
-        """The output's tokens."""
+        """All tokens of the output."""
         return tuple(token for each in self.rounds for token in each.tokens)
 
     @property
@@ -234,12 +234,12 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """What the first sample says."""
+        """Text of the first sample."""
         return self.samples[0].text
 
     @property
     def reasoning(self) -> str:
-        """What the model thought before it said that."""
+        """Reasoning of the first sample."""
         return self.samples[0].reasoning
 
     @property
@@ -249,7 +249,7 @@ class Answer:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The first sample's token ids."""
+        """Token ids of the first sample."""
         return self.samples[0].token_ids
 
     @property
@@ -301,7 +301,7 @@ FIGURES = tuple(each.name for each in fields(SpeculationFigures) if each.name !=
 
 
 def event_from(message: pb.GenerateResponse) -> Event:
-    """What a message of the stream says."""
+    """Event that a message of the stream carries."""
     return _round(message.round) if message.HasField("round") else _result(message.completion)
 
 

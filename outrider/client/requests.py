@@ -1,4 +1,4 @@
-"""What a caller wants, checked and turned into the protocol's messages: prompts, options and metadata."""
+"""Requests of a caller, checked and turned into the protocol's messages: prompts, options and metadata."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from outrider.v1 import types_pb2
 Prompt = str | Sequence[int]
 """Text, or token ids that are taken as they are."""
 Metadata = Mapping[str, str | bytes] | Iterable[tuple[str, str | bytes]]
-"""What travels beside the message, for instance a `traceparent`: text of printable ASCII, and bytes under names that
+"""Metadata that travel beside the message, such as a `traceparent`: text of printable ASCII, and bytes under names that
 end in -bin."""
 
 
@@ -110,7 +110,7 @@ class GenerationOptions(TypedDict, total=False):
     presence_penalty: float | None
     """Lowers the logits of tokens in the output, -2 to 2. Default: 0."""
     frequency_penalty: float | None
-    """The same for each time that the token occurred."""
+    """Lowers the logits of tokens once for each time that they occurred in the output, -2 to 2. Default: 0."""
     logit_bias: Mapping[int, float] | None
     """Added to the logits of single tokens, -100 to 100. At most 300 entries."""
     seed: int | None
@@ -138,30 +138,30 @@ class GenerationOptions(TypedDict, total=False):
     regex: str | None
     """A regular expression that matches the whole answer."""
     choices: Sequence[str] | None
-    """Texts of which one is the answer."""
+    """Texts of which the answer must be one."""
     lark: str | None
     """A grammar in llguidance's variant of Lark."""
     gbnf: str | None
     """A grammar as llama.cpp writes them."""
     prediction: str | Sequence[int] | None
-    """What the answer is expected to be, as text or token ids, as far as it is known; it changes no token."""
+    """Expected answer, as text or token ids, as far as it is known; it changes no token."""
     timeout_s: float | None
     """Seconds until the call ends with TimedOut. Default: the client's, which is none."""
     metadata: Metadata | None
-    """Sent beside the request, behind the client's own."""
+    """Sent beside the request, after the client's own."""
 
 
 class ChatOptions(GenerationOptions, total=False):
-    """The same for a conversation, with tools."""
+    """Options of a conversation: those of a generation, and tools."""
 
     tools: Sequence[Tool] | None
-    """What the model may call, at most 128."""
+    """Tools that the model may call, at most 128."""
     tool_choice: str | Sequence[str] | None
     """auto, none or required; or the name of the tool that must be called, or names of which one must be."""
     parallel_tool_calls: bool | None
     """Whether there may be several calls in an answer. Default: true."""
     template_variables: Mapping[str, bool | float | str] | None
-    """What the model's chat template takes from outside, for instance enable_thinking."""
+    """Variables that the model's chat template takes from outside, for instance enable_thinking."""
     add_generation_prompt: bool | None
     """Whether the assistant's turn begins at the end of the prompt. Default: true, unless the next one is."""
     continue_final_message: bool | None
@@ -223,7 +223,7 @@ CHAT_NAMES = ChatOptions.__optional_keys__ - NAMES
 TURN_KEYS = ChatMessage.__required_keys__ | ChatMessage.__optional_keys__
 TOOL_MODES = {"auto": pb.TOOL_MODE_AUTO, "none": pb.TOOL_MODE_NONE, "required": pb.TOOL_MODE_REQUIRED}
 STRING_LISTS = frozenset({"stop", "banned_words", "texts"})
-# What can be iterated, but is no list: nobody means the numbers of bytes, or the keys of a mapping.
+# What can be iterated, but is no list: no caller means the numbers of bytes, or the keys of a mapping.
 NO_LISTS = (bytes, bytearray, memoryview, Mapping)
 KINDS = {
     FieldDescriptor.CPPTYPE_INT32: "a whole number of 32 bits",
@@ -392,9 +392,9 @@ def _beams(search: object) -> pb.BeamSearch:
 
 
 def _put(message: Protobuf, name: str, value: object, prefix: str = "") -> None:
-    """Sets one field. Raises InvalidRequest about a value that is not of its kind, under the name behind the prefix."""
+    """Sets one field. Raises InvalidRequest about a value that is not of its kind, under the name after the prefix."""
     field = message.DESCRIPTOR.fields_by_name[name]
-    # A text is a sequence of texts as well, but nobody means its letters.
+    # A text is a sequence of texts as well, but no caller means its letters.
     value = [value] if name in STRING_LISTS and isinstance(value, str) else value
     is_list = field.is_repeated and field.message_type is None
     try:

@@ -63,7 +63,7 @@ def build(documents: Iterable[Iterable[int]], vocabulary: Vocabulary, out: Path,
         sections[name] = Section(start, each.nbytes)
         parts += [each.data, bytes(-each.nbytes % ALIGNMENT)]
         start += each.nbytes + -each.nbytes % ALIGNMENT
-    # Nothing stands behind the last array.
+    # The last array needs no padding.
     parts.pop()
     for part in parts:
         digest.update(part)
@@ -99,7 +99,7 @@ def sort_places(tokens: Tokens) -> Places:
 
 
 def tables(tokens: Tokens, vocabulary_size: int) -> dict[str, NDArray[Any]]:
-    """The most frequent tokens at all and behind each token, with their shares; of equally frequent ones lower ids."""
+    """Most frequent tokens at all and after each token, with their shares; of equally frequent ones lower ids."""
     counts = np.bincount(tokens[tokens != SEPARATOR], minlength=vocabulary_size)
     unigram_tokens, unigram_shares = np.zeros(TABLE_WIDTH, np.uint32), np.zeros(TABLE_WIDTH, np.float32)
     best = np.argsort(-counts, kind="stable")[:TABLE_WIDTH]
@@ -127,7 +127,7 @@ def tables(tokens: Tokens, vocabulary_size: int) -> dict[str, NDArray[Any]]:
 
 
 def _write(out: Path, parts: Iterable[Buffer]) -> None:
-    """A file beside it that takes its place when all is written, so that nobody ever maps half of one."""
+    """Writes a file beside it that takes its place when all is written, so that no reader ever maps half of one."""
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         with partial.open("xb") as file:

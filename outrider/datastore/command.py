@@ -101,7 +101,7 @@ def inspect(
 
 
 def facts(file: Path, head: DatastoreHead) -> dict[str, Any]:
-    """A file as plain values."""
+    """Facts about a file, as plain values for JSON."""
     return {
         "documents": head.num_documents,
         "tokens": head.num_tokens,
@@ -113,7 +113,7 @@ def facts(file: Path, head: DatastoreHead) -> dict[str, Any]:
 
 
 def proposals(store: Datastore, encoder: tokenizers.Tokenizer, query: str) -> list[dict[str, Any]]:
-    """What follows the longest matches with a text's end, the longest and then the most frequent first."""
+    """Continuations of the longest matches with a text's end, the longest and then the most frequent first."""
     token_ids = array("i", encoder.encode(query, add_special_tokens=False).ids)
     counts = Counter((length, continuation(store.tokens, place)) for place, length in store.find(token_ids))
     ranked = sorted(counts.items(), key=lambda item: (-item[0][0], -item[1]))
@@ -124,7 +124,7 @@ def proposals(store: Datastore, encoder: tokenizers.Tokenizer, query: str) -> li
 
 
 def continuation(tokens: Ints, place: int) -> tuple[int, ...]:
-    """The next tokens of a document."""
+    """Next tokens of a document after a place."""
     found = tokens[place : place + SHOWN_TOKENS]
     end = next((index for index, token_id in enumerate(found) if token_id < 0), len(found))
     return tuple(found[:end])

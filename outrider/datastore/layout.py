@@ -20,12 +20,12 @@ MAX_HEAD_BYTES = 1 << 24
 ALIGNMENT = 64
 SEPARATOR = 2**32 - 1
 DEPTH = 16  # tokens before a place that it is sorted by
-TABLE_WIDTH = 8  # most frequent tokens behind each token
+TABLE_WIDTH = 8  # most frequent tokens after each token
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Where an array lies behind the head, in bytes."""
+    """Place of an array after the head, in bytes."""
 
     start: int
     num_bytes: int
@@ -33,12 +33,12 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class DatastoreHead:
-    """What a file says about itself. `digest` is BLAKE2b, 32 bytes in hex, of everything behind the head."""
+    """Facts that a file states about itself. `digest` is BLAKE2b, 32 bytes in hex, of everything after the head."""
 
     vocabulary: Vocabulary
     num_documents: int
     num_tokens: int
-    """Of the documents, without separators."""
+    """Number of tokens of the documents, without separators."""
     num_places: int
     place_bytes: int
     sections: Mapping[str, Section]
@@ -46,7 +46,7 @@ class DatastoreHead:
 
     @property
     def num_bytes(self) -> int:
-        """Of everything behind the head."""
+        """Number of bytes after the head."""
         return max(section.start + section.num_bytes for section in self.sections.values())
 
     def packed(self) -> bytes:

@@ -25,15 +25,15 @@ Shares: TypeAlias = "memoryview[float]"
 
 
 class Tables:
-    """The most frequent tokens of all documents, behind each token and at all."""
+    """The most frequent tokens of all documents, after each token and at all."""
 
     def __init__(self, bigrams: tuple[memoryview, Shares], unigrams: tuple[memoryview, Shares]) -> None:
-        """Each a view of ids and one of shares, TABLE_WIDTH for each token, with a share of 0 where there are fewer."""
+        """Takes two views each, ids and shares: TABLE_WIDTH for each token, with a share of 0 where there are fewer."""
         self._bigrams = bigrams
         self._unigram = _pairs(*unigrams)
 
     def after(self, token_id: int) -> list[tuple[int, float]]:
-        """The most frequent tokens behind one, with their shares; the most frequent of all where it never occurs."""
+        """Most frequent tokens after one, with their shares; the most frequent of all where it never occurs."""
         token_ids, shares = self._bigrams
         row = slice(TABLE_WIDTH * token_id, TABLE_WIDTH * (token_id + 1))
         return _pairs(token_ids[row], shares[row]) or self._unigram
@@ -43,7 +43,7 @@ class Datastore:
     """A file, mapped and never written; whatever is not looked at stays on the disk."""
 
     def __init__(self, path: Path) -> None:
-        """Maps a file. Raises ModelRefused when it is none, is cut off, or is of another version."""
+        """Maps the file at a path. Raises ModelRefused when it is none, is cut off, or is of another version."""
         try:
             with path.open("rb") as file:
                 head, start = DatastoreHead.read(path, file)
@@ -75,7 +75,7 @@ class Datastore:
         return opened
 
     def find(self, tokens: Ints) -> list[tuple[int, int]]:
-        """Places behind the longest matches with the end of a text, and the lengths of these, the longest first.
+        """Places after the longest matches with the end of a text, and the lengths of these, the longest first.
 
         Lengths are MIN_LENGTH to DEPTH; at most MAX_PLACES are found. A token of the text takes 4 bytes.
         """

@@ -1,7 +1,7 @@
 """Guesses for a beam search: the same search by the draft, some steps ahead and with more beams than are wanted.
 
 From the target's own live beams and their sums a draft goes on with at least as many beams as the search is wide
-(Leviathan et al., 2023, arXiv 2211.17192, appendix A.4). All of its beams are the proposal, each behind the one that it
+(Leviathan et al., 2023, arXiv 2211.17192, appendix A.4). All of its beams are the proposal, each after the one that it
 came from.
 """
 
@@ -40,16 +40,16 @@ class BeamDraftTask:
     width: int
     draft_count: int
     max_steps: int
-    """Tokens behind the live beams that there is room for."""
+    """Number of tokens after the live beams that there is room for."""
     meter: Meter
     on_done: Callable[["BeamDraftTask"], None]
     on_failure: Callable[[OutriderError], None]
     last_token_ids: list[int] = field(init=False)
     steps_left: int = field(init=False)
     num_candidates: int = field(init=False)
-    """Beams of each step."""
+    """Number of beams of each step."""
     rows: list[int] = field(init=False)
-    """Of each of the draft's beams the row in the proposal."""
+    """Row in the proposal of each of the draft's beams."""
     parents: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     feeds: list[Feed] = field(default_factory=list)
@@ -72,7 +72,7 @@ class BeamDraftTask:
         return plant(self.last_token_ids, self.parents, self.token_ids) if self.token_ids else EMPTY
 
     def take(self, runner: ModelRunner, logits: Tensor, ranges: Sequence[range | None]) -> None:
-        """Goes one step on behind rows of logits, if all that it fed is computed; ends behind the last step."""
+        """Goes one step on from rows of logits, if all that it fed is computed; ends after the last step."""
         behind = [rows for rows in ranges if rows is not None]
         if len(behind) < len(ranges):
             return
@@ -120,13 +120,13 @@ class BeamDrafter:
         with_room: Callable[[Allocate], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """As outrider.drafters.model_drafter.ModelDrafter."""
+        """See outrider.drafters.model_drafter.ModelDrafter."""
         self._runner = runner
         self._with_room = with_room
         self._pace = Pace(clock)
 
     def advance(self, tasks: Sequence[BeamDraftTask]) -> bool:
-        """One forward over all beams of all tasks, and one step of each whose tokens are cached; no task ever waits."""
+        """Makes one forward over all beams of all tasks, and a step of each whose tokens are cached; none waits."""
         for task in tasks:
             if not task.stopped:
                 try:
@@ -135,7 +135,7 @@ class BeamDrafter:
                         reserve(self._runner, feed, self._with_room)
                 except OutriderError as error:
                     task.fail(error)
-        # Whoever made room for another has no part in this forward.
+        # A task that made room for another has no part in this forward.
         tasks = [task for task in tasks if not (task.done or task.stopped)]
         started_ns = time.perf_counter_ns()
         feeds = [feed for task in tasks for feed in task.feeds]

@@ -1,10 +1,10 @@
 """Speeds a draft up with a cheaper guess that it verifies itself, and lets the cheaper one draw the later rows.
 
 Chen et al., "Cascade speculative drafting for even faster LLM inference", 2023, arXiv 2312.11462. Vertical: the draft
-runs one forward over a chain of guesses, draws behind each row with just the noise that it would draw with one by one,
-and keeps the rows whose tokens are its draws. So its proposals are, token by token and law by law, those of the draft
-alone, whoever guesses; the paper's lenience at this level would change them, and is left out. Horizontal: behind the
-first J rows of a proposal the cheaper guesser draws, and the law of each row is that of who drew it.
+runs one forward over a chain of guesses, draws after each row with just the noise that it would draw with one by one,
+and keeps the rows whose tokens are its draws. So its proposals are, token by token and with the same distributions,
+those of the draft alone, whatever guesses; the paper's lenience at this level would change them, and is left out.
+Horizontal: after the first J rows of a proposal the cheaper guesser draws, and each row has its drawer's distribution.
 
 What guesses is the text of the session itself, or a smaller model with sessions of its own, which may have a cascade in
 turn. Guesses are worth no request: who cannot guess, does not. All of it runs on the device thread.
@@ -48,16 +48,16 @@ FAILED = "guessing for the draft failed"
 
 
 class CheaperDraft(ABC):
-    """What a cheaper guesser keeps of one session of a draft."""
+    """State that a cheaper guesser keeps for one session of a draft."""
 
     def __init__(self) -> None:
         self.task: DraftTask | None = None
-        """What its model has to do for the guesses that it was asked for; None where they are there."""
+        """Work of its model for the guesses that it was asked for; None where they are there."""
         self.guesses: Sequence[Guess] = ()
         self.kind = 0
-        """What `look` said last."""
+        """Kind of guesses that `look` found last."""
         self.rest = 0
-        """For so many steps it is not looked at."""
+        """Number of steps for which it is not looked at."""
         self._last_rest = 0
 
     def take_rest(self, *, is_wanted: bool) -> None:
@@ -73,7 +73,7 @@ class CheaperDraft(ABC):
 
     @abstractmethod
     def begin(self, outer: DraftTask, count: int, *, is_final: bool = False) -> None:
-        """Begins to guess; final guesses are proposed as they are, with laws where the draft's rule needs them."""
+        """Begins to guess; final guesses are proposed as they are, with distributions where the rule needs any."""
 
     def free(self) -> None:
         """Gives back what is kept, and what was begun ends."""
@@ -86,7 +86,7 @@ class TextDraft(CheaperDraft):
     def __init__(self) -> None:
         CheaperDraft.__init__(self)
         self.index = TextIndex()
-        """Of committed tokens only."""
+        """Text of committed tokens only."""
         self._place = -1
 
     def look(self, outer: DraftTask, count: int) -> int:
@@ -98,7 +98,7 @@ class TextDraft(CheaperDraft):
     def begin(self, outer: DraftTask, count: int, *, is_final: bool = False) -> None:
         needs_law, logprob = outer.needs_distribution and is_final, 0.0 if outer.wants_logprob else None
         self.guesses = [
-            # Certain of each token, whatever it is: that is the law that it comes with.
+            # Certain of each token, whatever it is: that is the distribution that it comes with.
             Guess(token_id, DraftDistribution((token_id,), (1,)) if needs_law else None, logprob)
             for token_id in continue_from(outer.session.token_ids, self._place, count)
         ]
@@ -142,7 +142,7 @@ class SmallerDraft(CheaperDraft):
         self.task.base_len = outer.base_len
 
     def _follow(self, outer: DraftTask) -> Session:
-        """Its session of the draft's tokens, with what is cached of them."""
+        """Session of the smaller model with the draft's tokens, with what is cached of them."""
         own, token_ids, known_len = self.session, outer.session.token_ids, self._known_len
         if own is None:
             own = self._runner.open(token_ids, self._spec.prompt_len, self._salt)
@@ -191,7 +191,7 @@ class Cascade:
     ) -> None:
         """`drafter` computes the tasks of cheaper drafts, where they are of a model.
 
-        Behind the first `depth` guesses of a proposal, if that is not 0, theirs are proposed. `clock` counts seconds.
+        After the first `depth` guesses of a proposal, if that is not 0, theirs are proposed. `clock` counts seconds.
         """
         self.open = open_cheaper
         """A session's part; with a salt it shares what is read of equal tokens with those of the same salt."""
@@ -267,9 +267,9 @@ class Cascade:
                     task.take(cheaper.guesses)
 
     def _wish(self, task: DraftTask, cheaper: Inner) -> Wish | None:
-        """For how many guesses a task has a use, if for any and there are some."""
+        """Wish of a task for guesses; None where it has no use for any, or there are none."""
         wanted = min(task.draft_count, self._depth or task.draft_count)
-        # Behind the last row of a chain the draft draws one more.
+        # After the last row of a chain the draft draws one more.
         limit = wanted - len(task.guesses) - 1
         if limit < 1 or task.draw_input.feed.is_prompt or not isinstance(cheaper, CheaperDraft):
             return None
@@ -309,7 +309,7 @@ class Cascade:
                 try:
                     task.session.reserve(len(cheaper.guesses))
                 except CacheFull:
-                    # Nobody gives way for what may be wrong.
+                    # No session gives way for what may be wrong.
                     continue
                 chain = TokenTree.chain([guess.token_id for guess in cheaper.guesses])
                 task.draw_input = DrawInput(Feed(task.session, chain), task.spec)
@@ -317,7 +317,7 @@ class Cascade:
                 cheaper.take_rest(is_wanted=False)
 
     def _run(self, drafts: Sequence[CheaperDraft], *, to_end: bool = False) -> bool:
-        """Computes what drafts have begun; tells whether all of it is done.
+        """Computes what drafts have begun; returns whether all of it is done.
 
         Those that have much to read first get one step with the others, and have no guesses yet, unless to_end.
         """

@@ -1,8 +1,8 @@
-"""How many tokens a cheaper guesser guesses before a draft verifies them: what pays by measured chances and costs.
+"""Number of tokens for a cheaper guesser to guess before a draft verifies them, by measured chances and costs.
 
 With a chance b that a guess is what the draft draws, g guesses make E = (1 - b^(g + 1)) / (1 - b) tokens of one forward
-of g + 1 rows (Leviathan, Kalman and Matias, 2023, arXiv 2211.17192). Pure, but for the clock of whoever measures; it
-decides how long a proposal takes, and never what is proposed.
+of g + 1 rows (Leviathan, Kalman and Matias, 2023, arXiv 2211.17192). Pure, but for the clock of the code that measures;
+it decides how long a proposal takes, and never what is proposed.
 """
 
 from bisect import bisect_left, insort
@@ -29,7 +29,7 @@ def expected_tokens(chance: float, count: int) -> float:
 def share_guesses(
     chances: Sequence[float], limits: Sequence[int], num_tokens: int, seconds: Callable[[int, int], float]
 ) -> list[int]:
-    """How many guesses each session should have, so that a step makes the most tokens a second.
+    """Number of guesses for each session, so that a step makes the most tokens a second.
 
     None where that would not be MIN_GAIN times as many as without any.
     Session i has the chance chances[i], and room for limits[i] guesses. The step makes num_tokens tokens without any,
@@ -52,7 +52,7 @@ def share_guesses(
 
 
 class Chance:
-    """How often guesses of one kind were right lately."""
+    """Share of guesses of one kind that were right lately."""
 
     def __init__(self) -> None:
         self._tested, self._right = PRIOR_COUNT, PRIOR_CHANCE * PRIOR_COUNT
@@ -67,7 +67,7 @@ class Chance:
 
 
 class RowSeconds:
-    """What a step takes by its rows: medians of the last ones, a line between neighbours, and beyond them the same."""
+    """Seconds of a step by its rows: medians of the last ones, a line between neighbours, and beyond them the same."""
 
     def __init__(self) -> None:
         # In the order in which they were seen last.

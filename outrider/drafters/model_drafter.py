@@ -1,9 +1,9 @@
-"""Guesses with a small model: a chain of draws, each behind the one before. One step is one token of every active task.
+"""Guesses with a small model: a chain of draws, each after the one before. One step is one token of every active task.
 
-All drafters guess with the service's model, so that sessions of any of them share a forward. What tells them apart is
+All drafters guess with the service's model, so that sessions of any of them share a forward. They differ in
 whose noise they draw with, and so which rules they serve. A session that shares the target's noise draws as the target
 does (Daliri, Musco and Suresh, 2024, arXiv 2408.07978). One with noise of its own draws from a truncated and quantised
-distribution, and the target tests with exactly that one. The log-probability of a guess is computed behind its draw,
+distribution, and the target tests with exactly that one. The log-probability of a guess is computed after its draw,
 for the sessions that want it, and so changes no guess. Runs on the device thread.
 """
 
@@ -47,7 +47,7 @@ DRAFTERS: Mapping[str, frozenset[Rule]] = {
     SAMPLED: frozenset(Rule),
 }
 
-# The logarithm of what float64 cannot tell from 0 is not infinite.
+# The logarithm of a number that float64 rounds to 0 is not infinite here.
 MIN_PROB = 5e-324
 
 
@@ -79,19 +79,19 @@ class Guess(NamedTuple):
 
 # What a step of a task has found, to be taken when all of the batch is; or why there is nothing.
 Step = Callable[[], None] | OutriderError
-# Takes into account that these tokens followed the ones that a tree was made behind.
+# Takes into account that these tokens followed the ones that a tree was made after.
 Learn = Callable[[TokenTree, Sequence[int]], None]
 # Finds the steps of tasks of one kind, whose rows are logits[ranges[i]], drawing from at most so many tokens.
 Guesser = Callable[[ModelRunner, Sequence[Any], Tensor, Sequence[range], int], list[Step]]
 
 
 class Inner(Protocol):
-    """What a cheaper guesser keeps of one session of a draft; see outrider.drafters.cascade."""
+    """State that a cheaper guesser keeps for one session of a draft; see outrider.drafters.cascade."""
 
     rest: int
 
     def free(self) -> None:
-        """Gives back what is kept."""
+        """Frees the state."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,15 +109,15 @@ class DraftTask:
     num_private: int = 0
     """Committed tokens at the end of which other sessions must not find what is cached."""
     lane: int = 0
-    """Which of the request's drafts this is: their draws are independent."""
+    """Number of the draft among those of the request: their draws are independent."""
     learn: Learn | None = None
-    """What may be told what was committed behind its base_len, where something can be learned from that."""
+    """Function that gets what was committed after its base_len, where something can be learned from that."""
     inner: Inner | None = None
     """The session's part in what guesses its guesses, where there is such a thing."""
     base_len: int = field(init=False)
     """Committed tokens that the guesses build on."""
     draw_input: DrawInput = field(init=False)
-    """What each of its forwards computes, and how a token is drawn behind it."""
+    """Input of its next forward, and parameters of the draws after it."""
     guesses: list[Guess] = field(default_factory=list)
     done: bool = False
     stopped: bool = False
@@ -128,11 +128,11 @@ class DraftTask:
 
     @property
     def guesser(self) -> Guesser:
-        """Who finds its steps, together with those of others of its kind."""
+        """Function that finds its steps, together with those of others of its kind."""
         return _coupled if self.noise is Purpose.TOKEN else _sampled
 
     def draft_key(self, depth: int, row_lane: int = 0) -> int:
-        """The key of a draw of its own for a token `depth` places behind those that its session holds."""
+        """The key of a draw of its own for a token `depth` places after those that its session holds."""
         lane = self.lane * LANES_EACH + row_lane
         return round_key(self.spec.seed, self.base_len, len(self.session) + depth, Purpose.DRAFT, lane)
 
@@ -151,7 +151,7 @@ class DraftTask:
         return TokenTree.chain([guess.token_id for guess in self.guesses], distributions, logprobs)
 
     def take(self, guesses: Sequence[Guess]) -> None:
-        """Adds guesses where they are wanted, and ends the task behind the last.
+        """Adds guesses where they are wanted, and ends the task after the last.
 
         Where the last forward had a chain, all but the last are its first rows, and stay cached. Nothing can follow a
         token that ends the request, and so no guess is wasted on it. Under a rule that tests with uniforms the length
@@ -188,7 +188,7 @@ class DraftTask:
 
 @dataclass(frozen=True, slots=True)
 class Taking:
-    """The step of a chain: its task takes the guesses behind a forward, at least one."""
+    """The step of a chain: its task takes the guesses after a forward, at least one."""
 
     task: DraftTask
     guesses: list[Guess]
@@ -204,10 +204,10 @@ class Ahead(Protocol):
         """Gives a chain to the feeds of some tasks, all of which have their slots; the chains' are reserved here."""
 
     def learn(self, steps: Sequence["Taking"], num_rows: int) -> None:
-        """What came of it behind a forward of so many rows; before any of the tasks takes its guesses."""
+        """Takes what came of it after a forward of so many rows; before any of the tasks takes its guesses."""
 
     def go_on(self, tasks: Sequence[DraftTask]) -> None:
-        """Adds guesses of its own behind those of tasks that are to have some. Must not raise."""
+        """Adds guesses of its own after those of tasks that are to have some. Must not raise."""
 
 
 class ModelDrafter:
@@ -234,7 +234,7 @@ class ModelDrafter:
         self._ahead = ahead
 
     def advance(self, tasks: Sequence[DraftTask]) -> bool:
-        """One forward over all tasks, and guesses for each whose tokens are cached; no task ever waits.
+        """Makes one forward over all tasks, and guesses for each whose tokens are cached; no task ever waits.
 
         When it raises, no session has changed but for what is cached: see outrider.engine.device_thread.
         """
@@ -244,7 +244,7 @@ class ModelDrafter:
                     reserve(self._runner, task.draw_input.feed, self._with_room)
                 except OutriderError as error:
                     task.fail(error)
-        # Whoever made room for another has no part in this forward.
+        # A task that made room for another has no part in this forward.
         tasks = [task for task in tasks if not (task.done or task.stopped)]
         started_ns = time.perf_counter_ns()
         if self._ahead is not None:
@@ -266,7 +266,7 @@ class ModelDrafter:
             # A guess that was made must not be made again, so what fails from here on fails alone.
             with own_fault(task):
                 step = None if rows is None else next(found)
-                # Only what is committed; the guesses behind it are nobody's but this session's.
+                # Only what is committed; the guesses after it are of use to this session alone.
                 task.session.publish(task.base_len - task.num_private)
                 if isinstance(step, NoTokenLeft):
                     # Nothing follows the guesses so far, by what this draft knows: then they are all.
@@ -303,7 +303,7 @@ def guess_each(
 
 
 def _walked(task: DraftTask, drawn: Sequence[int]) -> list[int]:
-    """The tokens of a task's next guesses, of what was drawn behind each row of its feed."""
+    """The tokens of a task's next guesses, of what was drawn after each row of its feed."""
     tree = task.draw_input.feed.tree
     if not tree:
         return [drawn[0]]
@@ -325,7 +325,7 @@ def _coupled(
     logprobs = {number: [0.0] * len(token_ids) for number, token_ids in asked.items()}
     hot = [number for number in asked if tasks[number].spec.sampling.temperature]
     if hot:
-        # Of a chain only the rows behind which there are guesses: others need not have a distribution.
+        # Of a chain only the rows that guesses follow: others need not have a distribution.
         chains = {n: TokenTree.chain(asked[n][:-1]) for n in hot}
         inputs = [DrawInput(Feed(tasks[n].session, chains[n]), tasks[n].spec) for n in hot]
         scores = scores_behind(runner, rows_of(logits, [rows[n][: len(asked[n])] for n in hot]), inputs)
@@ -383,5 +383,5 @@ def drawable_scores(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawIn
 
 
 def log_of(prob: float) -> float:
-    """Its natural logarithm, finite and at most 0."""
+    """Natural logarithm of a probability, finite and at most 0."""
     return min(math.log(max(prob, MIN_PROB)), 0.0)

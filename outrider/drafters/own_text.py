@@ -1,4 +1,4 @@
-"""What followed the longest repetition of a text's end, earlier in the same text: a guess that needs no model.
+"""Continuation of the longest repetition of a text's end, earlier in the same text: a guess that needs no model.
 
 Saxena, "Prompt lookup decoding", 2023; the places of equal keys are chained as in a compressor (Ziv and Lempel, 1977).
 """
@@ -11,7 +11,7 @@ MAX_MATCH = 8
 
 
 class TextIndex:
-    """Where each pair of tokens of a text occurred."""
+    """Index of the places where each pair of tokens of a text occurred."""
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
@@ -43,7 +43,7 @@ class TextIndex:
         self._token_ids.pop()
 
     def find(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """How many tokens at the end of these are repeated, up to MAX_MATCH, and where the repeated ones end.
+        """Number of tokens at the end of these that are repeated, up to MAX_MATCH, and where the repeated ones end.
 
         The text begins with what is indexed. Of equally long repetitions the last one counts; (0, -1) for none of
         KEY_LEN tokens at the last MAX_PLACES places.
@@ -64,7 +64,7 @@ class TextIndex:
 
 
 def continue_from(token_ids: Sequence[int], place: int, count: int) -> list[int]:
-    """The `count` tokens behind a place; behind the end those that were found so far are repeated."""
+    """The `count` tokens after a place; after the end those that were found so far are repeated."""
     copied = list(token_ids[place + 1 : place + 1 + count])
     period = len(token_ids) - 1 - place
     while len(copied) < count:

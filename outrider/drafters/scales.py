@@ -1,9 +1,9 @@
-"""How sure the draft may be of its children, learned from what was accepted: by their scores, and by rank alone.
+"""Estimates of how sure the draft may be of its children, by their scores and by rank, learned from acceptance.
 
 Let the target's score of a token be the draft's plus a Gumbel error of scale s, independent of other tokens. Then the
-target takes child i of a row with the chance softmax(z / s)_i, where z are the draft's scores with their noise: one law
-for greedy decoding and for sampling. A draft that is flatter than it is right has s < 1. The one number is fitted by
-one equation, "first children are accepted as often as their shares say", by stochastic approximation (Robbins and
+target takes child i of a row with the chance softmax(z / s)_i, where z are the draft's scores with their noise: one
+form for greedy decoding and for sampling. A draft that is flatter than it is right has s < 1. The one number is fitted
+by one equation, "first children are accepted as often as their shares say", by stochastic approximation (Robbins and
 Monro, 1951).
 """
 
@@ -28,24 +28,24 @@ FIRST_RATES = {
     True: (0.581, 0.164, 0.076, 0.044, 0.032, 0.022, 0.011, 0.009),
 }
 RATE_HEAD_START, LEAST_RATE_GAIN = 50, 0.002
-# So far from 0 and 1 stays the chance of a child behind the ones before it.
+# Distance from 0 and 1 that the chance of a child keeps, after the ones before it.
 MARGIN = 0.001
 
 
 class Scales:
-    """One scale for each rule and temperature, 0 or above it. Belongs to the device thread."""
+    """Scales of draft scores, one for each rule and temperature, 0 or above it. Belongs to the device thread."""
 
     def __init__(self) -> None:
         self._logs: dict[tuple[Rule, bool], float] = {}
         self._counts: dict[tuple[Rule, bool], int] = {}
 
     def of(self, spec: SessionSpec) -> float:
-        """The scale to grow a tree with."""
+        """Scale to grow a session's tree with."""
         key = _bucket(spec)
         return math.exp(self._logs.get(key, math.log(FIRST_SCALES[key[1]])))
 
     def learn(self, spec: SessionSpec, tree: TokenTree, token_ids: Sequence[int]) -> None:
-        """Takes into account that these tokens followed the ones that a tree with values was grown behind."""
+        """Takes into account that these tokens followed the ones that a tree with values was grown after."""
         key, row = _bucket(spec), 0
         for token_id in token_ids:
             children = tree.children(row)
@@ -87,7 +87,7 @@ class Ranks:
         return tuple(rates)
 
     def learn(self, spec: SessionSpec, noise: Purpose, tree: TokenTree, token_ids: Sequence[int]) -> None:
-        """Takes into account that these tokens followed the ones that a tree of a fixed shape was made behind."""
+        """Takes into account that these tokens followed the ones that a tree of a fixed shape was made after."""
         key, row = (*_bucket(spec), noise), 0
         chances = self._chances.setdefault(key, self._of(spec, noise))
         counts = self._counts.setdefault(key, [0] * len(chances))
@@ -119,7 +119,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """What a drafter has learned about its trees."""
+    """Scales and rates that a drafter has learned about its trees."""
 
     scales: Scales = field(default_factory=Scales)
     ranks: Ranks = field(default_factory=Ranks)

@@ -65,13 +65,13 @@ class GrownTask(DraftTask):
 
     growth: Growth | Filling
     scale: float
-    """See outrider.drafters.scales."""
+    """Scale of the draft's scores; see outrider.drafters.scales."""
     rows: dict[int, int] = field(init=False)
     """Rows of the session's tree by the numbers of the nodes that are expanded, the newest of them last."""
     num_new: int = 1
-    """Of them those that are expanded now."""
+    """Number of the newest rows, which are expanded now."""
     ranked: SessionSpec = field(init=False)
-    """What its scores are made with: at temperature 0 the argmax leaves one token, and the second best is wanted."""
+    """Parameters of its scores: at temperature 0 the argmax leaves one token, and the second best is wanted."""
 
     def __post_init__(self) -> None:
         DraftTask.__post_init__(self)
@@ -100,7 +100,7 @@ class GrownTask(DraftTask):
 
 
 def _going_on(draw_input: DrawInput, rows: dict[int, int], nodes: Iterable[tuple[int, int, int]]) -> DrawInput:
-    """The next step, which computes these nodes behind what was computed so far: number, token id and parent of each.
+    """The next step, which computes these nodes after what was computed so far: number, token id and parent of each.
 
     `rows` has the rows of all nodes that are computed, and gets the new ones'.
     """
@@ -117,7 +117,7 @@ def _going_on(draw_input: DrawInput, rows: dict[int, int], nodes: Iterable[tuple
 def children_each(
     runner: ModelRunner, tasks: Sequence[GrownTask], logits: Tensor, ranges: Sequence[range], _top_n: int
 ) -> list[Step]:
-    """The children of each task's newest rows, logits[ranges[i]]; or why there are none behind its root."""
+    """The children of each task's newest rows, logits[ranges[i]]; or why there are none after its root."""
     found: dict[int, Level | OutriderError] = {}
     for is_hot in (False, True):
         numbers = [n for n, task in enumerate(tasks) if (task.spec.sampling.temperature > 0) is is_hot]
@@ -132,7 +132,7 @@ def children_each(
 
 
 def _children_of_all(runner: ModelRunner, tasks: Sequence[GrownTask], logits: Tensor) -> list[Level | OutriderError]:
-    """Those of tasks whose rows follow each other in logits, at temperature 0 or above it alike."""
+    """Children for tasks whose rows follow each other in logits, at temperature 0 or above it alike."""
     inputs = [DrawInput(task.draw_input.feed, task.ranked) for task in tasks]
     try:
         children = _children(runner, tasks, scores_behind(runner, logits, inputs))
@@ -145,7 +145,7 @@ def _children_of_all(runner: ModelRunner, tasks: Sequence[GrownTask], logits: Te
 def _children_of_each(
     runner: ModelRunner, tasks: Sequence[GrownTask], inputs: Sequence[DrawInput], logits: Tensor
 ) -> list[Level | OutriderError]:
-    """Row by row: one that nothing can be drawn behind has no children, and only behind the root that is an error."""
+    """Children row by row: a row after which nothing can be drawn has none, and only at the root is that an error."""
     found: list[Level | OutriderError] = []
     row = 0
     for task, draw_input in zip(tasks, inputs, strict=True):
@@ -200,15 +200,15 @@ def is_end(spec: SessionSpec, token_id: int) -> bool:
 
 
 class DrawnNode(NamedTuple):
-    """A row that was drawn."""
+    """A guess that was drawn, with its place in the shape."""
 
     guess: Guess
     place: int
-    """Its row in the shape."""
+    """Row of the node in the shape."""
     parent: int
-    """Its parent's number among all that were drawn."""
+    """Number of its parent among all that were drawn."""
     lane: int
-    """Its number among those of its depth."""
+    """Number of the node among those of its depth."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -216,15 +216,15 @@ class DrawnTask(DraftTask):
     """A session on its way to at most `draft_count` guesses that are drawn, in a shape that was fixed before."""
 
     parents: tuple[int, ...]
-    """Of the shape. Rows are fewer where a distribution has fewer tokens."""
+    """Parents of the shape's rows. Rows are fewer where a distribution has fewer tokens."""
     nodes: list[DrawnNode] = field(default_factory=list)
     """The root, and what was drawn, in the order of the shape."""
     level: list[int] = field(default_factory=lambda: [ROOT])
-    """Those nodes whose children are drawn next."""
+    """Numbers of the nodes whose children are drawn next."""
     rows: dict[int, int] = field(default_factory=lambda: {ROOT: 0})
-    """As in GrownTask."""
+    """Rows of the session's tree by the numbers of the nodes that are expanded."""
     depth: int = 0
-    """Of the level."""
+    """Depth of the level."""
 
     def __post_init__(self) -> None:
         DraftTask.__post_init__(self)
@@ -236,7 +236,7 @@ class DrawnTask(DraftTask):
 
     @property
     def proposal(self) -> TokenTree:
-        """In depth-first order, siblings in the order in which they were drawn."""
+        """Rows that were drawn, in depth-first order, siblings in the order in which they were drawn."""
         order = depth_first((number, node.parent) for number, node in enumerate(self.nodes) if number)
         rows = {ROOT: 0} | {number: row for row, number in enumerate(order, start=1)}
         guesses = [self.nodes[number].guess for number in order]
@@ -248,7 +248,7 @@ class DrawnTask(DraftTask):
         )
 
     def child_places(self, number: int) -> list[int]:
-        """Rows of the shape below a node. Behind an end there are none, where shapes may depend on what was drawn."""
+        """Rows of the shape below a node. After an end there are none, where shapes may depend on what was drawn."""
         node = self.nodes[number]
         if not self.needs_distribution and is_end(self.spec, node.guess.token_id):
             return []

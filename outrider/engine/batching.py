@@ -35,7 +35,7 @@ class RowPlan:
     """
 
     token_ids: Tensor
-    """[R] int64."""
+    """Token ids [R] int64."""
     positions: Tensor
     """[R] int64: length of the committed prefix plus depth in the tree."""
     slots: Tensor
@@ -47,19 +47,19 @@ class RowPlan:
     key_counts: Tensor
     """[R] int32: how many keys the row sees, at least 1."""
     max_key_count: int
-    """At least the largest of key_counts, known to the host, so that no operation has to ask the device and wait."""
+    """Upper bound of key_counts, known to the host, so that no operation has to ask the device and wait."""
 
     @property
     def num_rows(self) -> int:
         return self.token_ids.shape[0]
 
     def select(self, rows: Tensor) -> Self:
-        """Only these rows [S] int64."""
+        """Plan of these rows [S] int64 only."""
         names = ("token_ids", "positions", "slots", "key_starts", "key_counts")
         return replace(self, **{name: getattr(self, name).index_select(0, rows) for name in names})
 
     def windowed(self, window: int | None) -> Self:
-        """The same rows, each of which sees only the last `window` keys of its list; all of them if that is None.
+        """Plan of the same rows, each of which sees the last `window` keys of its list, or all if that is None.
 
         A list ends with the row itself and has one key for each position, along a tree's path too: of a row at position
         t the positions above t - window are left.
@@ -76,7 +76,7 @@ class RowPlan:
 
 
 class Feed(NamedTuple):
-    """What a session feeds into a forward: its uncached tokens, then its tree, then its probes."""
+    """Input of a session to a forward: its uncached tokens, then its tree, then its probes."""
 
     session: Session
     tree: TokenTree = EMPTY
@@ -85,7 +85,7 @@ class Feed(NamedTuple):
     without_last: bool = False
     """Whether the last committed token, of at least two that are not cached, is left to a later forward."""
     probes: TokenTree = EMPTY
-    """Rows whose logits are wanted, and which are never kept; a tree of its own behind the last committed token."""
+    """Rows whose logits are wanted, and which are never kept; a tree of its own after the last committed token."""
     num_computed: int = 0
     """Rows from the last committed token on that need not be computed: of a tree that grows it and its first rows.
 
@@ -93,12 +93,12 @@ class Feed(NamedTuple):
 
     @property
     def num_proposed(self) -> int:
-        """Rows behind the last committed token: those of the tree, then the probes'."""
+        """Number of rows after the last committed token: those of the tree, then the probes'."""
         return len(self.tree.token_ids) + len(self.probes.token_ids)
 
     @property
     def proposed(self) -> TokenTree:
-        """Those rows as one tree."""
+        """Rows after the last committed token as one tree."""
         if self.probes is EMPTY:
             return self.tree
         num_rows = len(self.tree)
@@ -120,7 +120,7 @@ class Feed(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Rows to be computed."""
+        """Number of rows to be computed."""
         return self.num_committed + self.num_proposed - max(self.num_computed - 1, 0)
 
     @property
@@ -131,7 +131,7 @@ class Feed(NamedTuple):
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Of the rows whose logits a forward gives, but for probes, the depths in the tree; the root's is 0."""
+        """Depths in the tree of the rows whose logits a forward gives, but for probes; the root's is 0."""
         return self.tree.depths[self.num_computed :]
 
     @property
@@ -140,7 +140,7 @@ class Feed(NamedTuple):
         return self.num_committed > MAX_STEP_TOKENS
 
     def num_prefix(self, grant: int) -> int:
-        """Of `grant` rows those before the last committed token whose logits are wanted."""
+        """Number of rows among `grant` before the last committed token whose logits are wanted."""
         return min(grant, max(self.num_committed - 1, 0)) if self.wants_prefix else 0
 
 
@@ -152,7 +152,7 @@ class Batch:
     wanted: Tensor
     prefixes: list[range]
     ranges: list[range | None]
-    """With the probes behind the tree's rows."""
+    """Rows of each feed's logits, with the probes after the tree's rows."""
 
 
 def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.device) -> Batch:
@@ -242,9 +242,9 @@ def entries(feeds: Sequence[Feed], grants: Sequence[int]) -> list[int]:
 
 
 def _leaf_lists(tree: TokenTree, slots: Slots, stop: int, skipped: int) -> tuple[list[Slots], list[int]]:
-    """A list for each leaf behind the first `skipped` rows: the committed slots, then its path's.
+    """A list for each leaf after the first `skipped` rows: the committed slots, then its path's.
 
-    And where in them the list of each row begins, of those behind the skipped ones.
+    Also where in them the list of each row after the skipped ones begins.
     """
     lists: list[Slots] = []
     row_starts, num_keys = [-1] * len(tree), 0

@@ -1,7 +1,7 @@
 """The live beams of one request: sessions forked from one, the trunk, which holds the prompt.
 
-Beams that begin alike share blocks, and whoever writes first gets a copy (Kwon et al., 2023). The trunk is kept, so
-that beams which have lost their caches read the prompt once for all of them. Belongs to the device thread.
+Beams that begin alike share blocks, and the one that writes first gets a copy (Kwon et al., 2023). The trunk is kept,
+so that beams which have lost their caches read the prompt once for all of them. Belongs to the device thread.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Beams:
 
     @property
     def all_sessions(self) -> tuple[Session, ...]:
-        """Every session that holds blocks for the request."""
+        """Sessions that hold blocks for the request."""
         return (self.trunk, *self.parents, *self.sessions)
 
     @property
@@ -40,22 +40,22 @@ class Beams:
 
     @property
     def cached_len(self) -> int:
-        """Of these tokens those that every beam has cached; all where none is left."""
+        """Number of these tokens that every beam has cached; all where none is left."""
         if self._ended_len:
             return self._ended_len
         return min(session.cached_len for session in self.sessions or [self.trunk])
 
     @property
     def last_token_ids(self) -> list[int]:
-        """Of each beam, of the trunk while there is none."""
+        """Last token of each beam, or of the trunk while there is none."""
         return [session.token_ids[-1] for session in self.sessions or [self.trunk]]
 
     @property
     def next_sessions(self) -> list[Session]:
-        """Those that the next forward feeds: the beams, or the trunk while the prompt has to be read.
+        """Sessions that the next forward feeds: the beams, or the trunk while the prompt has to be read.
 
         Beams without a cache take what the trunk has. All have waited as long as the one that waited longest: rows are
-        granted to whoever waited (outrider.engine.sharing), and those of some beams alone lead nowhere.
+        granted to the session that waited (outrider.engine.sharing), and those of some beams alone lead nowhere.
         """
         if self.trunk.cached_len < len(self.trunk) or not self.sessions:
             return [self.trunk]
@@ -79,9 +79,9 @@ class Beams:
         self.sessions, self.scores = sessions, [beam.score for beam in live]
 
     def step(self, places: Sequence[Place], chosen: Sequence[Candidate], *, keep_parents: bool = False) -> None:
-        """Makes beams of candidates: each goes on from the place of its parent, with its token behind.
+        """Makes beams of candidates: each goes on from the place of its parent, with its token appended.
 
-        The last forward fed what `places` are about. Beams that nobody goes on from are freed; with keep_parents all
+        The last forward fed what `places` are about. Beams from which none goes on are freed; with keep_parents all
         stay, beside the new ones, until the next `become`.
         """
         before, scores = self.sessions or [self.trunk], [each.score for each in chosen]
@@ -112,7 +112,7 @@ class Beams:
         self.parents, self.sessions, self.scores, self._ended_len = [], [], [], 0
 
     def end(self, length: int) -> None:
-        """Every sequence has ended, at this length."""
+        """Ends every sequence, at this length."""
         self.free_beams()
         self._ended_len = length
 
@@ -125,9 +125,9 @@ class Beams:
 def beam_logprobs(
     runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput], ranges: Sequence[range]
 ) -> tuple[Tensor, list[int]]:
-    """Log-probabilities [R, V] float32 behind all rows of all inputs, after the request's edits of single tokens.
+    """Log-probabilities [R, V] float32 after all rows of all inputs, after the request's edits of single tokens.
 
-    And where in them each input's begin. Edits come before the softmax, so that they sum to 1.
+    Also where in them each input's begin. Edits come before the softmax, so that they sum to 1.
     """
     starts = [0]
     for rows in ranges:
@@ -136,7 +136,7 @@ def beam_logprobs(
 
 
 def _common(session: Session, token_ids: Sequence[int]) -> int:
-    """How many tokens of a sequence a session has cached."""
+    """Number of leading tokens of a sequence that a session has cached."""
     pairs = zip(session.token_ids[: session.cached_len], token_ids, strict=False)
     return next(
         (place for place, (own, other) in enumerate(pairs) if own != other), min(session.cached_len, len(token_ids))

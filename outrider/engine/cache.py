@@ -1,13 +1,13 @@
 """Paged keys and values: tables that map positions to slots of blocks, the blocks themselves, and shared prefixes.
 
-A block is free, held by one or more tables, or published and held by nobody: then it keeps what was computed, for
-whoever asks for the same tokens, until a block is needed and no other is free. A block that two tables share or that is
-published is never written: whoever has to write into one first gets a copy of its own, so truncating into such a block
-costs nothing until the next write (Kwon et al., 2023).
+A block is free, held by one or more tables, or published and held by none: then it keeps what was computed, for
+sessions that ask for the same tokens, until a block is needed and no other is free. A block that two tables share or
+that is published is never written: a table that has to write into one first gets its own copy, so truncating into such
+a block costs nothing until the next write (Kwon et al., 2023).
 
 A published block has a name: a digest of its own tokens and of all before them, that begins with a salt, so that
 sessions of different salts share nothing. The digest only finds a block; what is served is compared token by token with
-what was asked for, and so a collision serves nobody's keys.
+what was asked for, and so a collision serves no wrong keys.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ class BlockPool:
         # Taken from the end: the block freed last is the one most likely still in a processor's cache.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._holders = [0] * num_blocks
-        # Published blocks that nobody holds are as good as free, and are taken last.
+        # Published blocks that no table holds are as good as free, and are taken last.
         self.prefixes = PrefixIndex()
 
     def __repr__(self) -> str:
@@ -49,7 +49,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that whoever needs them gets."""
+        """Number of blocks that a table that needs them gets."""
         return len(self._free) + self.prefixes.num_unheld
 
     @property
@@ -95,7 +95,7 @@ class BlockPool:
             self._free.append(block)
 
     def is_shared(self, block: int) -> bool:
-        """Whether more than one holder reads the block, so that nobody may write to it."""
+        """Whether more than one holder reads the block, so that none may write to it."""
         return self._holders[block] > 1
 
     def is_writable(self, block: int) -> bool:
@@ -116,7 +116,7 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What a published block holds: its own tokens, behind those of the published block `parent`."""
+    """Content of a published block: its own tokens, after those of the published block `parent`."""
 
     digest: bytes
     salt: bytes
@@ -125,10 +125,10 @@ class Prefix:
 
 
 class PrefixIndex:
-    """Published blocks by their digests, and those of them that nobody holds, which stay until a block is needed.
+    """Published blocks by their digests, and those of them that no table holds, which stay until a block is needed.
 
-    Whoever holds a block holds its parent too, and lets go of it later. So of the blocks that nobody holds the oldest
-    never has a published child, and what is evicted leaves nothing behind that cannot be reached any more.
+    A table that holds a block holds its parent too, and lets go of it later. So of the blocks that none holds the
+    oldest never has a published child, and what is evicted leaves nothing that cannot be reached any more.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class PrefixIndex:
         return len(self._unheld)
 
     def find(self, salt: bytes, parent: int, token_ids: Sequence[int]) -> int | None:
-        """The block of these tokens behind a published parent, or ROOT; None when there is none."""
+        """Block of these tokens after a published parent, or ROOT; None when there is none."""
         wanted = self._prefix(salt, parent, token_ids)
         block = self._blocks.get(wanted.digest)
         return block if block is not None and self._prefixes[block] == wanted else None
@@ -170,11 +170,11 @@ class PrefixIndex:
         self._unheld.pop(block, None)
 
     def put_by(self, block: int) -> None:
-        """Nobody holds this published block any more."""
+        """Takes note that no table holds this published block any more."""
         self._unheld[block] = None
 
     def take_up(self, block: int) -> bool:
-        """Somebody holds a block again; tells whether it was one that was kept here."""
+        """Takes note that a table holds a block again; returns whether it was one that was kept here."""
         if block not in self._unheld:
             return False
         del self._unheld[block]
@@ -187,7 +187,7 @@ class PrefixIndex:
         return block
 
     def check(self, held: set[int]) -> None:
-        """Raises RuntimeError unless names, blocks and those that nobody holds agree."""
+        """Raises RuntimeError unless names, blocks and those that no table holds agree."""
         named = {self._blocks.get(prefix.digest) for prefix in self._prefixes.values()}
         if named != set(self._prefixes) or len(self._blocks) != len(self._prefixes):
             raise RuntimeError(f"{len(self._blocks)} names stand for {len(self._prefixes)} published blocks")
@@ -206,12 +206,12 @@ class PrefixIndex:
 
 
 def first_digest(salt: bytes) -> bytes:
-    """What the chain of a salt begins with."""
+    """Digest that the chain of a salt begins with."""
     return hashlib.blake2b(salt, digest_size=DIGEST_BYTES, person=b"salt").digest()
 
 
 def digest(before: bytes, token_ids: Sequence[int]) -> bytes:
-    """The link of a chain: token ids behind the digest of all before them."""
+    """The link of a chain: digest of token ids after the digest of all before them."""
     return hashlib.blake2b(before + array("q", token_ids).tobytes(), digest_size=DIGEST_BYTES, person=b"block").digest()
 
 
@@ -279,7 +279,7 @@ class BlockTable:
         self.pool = pool
         self.cache = cache
         self._blocks: list[int] = []
-        # Of the leading blocks, those that are published, each behind the one before.
+        # Of the leading blocks, those that are published, each after the one before.
         self._num_published = 0
         # Kept as an array that only grows at its end, so that a forward never walks a long prefix in Python.
         self._slots: Slots = np.empty(0, dtype=np.int64)
@@ -298,11 +298,11 @@ class BlockTable:
 
     @property
     def shared_blocks(self) -> tuple[int, ...]:
-        """Blocks that other tables hold as well. They lead, because whoever shares a block shares those before it."""
+        """Blocks that other tables hold as well. They lead, because who shares a block shares those before it."""
         return tuple(takewhile(self.pool.is_shared, self._blocks))
 
     def reserve(self, length: int, written_from: int = 0) -> None:
-        """Gives every position below length a slot, those from written_from on in blocks that nobody else can read.
+        """Gives every position below length a slot, those from written_from on in blocks that no other table can read.
 
         Raises CacheFull, and then nothing has changed.
         """
@@ -319,7 +319,7 @@ class BlockTable:
             self._unshare(index)
         for _ in range(num_new):
             self._append(self.pool.allocate())
-        # From the end, because whatever stands behind a block loses its name before the block does.
+        # From the end, because the blocks after a block lose their names before it does.
         for index in reversed(written):
             if self._blocks[index] not in self.pool.prefixes:
                 continue
@@ -344,7 +344,7 @@ class BlockTable:
         return self._slots[start:end]
 
     def fork(self, length: int) -> "BlockTable":
-        """A table that shares the blocks of the first `length` positions; whoever writes first makes its own copy."""
+        """A table that shares the blocks of the first `length` positions; the first to write makes its own copy."""
         if length > self.capacity:
             raise ValueError(f"cannot share {length} positions of {self.capacity}")
         twin = BlockTable(self.pool, self.cache)
@@ -367,7 +367,7 @@ class BlockTable:
         for index in range(self._num_published, length // size):
             own, tokens = self._blocks[index], token_ids[index * size : (index + 1) * size]
             if own not in self.pool.prefixes and self.pool.is_shared(own):
-                # A fork reads it too, and might go on without the block that it would stand behind.
+                # A fork reads it too, and might go on without the block that it would come after.
                 return
             block = self.pool.prefixes.publish(own, salt, self._parent(index), tokens)
             if block is None:
@@ -378,7 +378,7 @@ class BlockTable:
             self._num_published = index + 1
 
     def take(self, salt: bytes, token_ids: Sequence[int], start: int) -> int:
-        """Takes the published blocks that hold token_ids behind position start, all but the last token at most.
+        """Takes the published blocks that hold token_ids after position start, all but the last token at most.
 
         Returns how many of token_ids the table holds then, start when nothing was found. Never raises CacheFull.
         """

@@ -34,7 +34,7 @@ class Task(Protocol):
     done: bool
     """Whether its last step has been made."""
     stopped: bool
-    """Whether nobody wants it any more; it leaves before the next step, without an answer."""
+    """Whether it is not wanted any more; it leaves before the next step, without an answer."""
 
     def fail(self, error: OutriderError) -> None:
         """Ends the task with an error."""
@@ -44,7 +44,7 @@ TaskT = TypeVar("TaskT", bound=Task)
 
 
 class own_fault:  # noqa: N801 - a context manager, read as a phrase
-    """Ends a task with the unexpected error that is raised inside; nobody else's step is touched by it."""
+    """Ends a task with the unexpected error that is raised inside; no other task's step is touched by it."""
 
     # Not of contextlib, whose generators take longer than most of what stands inside.
     __slots__ = ("_task",)
@@ -68,8 +68,8 @@ class own_fault:  # noqa: N801 - a context manager, read as a phrase
 class DeviceWorker(Generic[TaskT]):
     """A thread that calls `advance` with all active tasks, over and over while there are any.
 
-    `advance` makes one step of each task, handles the faults of single ones, and tells whether it could do anything; if
-    not, the tasks wait for a job, or for a moment. It may raise only as long as none of its tasks has made the step:
+    `advance` makes one step of each task, handles the faults of single ones, and returns whether it could do anything;
+    if not, the tasks wait for a job, or for a moment. It may raise only as long as none of its tasks has made the step:
     then each of them is advanced alone, so that only those end whose own step fails.
     """
 
@@ -81,7 +81,7 @@ class DeviceWorker(Generic[TaskT]):
         rest: Callable[[], None] = lambda: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """Starts the thread, which first calls `setup`, and `rest` behind each step and behind the jobs between two."""
+        """Starts the thread, which first calls `setup`, and `rest` after each step and after the jobs between two."""
         self._advance = advance
         self._rest = rest
         self._clock_ns = clock_ns
@@ -109,7 +109,7 @@ class DeviceWorker(Generic[TaskT]):
         return 0 if since_ns is None else max(0, self._clock_ns() - since_ns) // 1000
 
     def post(self, job: Callable[[], None]) -> None:
-        """Queues a job that nobody waits for; it must not raise. Raises NotReady after `close`."""
+        """Queues a job that no caller waits for; it must not raise. Raises NotReady after `close`."""
         if self._closed:
             raise NotReady("the service is stopping")
         if self._unfinished_since_ns is None:
@@ -118,7 +118,7 @@ class DeviceWorker(Generic[TaskT]):
         self._jobs.put(job)
 
     def call(self, fn: Callable[[], T]) -> asyncio.Future[T]:
-        """Queues `fn` at once, behind what is queued already; the future has its result or its exception.
+        """Queues `fn` at once, after what is queued already; the future has its result or its exception.
 
         `fn` runs even when the future is cancelled. Raises NotReady after `close`.
         """
@@ -131,7 +131,7 @@ class DeviceWorker(Generic[TaskT]):
                 settle = partial(future.set_result, fn())
             except Exception as error:  # noqa: BLE001 - it is raised where the future is awaited
                 settle = partial(future.set_exception, error)
-            # A loop that has been closed has nobody left who waits; whoever gave up waiting has cancelled the future.
+            # A loop that has been closed has no waiting task left; one that gave up waiting has cancelled the future.
             if not loop.is_closed():
                 loop.call_soon_threadsafe(lambda: None if future.done() else settle())
 
@@ -148,7 +148,7 @@ class DeviceWorker(Generic[TaskT]):
             self._active.append(task)
 
     async def close(self) -> None:
-        """Ends the thread behind the jobs that are queued; active tasks fail. Idempotent."""
+        """Ends the thread after the jobs that are queued; active tasks fail. Idempotent."""
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
@@ -180,7 +180,7 @@ class DeviceWorker(Generic[TaskT]):
         self._rest()
 
     def _run_jobs(self, wait_s: float) -> bool:
-        """Runs what is queued, waiting for the first job as long as there is no task; tells whether to go on.
+        """Runs what is queued, waiting for the first job as long as there is no task; returns whether to go on.
 
         With tasks, it waits for wait_s at most.
         """
@@ -214,7 +214,7 @@ class DeviceWorker(Generic[TaskT]):
         return any(could_step)
 
     def _step_alone(self, task: TaskT) -> bool:
-        """One step of one task, unless it has ended by now; when that raises, the task fails."""
+        """Makes one step of one task, unless it has ended by now; when that raises, the task fails."""
         if task.done or task.stopped:
             return False
         # Each is a piece of work, and all of them together may take as long as a stall.

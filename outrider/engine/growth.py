@@ -1,4 +1,4 @@
-"""Which rows a tree of guesses gets: the likeliest ones, as far as their number, depth and siblings are limited.
+"""Growth of a tree of guesses: the likeliest rows, as far as their number, depth and siblings are limited.
 
 The value of a row is the chance that it is committed: its parent's value times the chance that it is taken where its
 parent is. Values never rise along a path, so the best rows are a tree, and best-first search finds them (OPT-Tree, Wang
@@ -39,7 +39,7 @@ class Child(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a tree may be: `max_rows` rows below the root, `max_depth` deep, `max_children` children of a row.
+    """Limits of a tree: `max_rows` rows below the root, `max_depth` deep, `max_children` children of a row.
 
     With `expansions` rows at depth d have expansions[d] children, and the others none. With `width` only the best that
     many rows of each depth are expanded, and those of an earlier depth never again.
@@ -53,7 +53,7 @@ class Limits:
 
     @classmethod
     def of(cls, shape: TreeShape, max_rows: int, max_depth: int) -> "Limits":
-        """What a shape asks for, of at most so many rows at such a depth."""
+        """Limits that a shape asks for, of at most so many rows at such a depth."""
         if shape.expansions:
             return cls(max_rows, min(max_depth, len(shape.expansions)), max(shape.expansions), shape.expansions)
         max_depth, max_children = min(max_depth, shape.max_depth or max_depth), shape.max_children or MAX_CHILDREN
@@ -132,7 +132,7 @@ class Growth:
         return _tree(self.nodes, sorted(-each for _, each in self._best), with_logprobs=with_logprobs)
 
     def _least(self) -> float:
-        """Values up to this are of no use."""
+        """Value that a new row has to exceed."""
         return self._best[0][0] if len(self._best) == self._limits.max_rows else 0.0
 
 
@@ -166,7 +166,7 @@ class Filling:
             self._places.append(place)
 
     def tree(self, *, with_logprobs: bool = False) -> TokenTree:
-        """As in Growth."""
+        """Tree of all nodes; see Growth.tree."""
         return _tree(self.nodes, range(1, len(self.nodes)), with_logprobs=with_logprobs)
 
 

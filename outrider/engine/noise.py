@@ -1,7 +1,8 @@
 """Counter-based noise: a pure function of (seed, position, purpose, token id), and for some purposes of the round.
 
-Draft and target that draw the same position of the same request use the same noise, whoever computes it, so that both
-choose the same token wherever their distributions allow it (Daliri, Musco and Suresh, 2024, arXiv 2408.07978).
+Draft and target that draw the same position of the same request use the same noise, whichever process computes it, so
+that both choose the same token wherever their distributions allow it (Daliri, Musco and Suresh, 2024, arXiv
+2408.07978).
 
 Hash words and uniforms are equal bit for bit on every device. Gumbel values pass through two logarithms and agree
 within 2 units in the last place of the value or of 1, whichever is larger: near 0 the outer logarithm cancels.
@@ -43,7 +44,7 @@ Floats = npt.NDArray[np.float64]
 class Purpose(IntEnum):
     """What a draw is for. Draws of different purposes at one position are independent.
 
-    TOKEN is the target's own draw, also behind a proposal that is accepted to its end, and the draw of a draft that
+    TOKEN is the target's own draw, also after a proposal that is accepted to its end, and the draw of a draft that
     shares it; RESIDUAL is the correction. A position is committed once, so one key serves each of them. DRAFT, the draw
     of a draft of its own, and ACCEPTANCE, which decides about a draft token, need `round_key`.
     """
@@ -68,7 +69,7 @@ def noise_key(seed: int, position: int, purpose: Purpose) -> int:
 def round_key(seed: int, base_len: int, position: int, purpose: Purpose, lane: int = 0) -> int:
     """The key of one draw of the round that builds on base_len tokens; otherwise as noise_key.
 
-    `lane`, at least 0, tells apart the draws for one position, each of which needs noise of its own: those of a tree,
+    `lane`, at least 0, distinguishes the draws for one position, each of which needs noise of its own: those of a tree,
     where all of a chain are in lane 0, and those of several drafters of a request, each of which has LANES_EACH lanes.
 
     A position may be drafted and tested in one round, not be committed there, and be drafted again in the next. What

@@ -1,7 +1,7 @@
 """One model on one device with its cache, and the one kind of forward: uncached tokens, then the rows of a tree.
 
 Belongs to the device thread. Lengths are known to the host, and logits stay on the device: only a forward that leaves
-nothing to draw behind waits for it.
+no token to draw waits for it.
 """
 
 import time
@@ -32,7 +32,7 @@ from outrider.errors import CacheFull, InvalidRequest, ModelRefused, PromptTooLo
 from outrider.token_tree import EMPTY, TokenTree
 
 MAX_ROWS = 512
-# 64 MiB of float32, beyond those behind which tokens are drawn.
+# 64 MiB of float32, beyond those after which tokens are drawn.
 MAX_PREFIX_LOGITS = 1 << 24
 # What the cache takes by default, and what it may take for the sake of one whole context.
 DEFAULT_KV_BYTES, MAX_KV_BYTES = 512 << 20, 4 << 30
@@ -40,13 +40,13 @@ DEFAULT_KV_BYTES, MAX_KV_BYTES = 512 << 20, 4 << 30
 
 @dataclass(slots=True)
 class ForwardCounts:
-    """The forwards of one runner."""
+    """Counts of the forwards of one runner."""
 
     num_rows: int = 0
     busy_s: float = 0.0
-    """Seconds for which the device was busy with them, and with the draws behind them."""
+    """Seconds for which the device was busy with them, and with the draws after them."""
     batch_sizes: dict[int, int] = field(default_factory=dict)
-    """How many forwards had each number of sessions."""
+    """Number of forwards by their number of sessions."""
 
     def add(self, num_sessions: int, num_rows: int) -> None:
         self.num_rows += num_rows
@@ -55,29 +55,29 @@ class ForwardCounts:
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """What a forward computed."""
+    """Logits of a forward, and the rows of them that belong to each feed."""
 
     logits: Tensor
     """[rows, V] float32 on the device, of roots, tree rows and probes."""
     ranges: list[range | None]
-    """For each feed the rows of logits: the root (its last committed token) first, then its tree's rows in row order;
+    """Rows of logits of each feed: the root (its last committed token) first, then its tree's rows in row order;
     those that were computed before are left out. None: the feed is not finished, and is to be fed again."""
     prefixes: list[range]
-    """For each feed that wants them the rows of logits of the tokens before the root that this forward computed."""
+    """Rows of logits, for each feed that wants them, of the tokens before the root that this forward computed."""
     grants: list[int]
-    """How many rows of each feed were computed."""
+    """Number of rows of each feed that were computed."""
     probes: dict[int, range]
     """The rows of logits of probes, in row order, by the number of their feed; none of a feed that is not finished."""
 
     @property
     def num_rows(self) -> int:
-        """Rows that were computed."""
+        """Number of rows that were computed."""
         return sum(self.grants)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """What tells one loaded model from another."""
+    """Facts that distinguish one loaded model from another."""
 
     model_name: str
     """Last part of the folder or hub id, or the name of a sized or simulated model."""
@@ -87,7 +87,7 @@ class ModelIdentity:
     vocabulary_size: int
     """Ids that the tokenizer knows: one more than the largest; at most the width of the logits."""
     modelling: str = ""
-    """Whose code computes the model, with its version; empty for our own."""
+    """Library that computes the model, with its version; empty for our own code."""
 
 
 class ModelRunner:
@@ -106,7 +106,7 @@ class ModelRunner:
             config.num_layers, num_slots, config.num_kv_heads, config.head_dim, cache_dtype, weight.device
         )
         self.forward_counts = ForwardCounts()
-        # Behind those of the vocabulary, and only probes may have them.
+        # Ids after those of the vocabulary, and only probes may have them.
         self._num_probe_ids = 0
         self._num_forwards = 0
         self._started_s: float | None = None
@@ -164,7 +164,7 @@ class ModelRunner:
 
     @property
     def parts(self) -> TargetParts:
-        """What a head shares with this model; raises ModelRefused for one without a state that a head could read."""
+        """Parts that a head shares with this model; raises ModelRefused for one without a state that heads can read."""
         if not isinstance(self.model, TappedDecoder):
             message = f"{self.identity.model_name} has no state that a head could read"
             raise ModelRefused(message, model=self.identity.model_name)
@@ -174,14 +174,14 @@ class ModelRunner:
     def tap(self, boundaries: Sequence[int]) -> None:
         """Lets every forward from now on store the residuals at these boundaries too; see KVCache.taps.
 
-        Raises InvalidRequest for boundaries outside [0, N], and ValueError behind a forward.
+        Raises InvalidRequest for boundaries outside [0, N], and ValueError after a forward.
         """
         if self._num_forwards:
             raise ValueError("what has been computed already has no features")
         stray = next((each for each in boundaries if not 0 <= each <= self.config.num_layers), None)
         if stray is not None:
             raise InvalidRequest("taps", stray, f"in [0, {self.config.num_layers}]")
-        # Behind those that there are, whose places others know.
+        # After those that there are, whose places others know.
         taps = tuple(dict.fromkeys((*self.cache.taps, *sorted(boundaries))))
         self.cache.keep_features(len(taps) * self.model.embedding.shape[1], taps)
 
@@ -232,7 +232,7 @@ class ModelRunner:
 
     @property
     def device(self) -> torch.device:
-        """Where weights, cache and logits live."""
+        """Device of weights, cache and logits."""
         return self.model.embedding.device
 
     @property
@@ -247,7 +247,7 @@ class ModelRunner:
 
     @property
     def numerics_id(self) -> str:
-        """Everything that may change the last bit of a logit, for instance "cpu-bfloat16-native-v4"."""
+        """Name of everything that may change the last bit of a logit, for instance "cpu-bfloat16-native-v4"."""
         parts = (self.device.type, self.identity.dtype, self.identity.modelling, self.ops.name)
         return "-".join(filter(None, parts))
 
@@ -311,7 +311,7 @@ class ModelRunner:
                 session.advance(cached_len, feed.tree if finished else EMPTY)
                 session.last_forward = self._num_forwards
         if self.device.type == "cuda" and not len(batch.wanted):
-            # Or chunks of a prompt would pile up on the device, in front of whoever asks for a token meanwhile.
+            # Or chunks of a prompt would pile up on the device, in front of a session that asks for a token meanwhile.
             torch.cuda.synchronize(self.device)
         probes: dict[int, range] = {}
         for number, feed in enumerate(feeds):
@@ -322,7 +322,7 @@ class ModelRunner:
         return ForwardResult(logits, batch.ranges, batch.prefixes, grants, probes)
 
     def finish(self) -> None:
-        """Counts the time of the last forward, behind which its tokens have been drawn and read; idempotent.
+        """Counts the time of the last forward, after which its tokens have been drawn and read; idempotent.
 
         Waits where the device is simulated and would not be done yet.
         """
@@ -356,7 +356,7 @@ class ModelRunner:
             raise ValueError(f"{feed.num_computed} rows of {tree} do not lie computed behind {len(session)} tokens")
 
     def _check_rows(self, name: str, tree: TokenTree, length: int, most: int) -> None:
-        """Of rows behind so many tokens, where a forward has room for `most`."""
+        """Raises InvalidRequest about rows after so many tokens, where a forward has room for `most`."""
         if length + max(tree.depths) > self.context_len:
             raise InvalidRequest(name, f"{max(tree.depths)} deep", f"at most {self.context_len - length} deep here")
         if len(tree) > most:

@@ -1,6 +1,6 @@
 """The tokens of one sequence and how many of them are cached.
 
-State is lengths: the slots of positions below cached_len hold committed keys and values; those behind the last token
+State is lengths: the slots of positions below cached_len hold committed keys and values; those after the last token
 hold the rows of the last forward's tree, which are provisional until keep, extend, replace_tail or truncate. The token
 list is the truth, the cache can always be rebuilt from it.
 """
@@ -14,7 +14,7 @@ from outrider.token_tree import EMPTY, TokenTree
 
 
 class LowerRows(NamedTuple):
-    """Rows from a session's last token on, each behind the one before, of which a drafter has computed lower layers."""
+    """Rows from a session's last token on, each after the one before, of which a drafter has computed lower layers."""
 
     token_ids: tuple[int, ...]
     boundary: int
@@ -25,7 +25,7 @@ NOTHING_COMPUTED = LowerRows((), 0)
 
 
 class Session:
-    """One sequence; belongs to the device thread, and is not safe to share."""
+    """Tokens of one sequence; belongs to the device thread, and is not safe to share."""
 
     def __init__(self, table: BlockTable, token_ids: Sequence[int], prompt_len: int, salt: bytes | None = None) -> None:
         if not token_ids:
@@ -39,7 +39,7 @@ class Session:
         """Cached prefixes are shared among sessions of the same salt; None for a session that shares none."""
         self.cached_len = 0
         self.tree = EMPTY
-        """The tree of the last forward whose rows still lie behind the committed tokens."""
+        """The tree of the last forward whose rows still lie after the committed tokens."""
         self.lower = NOTHING_COMPUTED
         """Rows that the next forward need not begin anew: they lie where its own do, as provisional as a tree's."""
         self.last_forward = 0
@@ -47,14 +47,14 @@ class Session:
         self.arrival = 0
         """Number of the last forward before the runner opened this session."""
         self.owner: object = None
-        """Whose prompt its tokens are: those of several owners are read by turns; see outrider.engine.sharing."""
+        """Owner of the prompt: prompts of several owners are read by turns; see outrider.engine.sharing."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
     def next_position(self) -> int:
-        """Where the next forward starts: the first uncached token, or the last token again when all are cached.
+        """Position at which the next forward starts: the first uncached token, or the last one when all are cached.
 
         A forward has to compute the last token to have its logits; its key and value are then written once more,
         with the same bits where the device is row-invariant.
@@ -62,22 +62,22 @@ class Session:
         return min(self.cached_len, len(self.token_ids) - 1)
 
     def reserve(self, num_tree_rows: int = 0, written_from: int | None = None) -> None:
-        """Slots for all tokens and num_tree_rows behind them, of which those from written_from on will be written.
+        """Reserves slots for all tokens and num_tree_rows after them; those from written_from on will be written.
 
-        By default these are the next position and all behind it. Raises CacheFull and leaves the session as it was.
+        By default these are the next position and all after it. Raises CacheFull and leaves the session as it was.
         """
         first = self.next_position if written_from is None else written_from
         self.table.reserve(len(self.token_ids) + num_tree_rows, first)
 
     def advance(self, cached_len: int, tree: TokenTree) -> None:
-        """What the runner says after a forward: tokens below cached_len are cached, and tree's rows behind them."""
+        """Takes the result of a forward: tokens below cached_len are cached, and tree's rows after them."""
         self.cached_len, self.tree, self.lower = cached_len, tree, NOTHING_COMPUTED
 
     def ahead(self, num_rows: int) -> "Session":
         """A session of the same tokens and blocks, with room for so many guesses where a tree's rows would lie.
 
         It may be extended, and its rows computed; never truncated or freed, because the blocks are not its own. What
-        lay behind the tokens is dropped. Raises CacheFull.
+        lay after the tokens is dropped. Raises CacheFull.
         """
         self.advance(self.cached_len, EMPTY)
         self.reserve(num_rows)
@@ -100,7 +100,7 @@ class Session:
         return twin
 
     def keep_with_room(self, rows: Sequence[int]) -> None:
-        """As `keep`, but where there is no room to separate the rows from a fork's, their tokens are all that stays."""
+        """Keeps rows like `keep`, but without room to separate them from a fork's, their tokens are all that stays."""
         token_ids = [self.tree.token_ids[row - 1] for row in rows]
         try:
             self.keep(rows)
@@ -172,7 +172,7 @@ class Session:
         if rows and (not 1 <= rows[-1] <= len(self.tree) or self.tree.path(rows[-1]) != rows):
             raise ValueError(f"rows {rows} are not a path from the root of {self.tree}")
         base = len(self.token_ids)
-        # Row r lies r - 1 places behind the base, and belongs at its depth - 1; rows of a chain lie right already.
+        # Row r lies r - 1 places after the base, and belongs at its depth - 1; rows of a chain lie right already.
         moved = [depth for depth, row in enumerate(rows) if row - 1 != depth]
         if moved:
             self.table.reserve(base + rows[-1], base)

@@ -1,4 +1,4 @@
-"""Who computes how many rows in a step: whoever is running always, then prompts, first come, first served.
+"""How many rows of each feed a step computes: all of those that run, then prompts, first come, first served.
 
 Prompts that share a device evenly all finish late; one after the other, the mean time to a first token is half as long.
 While others run, a step has as many rows of prompts as make it about half as long again (chunked prefill beside
@@ -21,7 +21,7 @@ MIN_PROMPT_ROWS = 4
 MAX_SLOWDOWN = 1.5
 # Steps whose median counts: one that a busy machine made slow says nothing, and a new load is known soon.
 NUM_SAMPLES = 5
-# Of so many steps one has no rows of prompts, while others run, and tells how long such a step takes now.
+# Of so many steps one has no rows of prompts, while others run, and shows how long such a step takes now.
 PROBE_STEPS = 16
 # A session that waits for its draft, or for its client, has no part in some steps, and is running all the same.
 GRACE_STEPS = 64
@@ -32,10 +32,10 @@ def share_rows(
 ) -> list[int]:
     """Rows that each feed gets of a forward of max_rows: all it needs, or a part of its committed tokens, or none.
 
-    Feeds that are no prompts go first, and with them a few rows of the first prompt, whoever waited longest before the
-    others; so none starves. Of max_prompt_rows the owners of prompts have equal shares, and of a share, and of what is
-    left of others, the prompt that arrived first gets all that it can use; of several that came at once the first feed.
-    Neither a tree nor probes are ever divided from the last committed token, whose logits they continue. At most
+    Feeds that are no prompts go first, and with them a few rows of the first prompt, the one that waited longest before
+    the others; so none starves. Of max_prompt_rows the owners of prompts have equal shares, and of a share, and of what
+    is left of others, the prompt that arrived first gets all that it can use; of several that came at once the first
+    feed. Neither a tree nor probes are ever divided from the last committed token, whose logits they continue. At most
     max_prefix_rows are granted of which feeds want the logits besides, because logits are large.
     """
     needs = [feed.num_rows for feed in feeds]
@@ -85,7 +85,7 @@ class Pace:
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`clock` counts seconds."""
+        """Takes a clock that counts seconds."""
         self._clock = clock
         self._started_s = 0.0
         self._prompts: list[bool] = []
@@ -97,7 +97,7 @@ class Pace:
         self._recent: deque[list[Session]] = deque(maxlen=GRACE_STEPS)
 
     def begin(self, feeds: Sequence[Feed], max_rows: int) -> int:
-        """The most rows of prompts in a step of these feeds: max_rows while nobody else runs.
+        """The most rows of prompts in a step of these feeds: max_rows while no other session runs.
 
         Else it is at least MIN_PROMPT_ROWS, or 0 where others are in the step, to learn how long it takes without.
         """
@@ -126,7 +126,7 @@ class Pace:
         seconds = self._clock() - self._started_s
         num_rows = sum(grant for grant, is_prompt in zip(grants, self._prompts, strict=True) if is_prompt)
         if sum(grants) == num_rows:
-            # Nobody but prompts: what a step costs without them cannot be told from what they cost.
+            # Only prompts: what a step costs without them cannot be separated from what they cost.
             return
         if num_rows == 0:
             self._plain_s.append(seconds)

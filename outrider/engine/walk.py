@@ -1,4 +1,4 @@
-"""A walk down a proposal by the draws behind its rows: what of it is kept. Pure, for target and draft alike."""
+"""A walk down a proposal by the draws after its rows: what of it is kept. Pure, for target and draft alike."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from outrider.token_tree import TokenTree
 
 
 class Walk(NamedTuple):
-    """A walk down a proposal: what is kept of it, the token behind that, and how many draft tokens were tested."""
+    """A walk down a proposal: what is kept of it, the token after that, and how many draft tokens were tested."""
 
     accepted_rows: tuple[int, ...]
     next_token_id: int
@@ -15,7 +15,7 @@ class Walk(NamedTuple):
 
 
 def walk(tree: TokenTree, drawn: Sequence[int], substitutes: Sequence[int] = ()) -> Walk:
-    """Follows the draws from the root; drawn[row] is the token drawn behind that row, drawn[0] behind the root.
+    """Follows the draws from the root; drawn[row] is the token drawn after that row, drawn[0] after the root.
 
     Rows count from 1. Of siblings with the same token the lowest row is followed. Where no child carries the draw,
     substitutes[row] is followed, unless it is 0: the rule `typical`. A row whose draw is negative has none and is not
@@ -35,7 +35,7 @@ def walk(tree: TokenTree, drawn: Sequence[int], substitutes: Sequence[int] = ())
 
 
 def child_with(tree: TokenTree, row: int, token_id: int) -> int:
-    """The first child with this token, 0 for none: the root is nobody's child."""
+    """The first child with this token, 0 for none: the root is no child."""
     for child in tree.children(row):
         if tree.token_ids[child - 1] == token_id:
             return child
@@ -43,7 +43,7 @@ def child_with(tree: TokenTree, row: int, token_id: int) -> int:
 
 
 def count_evaluated(tree: TokenTree, visited: Sequence[int]) -> int:
-    """One for each visited row with children, of which one is accepted at most: for a chain the tokens tested.
+    """Number of guesses tested: one for each visited row with children, of which at most one is accepted.
 
     Siblings stand for one guess, so that accepted over evaluated means the same for trees and chains.
     """

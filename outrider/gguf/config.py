@@ -1,4 +1,4 @@
-"""What config.json would say of a GGUF file: the keys that transformers gives the same model.
+"""Keys of config.json for a GGUF file, as transformers would give them to the same model.
 
 Keys of GGUF carry the architecture's name in front, as in `llama.block_count`; here they stand without it. Whatever
 would make other numbers than the families that are served, and cannot be said in those keys, is refused by name.
@@ -83,7 +83,7 @@ def architecture_of(file: GgufFile) -> str:
 
 
 def spelled(file: GgufFile) -> dict[str, str]:
-    """What the keys of `json_config` are called in the file, for errors to name."""
+    """Names in the file of the keys of `json_config`, for errors."""
     prefix = architecture_of(file)
     return {key: f"{prefix}.{name}" for key, name in (KEYS | SCALING).items()}
 
@@ -91,7 +91,7 @@ def spelled(file: GgufFile) -> dict[str, str]:
 def json_config(file: GgufFile) -> dict[str, Any]:
     """The keys of config.json, those that the file states or its tensors show. Raises ModelRefused.
 
-    Values are as the file has them: whoever reads them checks types and limits as for any config.json.
+    Values are as the file has them: the reader checks types and limits as for any config.json.
     """
     name = architecture_of(file)
     given = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items() if key.startswith(f"{name}.")}
@@ -127,7 +127,7 @@ def json_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _check_key(file: GgufFile, name: str, key: str, value: object) -> None:
-    """Raises ModelRefused for a key that changes the numbers, or may: one that nobody here knows and that is on."""
+    """Raises ModelRefused for a key that changes the numbers, or may: one that is not known here and that is on."""
     neutral = NEUTRAL.get(key)
     is_off = not any(value) if isinstance(value, array | list) else not value
     if key in KNOWN or (is_off if neutral is None else value in neutral):

@@ -1,4 +1,4 @@
-"""Which GGUF file a name means: a path, or a hub id with `:FILE.gguf` behind it where its repository has several."""
+"""GGUF files by name: a path, or a hub id with `:FILE.gguf` after it where its repository has several."""
 
 import os
 import re
@@ -57,14 +57,14 @@ def part_names(name: str) -> list[str]:
 
 
 def model_stem(path: Path) -> str:
-    """What a model is called by its file: the name without the suffix, and without which part it is."""
+    """Name of a model by its file: without the suffix, and without which part it is."""
     part = _PART.fullmatch(path.name)
     return path.stem if part is None else part["stem"]
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """`org/name`, with `@revision` and `:FILE.gguf` behind it where they are given."""
+    """`org/name`, with `@revision` and `:FILE.gguf` after it where they are given."""
 
     model_id: str
     revision: str | None
@@ -72,14 +72,14 @@ class HubName:
 
     @classmethod
     def parse(cls, name: str) -> Self:
-        """Any name has these parts; whether the id can be one is for the hub's library to say."""
+        """Parts of any name; whether the id can be one is for the hub's library to say."""
         repository, _, file = name.rpartition(":") if is_gguf(name) else (name, "", "")
         model_id, _, revision = (repository or file).partition("@")
         return cls(model_id, revision or None, file if repository and file else None)
 
     @property
     def command(self) -> str:
-        """What downloads it."""
+        """Command that downloads it."""
         parts = ["hf download", self.model_id, self.file, f"--revision {self.revision}" if self.revision else None]
         return " ".join(part for part in parts if part)
 

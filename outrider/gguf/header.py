@@ -30,7 +30,7 @@ NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", BOOL: "B", 10
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """How numbers are stored: in blocks of so many, each of so many bytes."""
+    """Storage of numbers: in blocks of so many, each of so many bytes."""
 
     name: str
     block_len: int
@@ -70,7 +70,7 @@ TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """One tensor: its shape, outermost dimension first, and the bytes of the file that hold it."""
+    """Place of one tensor: its shape, outermost dimension first, and the bytes of the file that hold it."""
 
     name: str
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ class TensorPlace:
     offset: int
     size: int
     file: Path
-    """Of a split model one of its parts."""
+    """File that holds the numbers: of a split model one of its parts."""
 
     @property
     def type(self) -> TensorType:
@@ -87,13 +87,13 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """What a file says of itself. Arrays of numbers are `array.array`, those of strings lists."""
+    """Header of a file. Arrays of numbers are `array.array`, those of strings lists."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, TensorPlace]
     data_offset: int
-    """Where the header ends, as far as tensors are concerned."""
+    """End of the header, as far as tensors are concerned."""
     parts: tuple[Path, ...] = ()
     """The files of a split model, in order, or the one file."""
 
@@ -260,7 +260,7 @@ class _Cursor:
         return bool(found) if kind == BOOL else found
 
     def tensor(self, index: int) -> TensorPlace:
-        """Its offset is that in the file's data, which begins where all of the header is read."""
+        """Place of the tensor at an index; its offset is that in the file's data, which begins after the header."""
         name = self.string(f"the name of tensor {index}", MAX_NAME_BYTES)
         what = f"the tensor {shown(name)}"
         num_dimensions = int(self.number("I", what))

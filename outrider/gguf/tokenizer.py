@@ -39,10 +39,10 @@ TEKKEN = (
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """How a text is cut before its bytes are merged."""
+    """Rules that cut a text before its bytes are merged."""
 
     pattern: str | None = None
-    """None: GPT-2's."""
+    """Regular expression of one word; None for GPT-2's."""
     single_digits: bool = False
     composes: bool = False
     """Whether characters are composed first (NFC)."""
@@ -112,8 +112,8 @@ def read_tokenizer(file: GgufFile) -> Tokenizer:
 
 
 def doubt(file: GgufFile) -> str | None:
-    """Why texts may be cut into other tokens than the model was trained with, in one sentence; None of a file that
-    says how they are cut, and of one whose vocabulary tells it.
+    """Reason why texts may be cut into other tokens than in training, in one sentence; None of a file that
+    says how they are cut, and of one whose vocabulary shows it.
     """
     if file.metadata.get(MODEL) != "gpt2" or _words_name(file) is not None:
         return None
@@ -125,7 +125,7 @@ def doubt(file: GgufFile) -> str | None:
 
 
 def _words_name(file: GgufFile) -> object:
-    """What `tokenizer.ggml.pre` says or, without that, whose vocabulary it is; None for nobody's."""
+    """Value of `tokenizer.ggml.pre` or, without that, the family of the vocabulary; None for an unknown one."""
     name = file.metadata.get(PRE, "default")
     if name != "default":
         return name
@@ -154,7 +154,7 @@ def chat_templates(file: GgufFile) -> dict[str, str]:
 
 
 def _byte_level(file: GgufFile, vocabulary: Mapping[str, int]) -> tuple[Tokenizer, bool]:
-    """Also whether a text begins with the bos token where the file does not say."""
+    """Tokenizer of bytes, and whether a text begins with the bos token where the file does not say."""
     name = _words_name(file) or "default"
     if not isinstance(name, str) or name not in WORDS:
         raise file.refuse(PRE, f"is {shown(name)}, a pre-tokenizer that is not known; there are {', '.join(WORDS)}")
@@ -204,7 +204,7 @@ def _sentence_piece(file: GgufFile, vocabulary: Mapping[str, int], tokens: list[
 
 
 def _splits(vocabulary: Mapping[str, int], tokens: list[str], types: "array[int]") -> Iterator[tuple[str, str]]:
-    """Every pair of pieces that makes a piece of text."""
+    """Pairs of pieces that make a piece of text."""
     is_text = [kind == NORMAL for kind in types]
     for index, token in enumerate(tokens):
         for cut in range(1, len(token) if is_text[index] else 0):
@@ -229,7 +229,7 @@ def _add_ends(file: GgufFile, tokenizer: Tokenizer, tokens: list[str], begins: b
 
 
 def _tokens(file: GgufFile) -> tuple[list[str], "array[int]"]:
-    """All tokens by id, and their types."""
+    """Tokens by id, and their types."""
     tokens = _strings(file, TOKENS)
     types = file.metadata.get(TYPES, array("i", [NORMAL]) * len(tokens))
     if not isinstance(types, array) or len(types) != len(tokens):

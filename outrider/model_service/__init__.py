@@ -1,1 +1,1 @@
-"""What the draft and the target service have in common."""
+"""Parts that the draft and the target service share."""

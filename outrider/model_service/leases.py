@@ -1,4 +1,4 @@
-"""Which sessions a service holds: leased when their link breaks, and dropped when their lease ends or room is needed.
+"""Table of the sessions that a service holds: leased when their link breaks, dropped when their lease ends.
 
 Everything here belongs to the device thread and runs between two steps.
 """
@@ -44,7 +44,7 @@ class LeaseTable(Generic[StateT]):
         self.num_evicted = 0
         """Leased sessions that were ended early to make room."""
         self.num_expired = 0
-        """Leased sessions that were ended because nobody came back in time."""
+        """Leased sessions that were ended because no gateway came back in time."""
         self.num_preempted = 0
         """Sessions that lost their cache, and nothing else, to another one."""
         self._clock = clock
@@ -126,7 +126,7 @@ class LeaseTable(Generic[StateT]):
             self.drop(session_id)
 
     def evict_oldest(self) -> bool:
-        """Frees the session that has been leased longest; tells whether there was one."""
+        """Frees the session that has been leased longest; returns whether there was one."""
         oldest = next(iter(self._leases), None)
         if oldest is None:
             return False

@@ -3,11 +3,11 @@
 A message takes three hops. The servicer reads it, checks its fence and makes a job of it (LinkServicer.job); the jobs
 of a frame run on the device thread, where the service's sessions decide what each message is; what has to be computed
 becomes a task of the verifier or drafter. Answers go into the link's outbox, and all that is there leaves in one frame.
-A message that opens a session with a grammar waits before that until it is compiled, and so do those behind it.
+A message that opens a session with a grammar waits before that until it is compiled, and so do those after it.
 
 Frames are read while answers are computed, because a newer epoch or a close has to be seen while a job runs. Whatever
 is wrong with a message ends the session that it names, and nothing else. A link ends when its gateway ends it; one that
-was cut looks the same, so nothing may depend on which it was: what it leaves behind is on leases.
+was cut looks the same, so nothing may depend on which it was: its sessions are on leases.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ from outrider.v1.types_pb2 import OpenPart
 
 # A link has a handler, two tasks and some jobs, so this bounds all of them. One without sessions makes room.
 MAX_LINKS = 256
-# Until the first frame, which a gateway sends at once: else whoever opens links and says nothing would take them all.
+# Until the first frame, which a gateway sends at once: else a caller that opens links and says nothing would take all.
 FIRST_FRAME_S = 10.0
 # Frames of a link that may wait for the device.
 MAX_UNFINISHED_FRAMES = 16
@@ -69,7 +69,7 @@ Frame = DraftServiceLinkRequest | TargetServiceLinkRequest
 AnswerFrame = DraftServiceLinkResponse | TargetServiceLinkResponse
 StoreT = TypeVar("StoreT", bound=SessionStore[Any])
 Job = Callable[[], None]
-"""What the device thread does for a message; raises what ends the message's session."""
+"""Work of the device thread for a message; raises what ends the message's session."""
 
 
 class SilentLink(OutriderError):
@@ -113,7 +113,7 @@ class OpenParts:
         self._parts[fence.session_id] = fence, token_ids
 
     def peek(self, fence: Fence) -> Sequence[int]:
-        """What `take` would give."""
+        """Tokens that `take` would give."""
         known, token_ids = self._parts.get(fence.session_id, (fence, []))
         return token_ids if known == fence else ()
 
@@ -124,7 +124,7 @@ class OpenParts:
         return token_ids
 
     def forget(self, session_id: bytes) -> None:
-        """Drops what has come of an open."""
+        """Drops the parts of an open that have come."""
         self._num_tokens -= len(self._parts.pop(session_id, (None, ()))[1])
 
 
@@ -136,7 +136,7 @@ class Arrived(Generic[RequestT]):
     fence: Fence
     arrived_ns: int
     grammar: Grammar | None = None
-    """What it opens a session with."""
+    """Grammar that the message opens a session with."""
 
 
 @dataclass(slots=True)
@@ -149,7 +149,7 @@ class Compiling(Generic[RequestT]):
 
 @dataclass(frozen=True, slots=True)
 class Incoming(Generic[RequestT]):
-    """What a link has of messages that are no jobs yet, and where answers to it go."""
+    """Messages of a link that are no jobs yet, and the outbox for their answers."""
 
     outbox: Outbox
     parts: OpenParts = field(default_factory=OpenParts)
@@ -169,7 +169,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         outboxes: Outboxes,
         observe: Callable[[ComputeTimes], None] = lambda times: None,
     ) -> None:
-        """`outboxes` are flushed where the device rests; `observe` is told what each answer cost, when it is sent.
+        """`outboxes` are flushed where the device rests; `observe` gets what each answer cost, when it is sent.
 
         `upkeep` is of the service's work in the background.
         """
@@ -187,18 +187,18 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
     @property
     @abstractmethod
     def services(self) -> channels.Services:
-        """What `outrider.rpc.channels.serve` is to serve."""
+        """Services for `outrider.rpc.channels.serve`."""
 
     @abstractmethod
     def job(self, message: Arrived[RequestT], earlier: Sequence[int], owner: Outbox) -> Job:
-        """What the device thread does for a message; raises InvalidRequest and the like about what it says.
+        """Work of the device thread for a message; raises InvalidRequest and the like about what it says.
 
         Of an open, `earlier` are the tokens that came before it; answers go to `owner`, the outbox of its link.
         """
 
     @abstractmethod
     def compiled(self, grammars: GrammarEngine, text: str, salt: bytes, output: Sequence[int]) -> Awaitable[Grammar]:
-        """The grammar of a session that is opened behind an output; raises GrammarRefused."""
+        """The grammar of a session that is opened after an output; raises GrammarRefused."""
 
     @abstractmethod
     def fill(self, response: Any, answer: Any) -> None:  # noqa: ANN401 - with a proposal or a verdict
@@ -231,7 +231,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
                     await self._device.call(outbox.end)
             await writer
         finally:
-            # Once cancelled, the reader queues no more jobs, so leases begin behind its last one.
+            # Once cancelled, the reader queues no more jobs, so leases begin after its last one.
             reader.cancel()
             writer.cancel()
             self._links.pop(outbox, None)
@@ -283,7 +283,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
                         jobs += self._jobs(message, link)
                 num_frames += 1
                 run = partial(self._run, jobs, outbox)
-                # Nobody is woken at the end of a job, because the answer is what its client waits for; but some are
+                # No task is woken at the end of a job, because the answer is what its client waits for; but some are
                 # waited for, so that a client cannot fill the device's queue.
                 if num_frames % MAX_UNFINISHED_FRAMES:
                     self._device.post(run)
@@ -295,7 +295,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
                 each.task.cancel()
 
     def _must_wait(self, message: Arrived[RequestT], link: Incoming[RequestT]) -> bool:
-        """Keeps an open with a grammar, and what comes behind it, until that is compiled; tells whether it did."""
+        """Keeps an open with a grammar, and what comes after it, until that is compiled; returns whether it did."""
         request, session_id, grammars = message.request, message.fence.session_id, self._facts.grammars
         found = link.compiling.get(session_id)
         if found is None:
@@ -357,7 +357,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         return [] if job is None else [(message.fence, job)]
 
     def _job(self, message: Arrived[RequestT], link: Incoming[RequestT]) -> Job | None:
-        """What the device thread does for a message, None for nothing; raises what the message is refused for."""
+        """Work of the device thread for a message, None for nothing; raises what the message is refused for."""
         request, fence, parts, outbox = message.request, message.fence, link.parts, link.outbox
         check_fence(fence, self._facts.context_len)
         earlier: Sequence[int] = ()
@@ -414,7 +414,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
                 self._observe(answer.times)
 
     def _frames(self, answers: Sequence[SessionAnswer[Any]]) -> Iterator[AnswerFrame]:
-        """All answers in as few frames as FRAME_BYTES allows."""
+        """Answers in as few frames as FRAME_BYTES allows."""
         table = self._sessions.table
         new_frame: Callable[[], Any] = partial(
             self.answer_type,
@@ -454,7 +454,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
                 self.fill(response, answer.content)
 
     def _leave(self, outbox: Outbox) -> list[asyncio.Future[Any]]:
-        """Queues the leases at once, because a handler may be cancelled a second time; returns what tells of it."""
+        """Queues the leases at once, because a handler may be cancelled a second time; returns that job's futures."""
         # A service that has stopped has freed everything.
         with suppress(NotReady):
             leaving = self._device.call(partial(self._sessions.table.leave, outbox))

@@ -20,22 +20,22 @@ PONG = object()
 
 
 class SessionAnswer(NamedTuple, Generic[ContentT]):
-    """What a session says about a message: a proposal or verdict on the fence's length, or that it lacks tokens."""
+    """Answer of a session to a message: a proposal or verdict on the fence's length, or that it lacks tokens."""
 
     fence: Fence
     content: ContentT | None
-    """None asks for the tokens behind known_len, unless there is an error."""
+    """Proposal or verdict; None asks for the tokens after known_len, unless there is an error."""
     known_len: int
     cached_len: int
     times: ComputeTimes
     error: OutriderError | None = None
-    """Why the session has ended."""
+    """Error that ended the session."""
 
 
 class Outboxes:
     """The outboxes that the device has filled since it last rested.
 
-    Nobody is woken before, so that all that one step has for one gateway leaves together.
+    No link is woken before, so that all that one step has for one gateway leaves together.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Outbox:
         self._outboxes.add(self)
 
     def take_flooded(self) -> set[bytes]:
-        """Sessions that have had more answers here than one may have, and lost what came behind; each is told once."""
+        """Sessions that have had more answers here than one may have, and lost what came after; each is named once."""
         flooded, self._flooded = self._flooded, set()
         return flooded
 
@@ -95,7 +95,7 @@ class Outbox:
         self._wake()
 
     def end(self) -> None:
-        """Ends the link behind the answers so far."""
+        """Ends the link after the answers so far."""
         self._has_ended = True
         self._outboxes.add(self)
 
@@ -107,7 +107,7 @@ class Outbox:
             self._loop.call_soon_threadsafe(self._wake)
 
     async def take(self) -> list[SessionAnswer[Any]]:
-        """All answers there are, at least one; none at the end of the link."""
+        """Takes all answers there are, at least one; none at the end of the link."""
         while not self._answers and not self._has_ended:
             self._wanted = self._loop.create_future()
             await self._wanted

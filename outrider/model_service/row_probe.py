@@ -31,7 +31,7 @@ app = service_app()
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The same rows computed in two ways."""
+    """A comparison of the same rows computed in two ways."""
 
     name: str
     rows: int
@@ -58,7 +58,7 @@ def probe(
 
 
 def engine_facts() -> dict[str, object]:
-    """What computes here: torch, its threads, the compiled kernels, and CUDA devices."""
+    """Facts about what computes here: torch, its threads, the compiled kernels, and CUDA devices."""
     kernels = load_kernels()
     devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     return {
@@ -116,7 +116,7 @@ def together(
 
 
 def step_by_step(runner: ModelRunner, prompt: Sequence[int], tree: TokenTree) -> Tensor:
-    """The same rows by plain decoding: the prompt, then one token after the other."""
+    """Logits of the same rows by plain decoding: the prompt, then one token after the other."""
     session = runner.open(prompt, 1)
     rows = [runner.forward([Feed(session)]).logits[-1:].clone()]
     for token_id in tree.token_ids:

@@ -37,8 +37,8 @@ from outrider.vocabulary import Vocabulary, tokenizer_doubt, tokenizer_in
 
 log = structlog.get_logger()
 
-# After the grace at most one forward is under way, and nobody wants it any more. Together with the default grace it is
-# less than outrider.process.children.STOP_GRACE_S, so that a supervisor hears the reason before it kills.
+# After the grace at most one forward is under way, and no session wants it any more. Together with the default grace it
+# is less than outrider.process.children.STOP_GRACE_S, so that a supervisor hears the reason before it kills.
 DEVICE_PATIENCE_S = 3.0
 
 
@@ -55,7 +55,7 @@ class LoadedModel:
     recommended: ModelDefaults = field(default_factory=ModelDefaults)
 
     def set_threads(self) -> None:
-        """What a device thread does first: torch keeps its number of threads for each thread that calls it."""
+        """Sets torch's number of threads, which it keeps for each thread that calls it; runs on the device thread."""
         torch.set_num_threads(self.runner.torch_threads)
 
 
@@ -92,7 +92,7 @@ class RunningModelService:
         except TimeoutError:
             raise OutriderError(f"the device has not answered for {DEVICE_PATIENCE_S} s after the grace") from None
         finally:
-            # Whoever stops a service is told how that went, and must not be ended by it later.
+            # The code that stops a service hears how that went, and must not be ended by it later.
             for task in self.tasks:
                 task.cancel()
             if self.metrics is not None:
@@ -159,7 +159,7 @@ async def load_model_aside(settings: ModelServiceSettings) -> LoadedModel:
 
 
 def describe(role: str, model: LoadedModel) -> ServiceFacts:
-    """What the facts of all services have in common; every call names another incarnation."""
+    """Facts that all services have in common; every call names another incarnation."""
     runner, identity = model.runner, model.runner.identity
     weights = runner.model.weights
     return ServiceFacts(
@@ -208,7 +208,7 @@ async def serve_model(
         if settings.metrics_listen:
             exporting = serve_metrics(settings.metrics_listen, metrics.registry, upkeep)
             undo.push_async_callback(exporting.stop)
-            # With port 0 nothing else tells where.
+            # With port 0 nothing else says where.
             log.info("serving metrics", address=exporting.address)
         server = await channels.serve(settings.listen, services, tls=settings.tls(), clients=settings.clients)
         undo.pop_all()

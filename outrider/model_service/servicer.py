@@ -35,7 +35,7 @@ ROLES = {"draft": pb.SERVICE_ROLE_DRAFT, "target": pb.SERVICE_ROLE_TARGET}
 
 @dataclass(frozen=True, slots=True)
 class ServiceFacts:
-    """What does not change while a service runs, under the names of GetModelInfoResponse; role: "draft" or "target"."""
+    """Facts that never change while a service runs, named as in GetModelInfoResponse; role: "draft" or "target"."""
 
     role: str
     instance_id: int
@@ -57,15 +57,15 @@ class ServiceFacts:
     drafters: Mapping[str, frozenset[Rule]] = field(default_factory=dict)
     """The rules that each can serve, by name."""
     hosted: Mapping[str, ModelRunner] = field(default_factory=dict)
-    """What computes those drafters that have a model of their own in this process."""
+    """Runners of those drafters that have a model of their own in this process."""
     tree_drafters: frozenset[str] = frozenset()
-    """Those that make trees where a shape is asked for."""
+    """Drafters that make trees where a shape is asked for."""
     grammars: GrammarEngine | None = None
-    """What compiles the grammars of sessions; None where there is no tokenizer."""
+    """Compiler of the sessions' grammars; None where there is no tokenizer."""
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     def offer(self, drafter: str) -> pb.DrafterOffer:
-        """A drafter as it stands now."""
+        """Facts about a drafter as it stands now."""
         rules = [RULES[rule] for rule in Rule if rule in self.drafters[drafter]]
         offer = pb.DrafterOffer(name=drafter, rules=rules, makes_trees=drafter in self.tree_drafters)
         runner = self.hosted.get(drafter)
@@ -86,7 +86,7 @@ class ModelServicer(ModelServiceServicer):
         device: DeviceWorker[Any],
         observe_rollback: Callable[[float], None],
     ) -> None:
-        """`observe_rollback` is told the seconds that a rollback took on the device thread, there."""
+        """`observe_rollback` gets the seconds that a rollback took on the device thread, there."""
         self._facts = facts
         self._observe_rollback = observe_rollback
         self._sessions = sessions

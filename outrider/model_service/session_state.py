@@ -71,7 +71,7 @@ class SessionState(ABC, Generic[TaskT]):
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """All that hold blocks for it."""
+        """Engine sessions that hold blocks for it."""
         return (self.session,)
 
     @property
@@ -85,10 +85,10 @@ class SessionState(ABC, Generic[TaskT]):
 
     @abstractmethod
     def rewind(self, epoch: int, length: int) -> bool:
-        """Begins an epoch at a length, at most the committed one; tells whether a job was stopped."""
+        """Begins an epoch at a length, at most the committed one; returns whether a job was stopped."""
 
     def stop_job(self) -> bool:
-        """Stops the running job, whose answer is never sent; tells whether there was one."""
+        """Stops the running job, whose answer is never sent; returns whether there was one."""
         task, self.task = self.task, None
         if task is not None:
             task.stopped = True

@@ -2,7 +2,7 @@
 
 Everything here belongs to the device thread and runs between two steps, so that no session changes under one and none
 is freed under a running forward. A Rollback is a call of its own and may overtake the open of its session; which epochs
-are over is remembered, or the older open behind it would be taken.
+are over is remembered, or the older open after it would be taken.
 """
 
 from collections import defaultdict
@@ -39,7 +39,7 @@ StateT = TypeVar("StateT", bound=SessionState[Any])
 
 
 class MinEpochs:
-    """For the sessions that were unknown at their Rollback the least epoch that may open them; the newest ones only."""
+    """Least epochs that may open the sessions that were unknown at their Rollback; the newest ones only."""
 
     def __init__(self, maximum: int = MAX_REMEMBERED) -> None:
         self._maximum = maximum
@@ -84,7 +84,7 @@ class ServiceCounts:
     evicted_session_count: int
     expired_lease_count: int
     cached_block_count: int
-    """Of the free blocks those that keep a prefix."""
+    """Number of free blocks that keep a prefix."""
     prefix_query_tokens: int
     prefix_hit_tokens: int
 
@@ -103,7 +103,7 @@ class SessionStore(Generic[StateT]):
         self.table = table
         self._runner = runner
         self._kind = kind
-        # By the client: whatever others say about an id that nobody has opened is about sessions of their own.
+        # By the client: what others say about an id that is not opened is about sessions of their own.
         self._min_epochs: defaultdict[str, MinEpochs] = defaultdict(MinEpochs)
         self._num_stopped_jobs = 0
         self._prefix_cache = prefix_cache
@@ -147,7 +147,7 @@ class SessionStore(Generic[StateT]):
         )
 
     def _classify_open(self, fence: Fence, owner: Outbox) -> tuple[MessageStatus, StateT | None]:
-        """What to do with an open, and the session if there is one."""
+        """Status of an open, and the session if there is one."""
         held = self.table.get(fence.session_id)
         view = None if held is None else held.view
         return classify_open(fence, view, self._min_epochs[owner.client].get(fence.session_id)), held

@@ -76,7 +76,7 @@ Listen = Annotated[str, Setting("Where to serve gRPC; port 0 takes a free one.",
 
 @dataclass(frozen=True, slots=True)
 class ModelServiceSettings(ProcessSettings):
-    """What an operator can set. A sized or simulated model goes by its explicit name afterwards.
+    """Options of a model service. A sized or simulated model goes by its explicit name afterwards.
 
     Raises InvalidRequest about a value outside its limit, and ModelRefused.
     """
@@ -128,5 +128,5 @@ class ModelServiceSettings(ProcessSettings):
 
     @property
     def clients(self) -> tuple[str, ...]:
-        """The names of those who may ask; none where whoever reaches the service may."""
+        """Names of the clients that may ask; none where every client that reaches the service may."""
         return listed(self.tls_clients) if self.tls_client_ca else ()

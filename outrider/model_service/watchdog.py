@@ -13,7 +13,7 @@ from outrider.errors import OutriderError
 
 log = structlog.get_logger()
 
-# Time for the health service to tell those who watch it.
+# Time for the health service to inform those who watch it.
 LAST_WORDS_S = 1.0
 LOOK_S = 1.0
 

@@ -1,1 +1,1 @@
-"""What every process has: settings, a main that stops in order, logs, traces, metrics, a health probe."""
+"""Parts of every process: settings, a main that stops in order, logs, traces, metrics, a health probe."""

@@ -131,7 +131,7 @@ def write_certificates(folder: Path, hosts: Mapping[str, tuple[str, ...]], lifet
 
 
 def _authority(folder: Path) -> trustme.CA:
-    """That of a folder, or a new one where there is none. Raises InvalidRequest about half of one."""
+    """Authority of a folder, or a new one where there is none. Raises InvalidRequest about half of one."""
     place, whole = str(folder.parent), f"without {AUTHORITY}, or with a whole one"
     missing = [name for name in (CERT, KEY) if not (folder / name).exists()]
     if len(missing) == 1:
@@ -154,7 +154,7 @@ def _authority(folder: Path) -> trustme.CA:
 
 
 def _write(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Replaces a file as a whole, so that nobody reads half of it; a key has never been anybody else's to read."""
+    """Replaces a file as a whole, so that no reader sees half of it; a key was never readable to others."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, new = tempfile.mkstemp(dir=path.parent)
     with open(handle, "wb") as file:

@@ -52,7 +52,7 @@ class ServiceFailed(OutriderError):
 
 
 def free_port(host: str) -> int:
-    """A port that is free, and for a minute is given to nobody who wants any port.
+    """A port that is free, and for a minute is not given to processes that want any port.
 
     Its last connection has just been closed from this side, and until the system forgets that connection the port goes
     only to those who name it. So a child has the time to load its model.
@@ -70,14 +70,14 @@ def _chosen(address: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a service is started: argv without addresses, those wanted (port 0: any), seconds until it serves."""
+    """Start of a service: argv without addresses, those wanted (port 0: any), seconds until it serves."""
 
     name: str
     command: tuple[str, ...]
     listen: str = f"{HOST}:0"
     ready_timeout_s: float = 600.0
     further: Mapping[str, str] = field(default_factory=dict)
-    """Where else it listens, by what is served there; empty for nowhere."""
+    """Further addresses to listen on, by what is served there; empty for none."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that hold for it whatever this process has."""
     defaults: Mapping[str, str] = field(default_factory=lambda: QUIET_GRPC)
@@ -92,17 +92,17 @@ class Launch:
 
     @property
     def addresses(self) -> Mapping[str, str]:
-        """Where it serves: `address` for gRPC, and what else there is by its name."""
+        """Addresses that it serves on: `address` for gRPC, and what else there is by its name."""
         return {"address": self.listen, **{what: where for what, where in self.further.items() if where}}
 
     def on_chosen_ports(self) -> Self:
-        """The same with a free port wherever any will do."""
+        """A launch with a free port wherever any will do."""
         further = {what: _chosen(where) for what, where in self.further.items()}
         return replace(self, listen=_chosen(self.listen), further=further)
 
 
 def _ending(code: int) -> str:
-    """How a process ended, for a sentence; exit codes below 0 are signals, as asyncio has it."""
+    """End of a process, for a sentence; exit codes below 0 are signals, as asyncio has it."""
     return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
 
 
@@ -234,9 +234,9 @@ class RestartPolicy:
     longest_s: float = 10.0
     healthy_s: float = 30.0
     hopeless: frozenset[int] = HOPELESS_CODES
-    """Exit codes at start after which nobody tries again."""
+    """Exit codes at start after which it is not tried again."""
     ask_every_s: float = 2.0
-    """How often a service is asked for its health; whatever it answers, it does not hang."""
+    """Seconds between questions for a service's health; whatever it answers, it does not hang."""
     answer_s: float = 10.0
     max_misses: int = 3
     """Answers in a row that did not come in time, after which it is killed: one of a busy machine may be late."""
@@ -275,7 +275,7 @@ async def metrics_miss(address: str, answer_s: float) -> bool:
 
 
 class State(StrEnum):
-    """Where a service is in its life."""
+    """Stage in the life of a service."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -374,7 +374,7 @@ class Supervisor:
         return self._processes[name].pid
 
     def addresses(self, name: str) -> Mapping[str, str]:
-        """Where a service answers; see Launch.addresses."""
+        """Addresses of a service; see Launch.addresses."""
         return self._processes[name].launch.addresses
 
     async def _spawn(self, launch: Launch) -> ServiceProcess:
@@ -384,7 +384,7 @@ class Supervisor:
         return process
 
     async def _keep_watched(self, name: str) -> None:
-        """As `_keep_alive`, whatever comes in between: as long as nobody watches a service, it stays dead."""
+        """Keeps a service alive like `_keep_alive`, whatever comes in between: while it is unwatched, it stays dead."""
         while True:
             try:
                 await self._keep_alive(name)

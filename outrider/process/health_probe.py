@@ -1,8 +1,8 @@
 """`python -m outrider.process.health_probe [--live] HOST:PORT [CA [CERT KEY]]`: 0 when the server there is SERVING.
 
 With the authority of its certificate it asks over TLS, and shows a certificate of its own where one is given. With
-`--live` any answer will do, also that it drains or that it lets nobody in with this certificate: only of a process that
-hangs there is none.
+`--live` any answer will do, also that it drains or that it admits no client with this certificate: only of a process
+that hangs there is none.
 For containers, so it never imports torch: a probe that takes seconds to start is no probe.
 """
 
@@ -21,7 +21,7 @@ SERVING, LIVE = "SERVING", "--live"
 
 
 def status_of(address: str, tls: TlsFiles | None = None, timeout_s: float = TIMEOUT_S) -> str:
-    """What the server as a whole says of itself, such as SERVING; empty where it says nothing within the time."""
+    """Status of the server as a whole, such as SERVING; empty where it says nothing within the time."""
     with open_blocking_channel(address, tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:

@@ -42,7 +42,7 @@ log = structlog.get_logger()
 Buckets = list[tuple[str, float]]
 """Upper bounds as Prometheus writes them, each with the number of values up to it; the last is +Inf."""
 
-# When each counter was made doubles the series, and nobody reads it. The library has one switch for the process.
+# When each counter was made doubles the series, and is not read. The library has one switch for the process.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -65,7 +65,7 @@ class NamedSeries(Collector):
 
 
 def exposition(registry: CollectorRegistry, names: Sequence[str] = ()) -> tuple[bytes, str]:
-    """What a scraper reads as text, all of it or the series of some names, and its content type."""
+    """Text that a scraper reads, of all or some series, and its content type."""
     encoder, content_type = choose_encoder("")
     return encoder(NamedSeries(registry, names) if names else registry), content_type
 
@@ -76,11 +76,11 @@ class MetricsConnection(WSGIRequestHandler):
     timeout = 5.0
 
     def log_message(self, form: str, *args: object) -> None:
-        """Says nothing of who scrapes."""
+        """Drops the library's line about each scrape."""
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """Has a thread for each connection, and MAX_CONNECTIONS at most: one too many takes the place of the oldest."""
+    """Server with a thread for each connection, MAX_CONNECTIONS at most: one too many takes the place of the oldest."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -111,7 +111,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as the library has it
-        """Tells the log what ended a connection before its answer; the library would write to stderr."""
+        """Logs what ended a connection before its answer; the library would write to stderr."""
         log.debug("a connection of the metrics ended", reason=repr(sys.exception()))
 
 
@@ -155,7 +155,7 @@ def serve_metrics(listen: str, registry: CollectorRegistry, upkeep: Upkeep | Non
 
 
 def scraped(address: str, names: Sequence[str] = (), timeout_s: float = SCRAPE_S) -> tuple[bytes, str]:
-    """What the process that serves metrics on HOST:PORT says, all of it or some series, and its content type.
+    """Text of the metrics that a process serves on HOST:PORT, of all or some series, and its content type.
 
     Raises OSError and http.client.HTTPException.
     """
@@ -210,15 +210,15 @@ class Count:
 
 
 class Figures(Collector):
-    """Counters and histograms that one thread fills, without a lock, for whoever scrapes them."""
+    """Counters and histograms that one thread fills, without a lock, for scrapes by another thread."""
 
     def __init__(self, prefix: str) -> None:
-        """The prefix is that of all names."""
+        """Takes the prefix of all names."""
         self._prefix = prefix
         self._families: list[tuple[str, str, str, Tally | dict[str, Count]]] = []
 
     def counter(self, name: str, meaning: str) -> Count:
-        """A new counter."""
+        """Makes a counter that is part of every scrape."""
         count = Count()
         self._families.append((name, meaning, "", {"": count}))
         return count
@@ -230,7 +230,7 @@ class Figures(Collector):
         return counts
 
     def histogram(self, name: str, meaning: str, bounds: Sequence[float]) -> Tally:
-        """A new histogram."""
+        """Makes a histogram that is part of every scrape."""
         tally = Tally(bounds)
         self._families.append((name, meaning, "", tally))
         return tally
@@ -262,7 +262,7 @@ class ProcessTime(Collector):
     """
 
     def collect(self) -> Iterable[Metric]:
-        """One family."""
+        """CPU time of this process, as one family."""
         yield CounterMetricFamily("process_cpu_seconds", "CPU time of this process.", time.process_time())
 
 
@@ -273,5 +273,5 @@ class LoopTasks(Collector):
         self._loop = asyncio.get_running_loop()
 
     def collect(self) -> Iterable[Metric]:
-        """One family; from any thread."""
+        """Number of tasks, as one family; from any thread."""
         yield GaugeMetricFamily("outrider_tasks", "Tasks of the event loop.", len(asyncio.all_tasks(self._loop)))

@@ -38,7 +38,7 @@ FULL_OUTPUT = "The output cannot be written: the disk or the quota is full."
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What the system says of a file or a folder that is none, not ours, or on what cannot be written.
 UNUSABLE = FULL | {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
-# What values are checked with begins so, which says nothing to whoever typed the value.
+# What values are checked with begins so, which says nothing to the user who typed the value.
 CHECKER_WORDS = {": Value error, ": ": ", ": Input should be ": ": it must be "}
 
 
@@ -51,7 +51,7 @@ class FileUnusable(OutriderError):
 
     @classmethod
     def of(cls, error: OSError) -> Self | None:
-        """What a system says of a file or folder, as a sentence; None where it says nothing of any."""
+        """Error for what a system says of a file or folder; None where it says nothing of any."""
         if error.filename is None or error.errno not in UNUSABLE:
             return None
         name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(error.filename)
@@ -64,7 +64,7 @@ Number = int | float | None
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What values an option takes: in words, and a check that raises InvalidRequest, given the flag and the value."""
+    """Values that an option takes: in words, and a check that raises InvalidRequest, given the flag and the value."""
 
     words: str
     check: Callable[[str, Any], object]
@@ -157,7 +157,7 @@ class Option:
     kind: Any
     setting: Setting
     default: Any
-    """MISSING where one must be given."""
+    """Default value; MISSING where one must be given."""
 
     @property
     def flag(self) -> str:
@@ -170,7 +170,7 @@ class Option:
 
     @property
     def flags(self) -> str:
-        """What the parser takes: a switch that is on by itself can be switched off, another one can be switched on."""
+        """Flags for the parser: a switch that is on by itself can be switched off, another one can be switched on."""
         return f"{self.flag}/--no-{self.flag[2:]}" if self.default is True else self.flag
 
     @property
@@ -275,17 +275,17 @@ def service_app() -> typer.Typer:
 
 @runtime_checkable
 class ParserError(Protocol):
-    """An error of the parser. Known by its shape, because where its class stands differs between versions of typer."""
+    """What the parser raises. Known by its shape, because the place of its class differs between versions of typer."""
 
     exit_code: int
     ctx: Any
 
     def format_message(self) -> str:
-        """What is wrong, in one line or several; nothing where a command is missing, when the help is shown instead."""
+        """Fault, in one line or several; nothing where a command is missing, when the help is shown instead."""
 
 
 def parser_sentence(error: ParserError) -> str:
-    """What is wrong, in one line, and where to look how it is done."""
+    """Fault in one line, and where to look how it is done."""
     found = " ".join(error.format_message().split()) or "No command is given."
     for words, better in CHECKER_WORDS.items():
         found = found.replace(words, better)
@@ -296,7 +296,7 @@ def parser_sentence(error: ParserError) -> str:
 
 
 def run_app(app: Callable[[], object], prefix: str = "") -> NoReturn:
-    """Runs a command line to its end; an error becomes one sentence, behind the prefix, and its exit code.
+    """Runs a command line to its end; an error becomes one sentence, after the prefix, and its exit code.
 
     What is neither wrong usage nor an OutriderError nor a lost output comes with its traceback, and exits with 70.
     Without a standard output nothing starts; one that is full or has lost its reader ends the command.
@@ -327,7 +327,7 @@ def run_app(app: Callable[[], object], prefix: str = "") -> NoReturn:
 
 
 def _say(text: str) -> None:
-    """Writes to standard error; that nobody can read it changes no exit code."""
+    """Writes to standard error; that it cannot be read changes no exit code."""
     if sys.stderr is None:
         return
     try:
@@ -339,7 +339,7 @@ def _say(text: str) -> None:
 
 
 def _outcome(app: Callable[[], object]) -> tuple[str, int]:
-    """What to say on stderr at the end of a command line, if anything, and its exit code."""
+    """Line for stderr at the end of a command line, if any, and its exit code."""
     try:
         # The parser's own way to show an error is a box of several lines.
         ended = app(standalone_mode=False) if isinstance(app, typer.Typer) else app()

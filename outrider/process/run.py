@@ -47,7 +47,7 @@ class LogLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSettings:
-    """What an operator can set of every service process. Raises InvalidRequest about a value outside its limit."""
+    """Settings of every service process. Raises InvalidRequest about a value outside its limit."""
 
     drain_seconds: Annotated[
         float, Setting("How long what is under way may take to end after the first SIGTERM.", within(0, MAX_DRAIN_S))
@@ -78,14 +78,14 @@ Settings = TypeVar("Settings", bound=ProcessSettings)
 
 
 class Service(Protocol):
-    """What runs until it is stopped."""
+    """A service that runs until it is stopped."""
 
     @property
     def address(self) -> str: ...
 
     @property
     def further_addresses(self) -> Mapping[str, str]:
-        """Where else it answers, by what is served there."""
+        """Further addresses, by what is served there."""
         ...
 
     async def stop(self, grace_s: float) -> None:
@@ -132,9 +132,9 @@ def run_service(
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Those that stop this process.
+    """Signals that stop this process.
 
-    SIGINT is none where whoever started it had it ignored, as shells do for what a script runs with `&`: Ctrl-C is then
+    SIGINT is none where the parent process had it ignored, as shells do for what a script runs with `&`: Ctrl-C is then
     meant for somebody else.
     """
     is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN

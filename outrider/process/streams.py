@@ -1,6 +1,6 @@
-"""Standard output and error of a process that serves: whoever writes there never waits and never hears of a fault.
+"""Standard output and error of a process that serves: a writer never waits and never hears of a fault.
 
-A full disk, a pipe whose reader is gone, or one that nobody reads, is no reason to fail a request or to hold up the
+A full disk, a pipe whose reader is gone, or one that is never read, is no reason to fail a request or to hold up the
 loop. So a thread writes. What it cannot write is lost and counted, and how much that was is said as soon as writing
 works again.
 """
@@ -41,7 +41,7 @@ class LossyFile(io.RawIOBase):
         self._notice = notice
         self._waiting: deque[bytes] = deque()
         self._num_bytes = 0
-        # Of the lines that were lost, those that no line has told of yet.
+        # Number of the lost lines that no line has reported yet.
         self._untold, self._reason = 0, ""
         self._is_torn = self._is_over = False
         # Of a lock that its owner may take again: what a finalizer says comes in the middle of anything.
@@ -50,11 +50,11 @@ class LossyFile(io.RawIOBase):
         self._thread.start()
 
     def writable(self) -> bool:
-        """It is."""
+        """Always true, as for any stream that is written to."""
         return True
 
     def fileno(self) -> int:
-        """The descriptor."""
+        """Descriptor that the lines are written to."""
         return self._fd
 
     def isatty(self) -> bool:
@@ -80,7 +80,7 @@ class LossyFile(io.RawIOBase):
             self._changed.wait_for(lambda: not self._num_bytes, FINISH_S)
 
     def end(self) -> None:
-        """Lets the thread end behind what has been written."""
+        """Lets the thread end after what has been written."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -125,7 +125,7 @@ class LossyFile(io.RawIOBase):
             try:
                 left = left[os.write(self._fd, left) :]
             except BlockingIOError:
-                # Whoever made the pipe has made it so, for all who have it.
+                # The process that made the pipe has made it so, for all who have it.
                 ready = select.poll()
                 ready.register(self._fd, select.POLLOUT)
                 ready.poll()
@@ -147,7 +147,7 @@ class LossyText(io.TextIOWrapper):
 def unfailing(notice: Notice) -> Iterator[None]:
     """Puts such streams in the places of sys.stdout and sys.stderr until it is left, which waits for FINISH_S at most.
 
-    `notice` makes the line that tells what was lost.
+    `notice` makes the line that says what was lost.
     """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = streams = LossyText(OUTPUT, notice), LossyText(ERRORS, notice)
@@ -182,9 +182,9 @@ def hold_descriptors() -> None:
 
 
 class LostLines(Collector):
-    """What the standard streams of this process have lost."""
+    """Metrics of the lines that the standard streams of this process have lost."""
 
     def collect(self) -> Iterable[Metric]:
-        """One family."""
+        """Number of lost lines, as one family."""
         lost = sum(each.file.lost_lines for each in (sys.stdout, sys.stderr) if isinstance(each, LossyText))
         yield CounterMetricFamily("outrider_lost_lines", "Lines of the log that could not be written.", lost)

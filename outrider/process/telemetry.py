@@ -77,7 +77,7 @@ class LibraryLines(logging.StreamHandler[TextIO]):
     """Lines of the standard library's loggers; of one that cannot be made only this is said, and not what is in it."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is the library's
-        """Comes in the place of the line."""
+        """Logs that a line could not be made, in its place."""
         log.warning("a line of a library cannot be shown", logger=record.name, reason=type(sys.exception()).__name__)
 
 
@@ -101,7 +101,7 @@ def shown(rendering: Sequence[Processor]) -> Processor:
 
 
 def _plain(value: object) -> object:
-    """What a line can have, whatever its repr does."""
+    """Value that a line can have, whatever its repr does."""
     if value is None or isinstance(value, str | int | float):
         return value
     try:
@@ -209,14 +209,14 @@ def span(name: str, parent: Mapping[str, str] | None = None, **attributes: Attri
 
 
 def begin_span(name: str, parent: Mapping[str, str], **attributes: AttributeValue) -> Span:
-    """A span for what no single task does, below what a caller sent; whoever begins it ends it."""
+    """A span for what no single task does, below what a caller sent; the code that begins it ends it."""
     return TRACER.start_span(name, PROPAGATOR.extract(parent, contexts.Context()), SpanKind.SERVER, attributes)
 
 
 def carrier() -> tuple[tuple[str, str], ...]:
     """The span that is open here, as it travels to the next process; empty without one.
 
-    A client's own `tracestate` of more than MAX_STATE_LEN characters stays behind.
+    A client's own `tracestate` of more than MAX_STATE_LEN characters is left out.
     """
     injected: dict[str, str] = {}
     PROPAGATOR.inject(injected)
@@ -224,7 +224,7 @@ def carrier() -> tuple[tuple[str, str], ...]:
 
 
 def parent_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
-    """What a caller sent beside its message, as far as it is text; for `span`."""
+    """Trace that a caller sent beside its message, as far as it is text; for `span`."""
     return {key: value for key, value in metadata or () if isinstance(value, str)}
 
 

@@ -15,7 +15,7 @@ FIRST_S, LONGEST_S = 0.1, 10.0
 
 
 class Upkeep(Collector):
-    """The work of a process in the background; as a collector it tells how often each piece has failed."""
+    """The work of a process in the background; as a collector it reports how often each piece has failed."""
 
     def __init__(self) -> None:
         self._failing: dict[str, None] = {}
@@ -67,7 +67,7 @@ class Upkeep(Collector):
             log.warning("background work goes on", work=name)
 
     def collect(self) -> Iterable[Metric]:
-        """One family; from any thread."""
+        """Number of failures, as one family; from any thread."""
         meaning = "Times that work in the background failed and was started again."
         family = CounterMetricFamily("outrider_work_failures", meaning, labels=["work"])
         for name, count in [*self._failures.items()]:

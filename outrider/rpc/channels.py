@@ -30,7 +30,7 @@ ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]
 
 # Of a link's frame: larger ones would make small messages wait. A single message may be larger.
 FRAME_BYTES = 256 << 10
-# Messages of one session in a frame to a service, and behind a grammar there.
+# Messages of one session in a frame to a service, and those that wait for a grammar there.
 MAX_OF_SESSION = 16
 # Of the messages between gateway and services; both sides need the same.
 PROTOCOL_VERSION = 3
@@ -83,8 +83,8 @@ class AddressTaken(OutriderError):
 def hold(listen: str) -> tuple[str, socket.socket]:
     """Reserves HOST:PORT for servers that share it, where port 0 takes a free one; returns the address, and a socket.
 
-    Until the socket is closed nobody else can listen there, but for processes of the same user that share it too. The
-    socket takes no connections. Raises AddressTaken and InvalidRequest.
+    Until the socket is closed no other process can listen there, but for processes of the same user that share it too.
+    The socket takes no connections. Raises AddressTaken and InvalidRequest.
     """
     host, _, port = check_address("listen", listen, min_port=0).rpartition(":")
     held = None
@@ -97,7 +97,7 @@ def hold(listen: str) -> tuple[str, socket.socket]:
         # Who has bound it as loosely as this socket is found by listening alone.
         socket.create_server(held.getsockname()[:2], family=family).close()
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-        # Not before: whoever shares the port would not be in the way.
+        # Not before: a process that shares the port would not be in the way.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     except OSError:
         if held is not None:
@@ -123,7 +123,7 @@ UNREAD_OPTIONS: Options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_b
 
 
 def channel_options() -> Options:
-    """Options of every channel."""
+    """Options that every channel has."""
     return (
         *OPTIONS,
         ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -140,7 +140,7 @@ def server_options(*, shares_port: bool = False) -> Options:
         ("grpc.so_reuseport", int(shares_port)),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        # Beyond it connections are refused; those of whoever asks for nothing have made room before.
+        # Beyond it connections are refused; those that ask for nothing have made room before.
         ("grpc.max_allowed_incoming_connections", max_connections()),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.server_handshake_timeout_ms", GREETING_MS),
@@ -174,7 +174,7 @@ def open_link_channel(
 
 
 class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
-    """The library's, with the method that it leaves out: who called that one was told of a fault of ours."""
+    """Health service of the library, with the method that it leaves out: its callers would read of a fault of ours."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class RunningServer:
 
 
 def service(file: FileDescriptor, name: str, add: Callable[[grpc.aio.Server], None]) -> Services:
-    """One service for `serve`, by its name in a protocol file."""
+    """One service for `serve` to serve, by its name in a protocol file."""
     return {file.services_by_name[name].full_name: add}
 
 

@@ -1,7 +1,7 @@
-"""Who is connected to a server of gRPC, which itself only counts them: whoever has asked for nothing makes room.
+"""Connections of a server of gRPC, which itself only counts them: one that has asked for nothing makes room.
 
 There is no way to end a connection in gRPC's own API, so it is found among the process's descriptors, by both of its
-addresses, and shut down; gRPC sees its client leave. Where the system does not list descriptors, nobody makes room.
+addresses, and shut down; gRPC sees its client leave. Where the system does not list descriptors, none makes room.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ import structlog
 log = structlog.get_logger()
 
 # Of the descriptors that the process may have, the connections to one port have a quarter: the rest is for the other
-# ports, links, files, and those that are just being closed. More than the most would be memory that nobody needs.
+# ports, links, files, and those that are just being closed. More than the most would be memory for nothing.
 SHARE, MOST = 4, 2048
 # How often is looked whether a port is full, and while it is.
 CALM_S, FULL_S = 1.0, 0.1
@@ -47,21 +47,21 @@ def raise_descriptors() -> None:
 
 
 def max_connections() -> int:
-    """How many connections one port of this process takes."""
+    """Number of connections that one port of this process takes."""
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return MOST if descriptors == resource.RLIM_INFINITY else min(MOST, descriptors // SHARE)
 
 
 @dataclass(slots=True)
 class OncePerMinute:
-    """Tells the log of something that may come a thousand times a second, with how often it came."""
+    """Logs something that may come a thousand times a second, with how often it came."""
 
     event: str
     _count: int = 0
     _told_s: float = -LOG_S
 
     def tell(self, count: int = 1, **facts: object) -> None:
-        """It came so often more."""
+        """Counts something that came so often more, and logs it at most once a minute."""
         self._count += count
         now_s = time.monotonic()
         if now_s - self._told_s >= LOG_S:
@@ -71,10 +71,10 @@ class OncePerMinute:
 
 @dataclass(slots=True)
 class Known:
-    """What a connection has asked for."""
+    """Calls and standing of a connection."""
 
     running: int = 0
-    """Calls."""
+    """Number of calls that run."""
     is_welcome: bool = False
     """Whether any was ever let in."""
     active_s: float = field(default_factory=time.monotonic)
@@ -99,7 +99,7 @@ def _peer(host: str, port: int) -> Peer | None:
 
 
 class Crowd:
-    """The connections to a port."""
+    """Connections to a port."""
 
     def __init__(self) -> None:
         self.most = max_connections()
@@ -109,13 +109,13 @@ class Crowd:
         self._faults = OncePerMinute("connections could not be looked at")
 
     def begin(self, name: str) -> Known:
-        """A call of a client has come; `end` is told when it is over."""
+        """A call of a client has come; `end` is called when it is over."""
         known = self._of(name)
         known.running += 1
         return known
 
     def end(self, known: Known, *, was_let_in: bool) -> None:
-        """One of its calls is over."""
+        """Takes note that a call is over."""
         known.running -= 1
         known.active_s = time.monotonic()
         if was_let_in:
@@ -155,7 +155,7 @@ class Crowd:
             await asyncio.sleep(FULL_S if is_full else CALM_S)
 
     def _look(self, port: int) -> bool:
-        """Ends whom the port has no room for; tells whether it was full."""
+        """Ends connections that the port has no room for; returns whether it was full."""
         if sys.platform != "linux":
             return False
         cut, self._cut = self._cut, set()
@@ -184,7 +184,7 @@ class Crowd:
 def _connections(port: int) -> Iterator[tuple[Peer, socket.socket]]:
     """The connections of this process that came to a port, each as another descriptor of it."""
     for name in os.listdir("/proc/self/fd"):
-        # It may have been closed, or be no socket, or one that is connected to nobody.
+        # It may have been closed, or be no socket, or one that is not connected.
         with suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue

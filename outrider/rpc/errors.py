@@ -18,7 +18,7 @@ from outrider.v1 import types_pb2
 DOMAIN = "outrider.v1"
 # The key of a sentence that mentions fields, as a JSON list of [whether it is the name of a field, text].
 PARTS = "parts"
-# Whoever waits this long finds other requests ended, or the service back.
+# A client that waits this long finds other requests ended, or the service back.
 RETRY_DELAYS_S = {"RESOURCE_EXHAUSTED": 1, "UNAVAILABLE": 1}
 UNEXPECTED_TEXT = "internal error"
 
@@ -31,13 +31,13 @@ BARE_STATUSES: dict[grpc.StatusCode, type[OutriderError]] = {
     grpc.StatusCode.INTERNAL: PeerLost,
     grpc.StatusCode.UNIMPLEMENTED: ProtocolViolation,
 }
-# gRPC's own text for a message over the limit, on either side; no other field of its status tells this.
+# gRPC's own text for a message over the limit, on either side; no other field of its status says this.
 TOO_LARGE_ANSWER = "CLIENT: Received message larger than max"
 TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\.? (\d+)\)")
 
 
 def status_of(error: OutriderError) -> grpc.Status:
-    """The status that ends a call with this error; RetryInfo tells when waiting helps."""
+    """The status that ends a call with this error; RetryInfo says when waiting helps."""
     code = grpc.StatusCode[error.status]
     rich = status_pb2.Status(code=code.value[0], message=error.message)
     rich.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=_metadata(error)))
@@ -50,7 +50,7 @@ def status_of(error: OutriderError) -> grpc.Status:
 
 
 def error_from(error: grpc.RpcError) -> OutriderError:
-    """What the other side raised, of the same class, text and metadata; PeerLost when there is no other side."""
+    """Error that the other side raised, of the same class, text and metadata; PeerLost when there is no other side."""
     info = _error_info(error)
     if info is None:
         details = error.details() or "no details"
@@ -71,7 +71,7 @@ def session_error(error: OutriderError) -> types_pb2.SessionError:
 
 
 def session_error_from(message: types_pb2.SessionError) -> OutriderError:
-    """What a service raised about a session, of the same class, text and metadata."""
+    """Error that a service raised about a session, of the same class, text and metadata."""
     return _received(message.reason, message.message, message.metadata)
 
 

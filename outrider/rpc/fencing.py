@@ -16,7 +16,7 @@ SESSION_ID_LEN = 16
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Which session a message belongs to, and the committed length that it builds on."""
+    """Session that a message belongs to, its epoch, and the committed length that the message builds on."""
 
     session_id: bytes
     epoch: int
@@ -24,7 +24,7 @@ class Fence:
 
 
 class SessionView(NamedTuple):
-    """What a service knows of a session.
+    """Knowledge of a service about a session.
 
     Requests on the lengths in `answerable` have been taken in this epoch, and their answers are kept or under way.
     A new request of this epoch builds on all that is committed.
@@ -36,14 +36,14 @@ class SessionView(NamedTuple):
 
 
 class MessageStatus(Enum):
-    """What to do with a message."""
+    """Treatment of a message."""
 
     STALE = auto()
     """Drop it: a newer epoch has begun, or its answer has been acknowledged."""
     REPEAT = auto()
     """Answer it again, without a second effect."""
     CURRENT = auto()
-    """Take it."""
+    """Take the message."""
     REWIND = auto()
     """Take the session back to what the message builds on, begin its epoch, and take it."""
     FUTURE = auto()
@@ -62,7 +62,7 @@ def check_fence(fence: Fence, context_len: int) -> Fence:
 
 
 def classify(fence: Fence, view: SessionView | None, num_new: int = 0, *, is_owner: bool = True) -> MessageStatus:
-    """What to do with a message that is not an open and brings the last `num_new` of its base_len tokens with it.
+    """Treatment of a message that is not an open and brings the last `num_new` of its base_len tokens with it.
 
     A link that does not own the session never moves it. When its epoch is not over, a Rollback has overtaken its open
     or another link has repeated that: it is asked for all tokens, so that it is not left without an answer.
@@ -81,7 +81,7 @@ def classify(fence: Fence, view: SessionView | None, num_new: int = 0, *, is_own
 
 
 def classify_open(fence: Fence, view: SessionView | None, min_epoch: int = 0) -> MessageStatus:
-    """What to do with an open, which brings all tokens: only a newer epoch starts over.
+    """Treatment of an open, which brings all tokens: only a newer epoch starts over.
 
     `min_epoch` is that of a Rollback which came before the session was known.
     """

@@ -1,4 +1,4 @@
-"""The wall around every handler: no Python text leaves a process, and nobody keeps it busy with nothing.
+"""The wall around every handler: no Python text leaves a process, and no caller keeps it busy with nothing.
 
 An OutriderError ends a call with its own status. Any other exception is logged once, with its traceback, and ends the
 call with INTERNAL "internal error". A message that cannot be parsed is the caller's fault, and not a Python exception.
@@ -30,11 +30,11 @@ from outrider.v1 import model_service_pb2
 
 log = structlog.get_logger()
 
-# A twentieth of a processor. Whoever asks for health asks once a second, and nobody means to be refused.
+# A twentieth of a processor. A client that watches health asks once a second, and none is meant to be refused.
 THROTTLED_PER_S = 100.0
 # Of these at once; a process that has just started is asked by many.
 THROTTLED_BURST = 200
-# Whoever waits keeps a request's memory, of up to 4 MB.
+# A call that waits keeps a request's memory, of up to 4 MB.
 MAX_THROTTLED_WAIT_S = 0.2
 # A message of 4 MB that is all small fields becomes 220 MB, and takes as long to read as a hundred ordinary ones.
 MAX_FIELDS = 50_000
@@ -77,11 +77,11 @@ SERVICE_MEMORY_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """What messages may take, and what is known of callers by what comes beside these."""
+    """Memory of messages, and what is known of callers by what comes beside these."""
 
     memory: RequestMemory = field(default_factory=lambda: RequestMemory(SERVICE_MEMORY_BYTES))
     name: Callable[[Metadata], str] = lambda _metadata: ""
-    """Whose call it is; empty where that is not known."""
+    """Name of the call's owner; empty where that is not known."""
     refused: Callable[[Metadata, int], None] = lambda _metadata, _num_bytes: None
     """Takes note of a message of so many bytes that could not be read."""
 
@@ -105,7 +105,7 @@ class Throttle:
         return max(0.0, due_s - now_s)
 
     async def turn(self) -> None:
-        """Waits for it."""
+        """Waits for the turn of an answer."""
         if wait_s := self.wait_s(asyncio.get_running_loop().time()):
             await asyncio.sleep(wait_s)
 
@@ -130,7 +130,7 @@ async def rpc_errors(context: Context, throttle: Throttle | None, crowd: Crowd) 
         await context.abort_with_status(status_of(error))
     except Exception as error:
         if context.cancelled() or context.done():
-            # A write into a call that its client has left raises one of several classes; nobody is there to be told.
+            # A write into a call that its client has left raises one of several classes; no caller is there to read it.
             log.debug("call ended by its client", reason=type(error).__name__)
             return
         log.exception("unexpected error in a handler")
@@ -138,11 +138,11 @@ async def rpc_errors(context: Context, throttle: Throttle | None, crowd: Crowd) 
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Puts every handler of a server behind the wall, unary and streaming alike.
+    """Puts every handler of a server within the wall, unary and streaming alike.
 
-    `clients` are the names of those who are let in, where not all are; whoever watches health needs no name. Messages
-    of calls that have one are read here: with memory that is taken before they are, and with a look at how much they
-    are before they are parsed.
+    `clients` are the names of those who are let in, where not all are; a caller that watches health needs no name.
+    Messages of calls that have one are read here: with memory that is taken before they are, and with a look at how
+    much they are before they are parsed.
     """
 
     def __init__(self, clients: Collection[str], crowd: Crowd, accounts: Accounts) -> None:
@@ -155,7 +155,7 @@ class Guard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """The handler of a method, guarded; None for a method that nobody serves."""
+        """The handler of a method, guarded; None for a method that is not served."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -178,7 +178,8 @@ class Guard(grpc.aio.ServerInterceptor):
                 await throttle.turn()
             check_client(context, clients)
 
-        # grpc.aio tells generators from coroutines by looking at the function, so each gets a wrapper of its kind.
+        # grpc.aio distinguishes generators from coroutines by looking at the function, so each gets a wrapper of its
+        # kind.
         wrap = _generator if inspect.isasyncgenfunction(inner) else _coroutine
         wrapped: Handler = make(
             # One turn is enough for a call.
@@ -199,7 +200,7 @@ class Guard(grpc.aio.ServerInterceptor):
     async def _message(
         self, is_open: bool, parse: Callable[[bytes], Any], _messages: object, context: Context
     ) -> AsyncIterator[list[Any]]:
-        """The one message of a call, alone in a list, so that whoever takes it out is the only one to have it."""
+        """The one message of a call, alone in a list, so that the code that takes it out is the only one to have it."""
         metadata, memory = context.invocation_metadata(), self._accounts.memory
         whose = "" if is_open else self._accounts.name(metadata)
         with memory.coming.share(whose) as coming, memory.kept.share(whose) as kept:
@@ -282,7 +283,7 @@ def _generator(
 
 
 def num_fields(data: bytes, kind: Descriptor) -> int:
-    """How many fields a message of that kind and the messages in it have, but no more than one too many; of what is no
+    """Number of fields of a message of that kind and the messages in it, but no more than one too many; of what is no
     message, up to where that shows.
     """
     count, stack = 0, [(0, len(data), kind)]

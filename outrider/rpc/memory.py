@@ -1,4 +1,4 @@
-"""What requests may hold of a process's memory, in bytes, taken before they are read and before they are parsed."""
+"""Memory of a process for requests, in bytes, taken before they are read and before they are parsed."""
 
 import asyncio
 from collections import Counter
@@ -31,7 +31,7 @@ class Memory:
 
     @contextmanager
     def share(self, whose: str = "") -> Iterator["Share"]:
-        """What one request holds, given back at the end; of those without a name it is not known whose they are."""
+        """Share of one request, given back at the end; of those without a name it is not known whose they are."""
         share = Share(self, whose)
         try:
             yield share
@@ -88,7 +88,7 @@ class Memory:
         self._call()
 
     def _call(self) -> None:
-        """Lets those in that wait and have room now; nobody passes one whom all the others keep out."""
+        """Lets those in that wait and have room now; none passes one that all the others keep out."""
         for turn, (share, num_bytes) in list(self._waiting.items()):
             if turn.done():
                 continue
@@ -101,7 +101,7 @@ class Memory:
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """What a request holds of a memory."""
+    """Bytes that a request holds of a memory."""
 
     memory: Memory
     whose: str
@@ -112,7 +112,7 @@ class Share:
         await self.memory.take(self, num_bytes)
 
     def give_back(self) -> None:
-        """Frees all of it."""
+        """Frees all that the request holds."""
         self.memory.give_back(self, self.num_bytes)
 
 
@@ -120,7 +120,8 @@ class RequestMemory:
     """The memory that requests have of a process: a quarter for those that are on their way, the rest for what they
     become.
 
-    Whoever is on its way and waits for the rest keeps nobody from it who has it, so there is always one that ends.
+    A request that is on its way and waits for the rest never holds up one that has it, so there is always one that
+    ends.
     """
 
     def __init__(self, limit: int, wait_s: float = WAIT_S) -> None:

@@ -2,8 +2,8 @@
 
 A client's name is the first DNS name among the subject alternative names of its certificate. It is read from the
 certificate itself: what gRPC hands over mixes it with addresses and URIs, and ends at a zero. Who has no
-certificate of the authority that a server asks for is turned away within the handshake, where gRPC tells nobody in
-Python; its own line on stderr ("Handshake failed with error ...") is the server's word about it. The client is told
+certificate of the authority that a server asks for is turned away within the handshake, where gRPC informs no code in
+Python; its own line on stderr ("Handshake failed with error ...") is the server's word about it. The client learns
 nothing but the end of the connection, so it finds the reason with a handshake of its own (`why_refused`).
 """
 
@@ -81,7 +81,7 @@ class Tls:
             raise InvalidRequest(f"tls.{given}", getattr(self, given), limit)
 
     def context(self, purpose: int) -> ssl.SSLContext:
-        """What Python's own handshakes need, as the files are now; raises InvalidRequest about what cannot be used.
+        """Context for Python's own handshakes, of the files as they are now; raises InvalidRequest about unusable ones.
 
         A server asks for certificates where there is an authority, and a client trusts no other one.
         """
@@ -108,14 +108,14 @@ class Tls:
 
 
 def _words(error: Exception) -> str:
-    """What a library says is wrong, without the place in its source."""
+    """Fault in a library's words, without the place in its source."""
     if isinstance(error, ssl.SSLError):
         return error.reason or "it cannot be read"
     return getattr(error, "strerror", None) or type(error).__name__
 
 
 class Contents(NamedTuple):
-    """What files held when they fitted together, and a server's context of them."""
+    """Contents of files that fitted together, and a server's context of them."""
 
     ca: bytes
     cert: bytes
@@ -137,11 +137,11 @@ class TlsFiles:
 
     @classmethod
     def of(cls, tls: Tls | None) -> Self | None:
-        """Those of a `Tls`; None for plaintext. Raises as the constructor."""
+        """Files of a `Tls`; None for plaintext. Raises as the constructor."""
         return None if tls is None else cls(tls)
 
     def renew(self) -> bool:
-        """Takes up what has been replaced; tells whether there was something, and it fits."""
+        """Takes up what has been replaced; returns whether there was something, and it fits."""
         marks = self._look()
         if marks == self._marks:
             return False
@@ -152,7 +152,7 @@ class TlsFiles:
             self._marks = marks
             return False
         if self._look() != marks:
-            # What was checked need not be what was read; whoever comes next looks again.
+            # What was checked need not be what was read; the next call looks again.
             return False
         self._marks, self._contents = marks, contents
         log.info("certificate taken up", cert=self.tls.cert)
@@ -160,7 +160,7 @@ class TlsFiles:
         return True
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Those of a gRPC server, renewed with each connection; with an authority, clients need a certificate."""
+        """Credentials of a gRPC server, renewed with each connection; with an authority, clients need a certificate."""
 
         def configuration() -> grpc.ServerCertificateConfiguration:
             held = self._contents
@@ -174,12 +174,12 @@ class TlsFiles:
         return grpc.dynamic_ssl_server_credentials(configuration(), renewed, bool(self.tls.ca))  # type: ignore[arg-type]
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Those of a channel, as the files were when they were last looked at."""
+        """Credentials of a channel, as the files were when they were last looked at."""
         held = self._contents
         return grpc.ssl_channel_credentials(held.ca or None, held.key or None, held.cert or None)
 
     def server_context(self) -> ssl.SSLContext:
-        """That of a server of Python's own, renewed with each connection; it logs whom it refuses."""
+        """Context of a server of Python's own, renewed with each connection; it logs whom it refuses."""
 
         def choose(handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
             self.renew()
@@ -199,7 +199,7 @@ class TlsFiles:
         return Contents(ca, cert, key, context)
 
     def _warn_of_time(self) -> None:
-        """Logs a certificate that nobody takes yet, or any more; a client may have none."""
+        """Logs a certificate that is not valid yet, or any more; a client may have none."""
         if not self._contents.cert:
             return
         leaf = x509.load_pem_x509_certificate(self._contents.cert)
@@ -211,7 +211,7 @@ class TlsFiles:
         return self.tls.ca, self.tls.cert, self.tls.key
 
     def _look(self) -> list[tuple[int, ...]]:
-        """What differs when a file has been replaced, or what leads to it; nothing of one that is not there."""
+        """Marks that differ when a file has been replaced, or what leads to it; nothing of one that is not there."""
         found: list[tuple[int, ...]] = []
         for path in self._paths():
             with suppress(OSError):
@@ -250,7 +250,7 @@ class LoggedHandshake(ssl.SSLObject):
     """The server's side of a handshake; one that fails is a line in the log, where asyncio would say nothing."""
 
     def do_handshake(self) -> None:
-        """As of any; raises the same."""
+        """Makes a handshake like any other, and raises the same."""
         try:
             super().do_handshake()
         except ssl.SSLWantReadError:
@@ -279,7 +279,7 @@ def _verdict(error: ssl.SSLCertVerificationError, authority: str) -> str:
 
 
 def _alert(error: OSError) -> str:
-    """What the other side said as it ended a handshake, in small letters; empty where it said nothing."""
+    """Words of the other side as it ended a handshake, in small letters; empty where it said nothing."""
     reason = error.reason if isinstance(error, ssl.SSLError) else None
     return (reason or "").partition(ALERT)[2].replace("_", " ").lower()
 
@@ -336,9 +336,9 @@ def check_client(context: Context, allowed: Collection[str]) -> None:
 
 
 def why_refused(address: str, tls: Tls | None) -> str:
-    """Why a server that is there takes no connection, as one sentence; empty where that has nothing to do with TLS.
+    """Reason why a server that is there takes no connection, as one sentence; empty where it is not about TLS.
 
-    Tries a handshake, and blocks: for seconds where nobody answers.
+    Tries a handshake, and blocks: for seconds where there is no answer.
     """
     try:
         return _why_refused(address, tls)
@@ -369,7 +369,7 @@ def _why_refused(address: str, tls: Tls | None) -> str:
 
 
 async def refusal(error: grpc.RpcError, address: str, tls: Tls | None) -> TlsFailed | ClientRefused | None:
-    """What a failed call says about certificates, looked into with `why_refused`; None where that is not the reason."""
+    """Error about certificates for a failed call, looked into with `why_refused`; None where that is not the reason."""
     raised = error_from(error)
     if isinstance(raised, ClientRefused):
         return raised
@@ -383,7 +383,7 @@ def has_no_connection(error: grpc.RpcError) -> bool:
 
 
 def _first_byte(address: str, tls: Tls | None) -> bytes:
-    """What a server of gRPC says first; nothing where it refuses the certificate of its client, and without TLS."""
+    """First byte from a server of gRPC; empty where it refuses the certificate of its client, and without TLS."""
     host, _, port = address.rpartition(":")
     context = (tls or Tls()).context(ssl.PROTOCOL_TLS_CLIENT)
     if tls is None:
@@ -399,7 +399,7 @@ def _first_byte(address: str, tls: Tls | None) -> bytes:
 
 
 def _own_fault(tls: Tls) -> str:
-    """What is wrong with one's own certificate, as far as that can be seen from here."""
+    """Fault of one's own certificate, as far as that can be seen from here."""
     server, client = tls.context(ssl.PROTOCOL_TLS_SERVER), tls.context(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()

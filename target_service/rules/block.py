@@ -2,7 +2,7 @@
 
 Sun et al., "Block verification accelerates speculative decoding", 2024, arXiv 2403.10444. It follows the target's
 distribution as `ratio` does, and in expectation never keeps fewer tokens: a token that the target likes less than the
-draft may be kept for the sake of one behind it.
+draft may be kept for the sake of one after it.
 """
 
 import numpy as np
@@ -45,7 +45,7 @@ def _prefix_weights(target_probs: Floats, draft_probs: Floats) -> Floats:
 def _chances(weights: Floats, target_probs: Floats, support: Floats) -> Floats:
     """h = S / (S + 1 - w) with S = sum over the vocabulary of (w * target - draft)+, of each inner prefix [B, K - 1].
 
-    target_probs and support [B, K - 1, N] are those of the draft's support behind the prefix; all other tokens are the
+    target_probs and support [B, K - 1, N] are those of the draft's support after the prefix; all other tokens are the
     target's alone. Where S is 0 and w is 1 both distributions agree, and a longer prefix is kept anyway.
     """
     outside = np.maximum(1 - _row_sums(target_probs), 0)

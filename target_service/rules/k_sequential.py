@@ -16,7 +16,7 @@ HALVINGS = 64
 def k_sequential(target_probs: Floats, draft_probs: Floats, draft_token_ids: Ints, uniforms: Floats) -> TreeOutcome:
     """Keeps the first of k siblings that passes the test, which is the same for all of them.
 
-    target_probs and draft_probs [B, V] are the distributions behind a row, draft_token_ids [B, k] int64 were drawn
+    target_probs and draft_probs [B, V] are the distributions after a row, draft_token_ids [B, k] int64 were drawn
     from the latter independently of each other, and so were uniforms [B, k] in (0, 1). A sibling passes with
     probability min(1, target / (rho * draft)) of its token, for the smallest rho in [1, k] with which no token comes
     too often. rows[b] is the sibling that is kept, from 1 on, or 0; then the next token follows left[b].

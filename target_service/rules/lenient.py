@@ -29,9 +29,9 @@ def lenient_greedy(target_probs: Tensor, draft_token_ids: Tensor, lenience: floa
 
 
 def lenient_greedy_row(tree: TokenTree, target_probs: Tensor, lenience: float) -> int:
-    """The same on a tree, whose children are tested at once: the last row that is kept, 0 for none.
+    """Last row that the rule keeps of a tree, whose siblings are tested at once; 0 for none.
 
-    target_probs [R + 1, V] float64 are those behind root and rows. Of the children that may be kept the most probable
+    target_probs [R + 1, V] float64 are those after root and rows. Of the children that may be kept the most probable
     one is, of equal ones the first.
     """
     largest = target_probs.amax(dim=1).tolist()

@@ -1,4 +1,4 @@
-"""What the rules for chains have in common: their answer, and the probabilities that they compare.
+"""Parts that the rules for chains share: their answer, and the probabilities that they compare.
 
 Sizes: B chains of K draft tokens each, V tokens of the vocabulary, distributions of N entries at most. Probabilities
 are float64. Every sum runs along its row in order, or is one of integers, so that a chain's outcome does not depend on
@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class ChainOutcome:
-    """How many draft tokens [B] int64 of each chain are kept, and what the next token follows: [B, V], of any sum.
+    """Number [B] int64 of kept draft tokens of each chain, and what the next token follows: [B, V], of any sum.
 
     A chain that is kept to its end has the target's own distribution there, any other a residual: the caller draws the
     one with the noise of the target's own tokens, and the other with that of corrections.
@@ -28,7 +28,7 @@ class ChainOutcome:
 
 
 def probs_at(target_probs: Tensor, token_ids: Tensor) -> Floats:
-    """Of rows [B, K, V] the probabilities [B, K, N] of the ids [B, K, N]."""
+    """Probabilities [B, K, N] of the ids [B, K, N] in rows [B, K, V]."""
     found: Floats = target_probs.gather(2, token_ids.to(target_probs.device)).cpu().numpy()
     return found
 
@@ -58,7 +58,7 @@ def conclude(
     """
     device, num_drafts = target_probs.device, support_ids.shape[1]
     every, counts = torch.arange(len(accepted_count)), torch.from_numpy(accepted_count)
-    # Behind a chain that is kept nothing is subtracted, at whatever ids.
+    # After a chain that is kept nothing is subtracted, at whatever ids.
     places = counts.clamp(max=num_drafts - 1)
     taken = subtracted[every.numpy(), places.numpy()] * (accepted_count < num_drafts)[:, None]
     rows, ids = target_probs[every.to(device), counts.to(device)], support_ids[every, places].to(device)

@@ -21,7 +21,7 @@ def ratio(
 ) -> ChainOutcome:
     """Keeps a draft token with probability min(1, target / (lenience * draft)), up to the first that is not kept.
 
-    target_probs [B, K + 1, V] float64: row i is the target's distribution behind i draft tokens. draft_token_ids [B, K]
+    target_probs [B, K + 1, V] float64: row i is the target's distribution after i draft tokens. draft_token_ids [B, K]
     int64 were drawn from the distributions support_ids and support_weights [B, K, N] int64
     (sampling.draft_distribution.DraftDistributions; weight 0 is padding), each with noise of its own. uniforms [B, K]
     float64 are uniforms in (0, 1), independent of those draws. The next token follows (target - lenience * draft)+ over

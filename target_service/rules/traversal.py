@@ -16,8 +16,8 @@ from target_service.rules.tree_probs import TINY, Ints, TreeOutcome, TreeProbs, 
 def traversal(probs: TreeProbs, uniforms: Floats) -> TreeOutcome:
     """Tests the rows from the leaves to the root, and keeps the path to the first that passes.
 
-    A row is tested behind all its descendants and before its next sibling, with a weight w in [0, 1], which is the
-    chance that its subtree is kept. With p the target's distribution behind its parent, less what failed there, and q
+    A row is tested after all its descendants and before its next sibling, with a weight w in [0, 1], which is the
+    chance that its subtree is kept. With p the target's distribution after its parent, less what failed there, and q
     the one that it was drawn from, a child has min(1, w * p / q) of its token. Where its whole subtree fails, p becomes
     (w * p - q)+, normalised, and w becomes S / (S + 1 - w) with S the sum before that.
 
@@ -49,7 +49,7 @@ def traversal(probs: TreeProbs, uniforms: Floats) -> TreeOutcome:
 
 
 def _leaves_first(parents: Sequence[int]) -> Ints:
-    """All rows, each behind its descendants and before its later siblings; the root, row 0, comes last."""
+    """All rows, each after its descendants and before its later siblings; the root, row 0, comes last."""
     children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
     for row, parent in enumerate(parents, start=1):
         children[parent].append(row)

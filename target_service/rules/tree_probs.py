@@ -1,4 +1,4 @@
-"""What the rules for trees have in common: the probabilities that they compare, their answer, orders of rows.
+"""Parts that the rules for trees share: the probabilities that they compare, their answer, orders of rows.
 
 Sizes: B trees of one shape with R rows, whose root is row 0, and at most N tokens that the children of a row may be.
 All is float64 on the CPU. A sum runs along its row in order, so that a tree's outcome does not depend on the others.
@@ -29,9 +29,9 @@ class TreeProbs:
     """
 
     parents: tuple[int, ...]
-    """As in TokenTree: parents[r - 1] belongs to row r. Siblings are in the order in which they were drawn."""
+    """Parents like those of TokenTree: parents[r - 1] belongs to row r. Siblings are in the order of their draws."""
     target: Floats
-    """[B, R + 1, N]: the target's probabilities behind each row, at its places."""
+    """[B, R + 1, N]: the target's probabilities after each row, at its places."""
     others: Floats
     """[B, R + 1]: the target's probability of all other tokens."""
     draft: Floats
@@ -40,7 +40,7 @@ class TreeProbs:
     """[B, R]: the place of each row's token among those of its parent."""
 
     def of_drawn(self, values: Floats, rows: Ints) -> Floats:
-        """Of values [B, len(rows), N] at the places of the rows' parents those [B, len(rows)] of the rows' tokens."""
+        """Values [B, len(rows)] of the rows' tokens; those of `values` [B, len(rows), N] are in places of parents."""
         found: Floats = np.take_along_axis(values, self.drawn[:, rows - 1, None], axis=2)[:, :, 0]
         return found
 
@@ -58,7 +58,7 @@ class TreeOutcome(NamedTuple):
 def nth_children(parents: Sequence[int]) -> list[Ints]:
     """The rows in groups: children of one depth, of each parent the first, then of each the second, and so on.
 
-    Depths come in order, so that a row's group comes behind those of its parent and of its earlier siblings.
+    Depths come in order, so that a row's group comes after those of its parent and of its earlier siblings.
     """
     depths, num_children = [0], [0] * (len(parents) + 1)
     groups: dict[tuple[int, int], list[int]] = {}
@@ -78,7 +78,7 @@ def row_sums(values: Floats) -> Floats:
 def tree_probs(tree: TokenTree, target_probs: Tensor) -> tuple[TreeProbs, list[tuple[int, ...]]]:
     """The probabilities of one tree with distributions, and the token ids of each row's places.
 
-    target_probs [R + 1, V] float64 are the target's distributions behind root and rows, on any device.
+    target_probs [R + 1, V] float64 are the target's distributions after root and rows, on any device.
     """
     places: list[dict[int, int]] = [{} for _ in range(len(tree) + 1)]
     for parent, each in zip(tree.parents, tree.distributions, strict=True):

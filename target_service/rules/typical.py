@@ -29,10 +29,10 @@ def exp_entropies(scores: Tensor, target_probs: Tensor) -> list[float]:
 
 
 def typical_children(tree: TokenTree, child_probs: Sequence[float], limits: Sequence[float]) -> list[int]:
-    """Of the root and each row the most probable child above the row's limit, of equal ones the lowest; 0 for none.
+    """Most probable child above the row's limit for the root and each row, of equal ones the lowest; 0 for none.
 
-    child_probs[r - 1] is the target's probability of the token of row r behind its parent; limits[r] is
-    min(epsilon, delta * exp(-entropy)) of the target's distribution behind row r, limits[0] behind the root.
+    child_probs[r - 1] is the target's probability of the token of row r after its parent; limits[r] is
+    min(epsilon, delta * exp(-entropy)) of the target's distribution after row r, limits[0] after the root.
     """
     chosen = [0] * (len(tree) + 1)
     for row, (parent, prob) in enumerate(zip(tree.parents, child_probs, strict=True), start=1):

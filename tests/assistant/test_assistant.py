@@ -141,7 +141,7 @@ WEATHER = {
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_shapes_hold_and_guesses_change_no_token_of_them(serving: dict[str, Any], temperature: float) -> None:
-    """A schema for a model that was told of it: the head reads the grammar, the draft without a tokenizer does not."""
+    """A schema for a model that knows of it: the head reads the grammar, the draft without a tokenizer does not."""
     with Client(serving["gateway"]) as client:
         said = [{"role": "user", "content": "Invent a person. Answer in JSON with name, age and likes."}]
         options: dict[str, Any] = {"max_tokens": 96, "seed": 3, "temperature": temperature, "json_schema": PERSON}

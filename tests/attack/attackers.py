@@ -24,7 +24,7 @@ from outrider.v1.target_service_pb2 import TargetServiceLinkResponse
 AT_A_TIME = 16
 PATIENCE_S = 120.0
 MAX_FAULTS = 20
-# Whoever watches is told of changes for as long as it likes.
+# A caller that watches hears of changes for as long as it likes.
 ENDLESS = {"/grpc.health.v1.Health/Watch"}
 # What says whose fault it is that a call has no answer: the caller's.
 REFUSALS = {

@@ -1,4 +1,4 @@
-"""A draft that lies, in a process of its own, about whatever it is told to."""
+"""A draft that lies, in a process of its own, about whatever it is asked to."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ LIES: Sequence[tuple[Lie | None, Manner | None]] = [
     *((lie, None) for answer in ANSWERS for lie in lies(answer)),
     *((None, manner) for manner in MANNERS),
 ]
-"""Of every field of every message, and of what messages come at all."""
+"""Lies about every field of every message, and about what messages come at all."""
 
 
 def lie_for(behind: str, orders: Connection) -> None:
-    """Stands before a draft service; tells its own address, and then lies as each number says, until there is none."""
+    """Stands before a draft service; prints its own address, and then lies as each number says, until there is none."""
     asyncio.run(_lie_for(behind, orders))
 
 

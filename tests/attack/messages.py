@@ -67,7 +67,7 @@ class Method:
 
 
 def methods() -> list[Method]:
-    """Those of all services in the protocol, and of the two that every server can have beside them."""
+    """Methods of all services in the protocol, and of the two that every server can have beside them."""
     names = [module.name for module in pkgutil.iter_modules(v1.__path__) if module.name.endswith("_pb2")]
     files: list[FileDescriptor] = [import_module(f"outrider.v1.{name}").DESCRIPTOR for name in names]
     services = [

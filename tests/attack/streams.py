@@ -1,4 +1,4 @@
-"""Streams that harm nobody: what they should say, whether they say it, and how long they wait for each piece of it."""
+"""Streams that do no harm: what they should say, whether they say it, and how long they wait for each piece of it."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ class Streams:
         self._is_over = False
 
     async def __aenter__(self) -> Self:
-        """Learns what each says while nobody else is there."""
+        """Learns what each says while no other stream is there."""
         for number in range(NUM_STREAMS):
             self._said[number] = await self._answer(number)
         return self

@@ -7,7 +7,7 @@ COMMAND = (sys.executable, "-P", "-m", "bench.cascade")
 
 
 def test_a_real_run() -> None:
-    """Whoever guesses; one who is always wrong saves no forward."""
+    """Whatever guesses; a guesser that is always wrong saves no forward."""
     options = ("--texts", "1", "--counts", "4", "--cascade", "lookup", "useless", "models/draft+lookup")
     ended = subprocess.run((*COMMAND, *options), capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -97,6 +97,6 @@ def test_settings_have_the_names_of_reports() -> None:
 
 
 def test_settings_come_in_another_order_each_turn() -> None:
-    """Each goes first once, and has both of the others behind it."""
+    """Each goes first once, and has both of the others after it."""
     orders = ["".join(rotated("abc", turn)) for turn in range(3)]
     assert orders == ["abc", "acb", "cab"]

@@ -29,7 +29,7 @@ def test_a_checkout_against_itself(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def test_logits_that_differ_end_the_run() -> None:
-    """Another context gives other logits; which rows differed is told."""
+    """Another context gives other logits; which rows differed is reported."""
     with pytest.raises(TokensDiffer, match="2 rows, chain: logits differ between"):
         measure({"old": forwards(8), "new": forwards(9)}, [2], 1)
 

@@ -29,7 +29,7 @@ def test_only_the_secured_stack_has_certificates() -> None:
 
 
 def test_what_services_computed_is_taken_off_rounds_with_guesses() -> None:
-    """Of the rounds behind the first, which reads the prompt; plain ones were computed before they were asked for."""
+    """Of the rounds after the first, which reads the prompt; plain ones were computed before they were asked for."""
     plain = RoundFacts(round_us=900, verify_compute_us=2000)
     asked = [
         RoundFacts(draft_count=4, round_us=each, draft_compute_us=300, verify_compute_us=500) for each in (900, 1400)

@@ -7,7 +7,7 @@ from bench.versions import compare, in_turns, render
 
 
 def test_tokens_that_differ_end_the_run() -> None:
-    """In one place, or by being fewer; what was asked and what each said is told."""
+    """In one place, or by being fewer; what was asked and what each said is reported."""
     compare({"old": [1, 2, 3], "new": [1, 2, 3]}, "'Once', plain")
     for tokens in ([1, 2, 4], [1, 2]):
         with pytest.raises(TokensDiffer, match=r"'Once', plain: old said \[1, 2, 3\]; new said \[1, 2"):

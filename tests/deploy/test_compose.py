@@ -309,7 +309,7 @@ async def test_a_gateway_comes_back(compose: Compose, channel: grpc.aio.Channel,
 
 
 async def test_a_gateway_pauses(compose: Compose, channel: grpc.aio.Channel) -> None:
-    """While it does nobody is answered; then its streams go on with the same tokens."""
+    """While it does no client is answered; then its streams go on with the same tokens."""
     expected = await said(channel, LONG)
     (container,) = compose.containers("gateway")
     async with Load(channel, LONG) as load:

@@ -53,7 +53,7 @@ def test_each_service_has_a_gpu() -> None:
 
 
 def test_keys_are_a_secret_of_the_gateway(tmp_path: Path) -> None:
-    """With their file nobody is let in without one, and it is the gateway's alone; without its name nothing runs."""
+    """With their file no client is let in without one, and it is the gateway's alone; without its name nothing runs."""
     path = str(tmp_path / "keys.toml")
     made = config("compose.yaml", "compose.keys.yaml", OUTRIDER_KEYS=path)
     assert made["secrets"]["keys"]["file"] == path
@@ -81,7 +81,7 @@ def test_what_is_published_is_for_this_host_alone() -> None:
 
 
 def test_every_service_is_confined() -> None:
-    """No capabilities, no way to new privileges, and a bound to its processes; nobody is admin of the dashboard."""
+    """No capabilities, no way to new privileges, and a bound to its processes; the dashboard has no admin."""
     services = config("compose.yaml")["services"]
     for service in services.values():
         assert service["cap_drop"] == ["ALL"]

@@ -63,13 +63,13 @@ def pods_of(resources: list[Resource]) -> dict[str, Resource]:
 
 
 def container_of(pod: Resource) -> Resource:
-    """Its only container."""
+    """The only container of a pod."""
     (container,) = pod["spec"]["containers"]
     return dict(container)
 
 
 def variables_of(pod: Resource) -> dict[str, str]:
-    """Its environment."""
+    """Variables of the environment of a pod's container."""
     return {each["name"]: each["value"] for each in container_of(pod)["env"]}
 
 
@@ -171,7 +171,7 @@ def test_pods_are_found(resources: list[Resource], name: str) -> None:
 
 
 def test_a_node_can_be_emptied(resources: list[Resource]) -> None:
-    """One gateway stays, of more than one; those that are not ready are in nobody's way."""
+    """One gateway stays, of more than one; those that are not ready block nothing."""
     ((name, budget),) = of_kind(resources, "PodDisruptionBudget").items()
     assert chosen(budget["spec"]["selector"], pods_of(resources)) == {name} == {"gateway"}
     assert 1 <= budget["spec"]["minAvailable"] < of_kind(resources, "Deployment")[name]["spec"]["replicas"]

@@ -14,7 +14,7 @@ WANTED = [{"temperature": 0.0}, {"temperature": 0.6}]
 @pytest.mark.parametrize("rule", Rule)
 @pytest.mark.parametrize("wanted", WANTED)
 def test_no_guess_is_banned(draft: Draft, rule: Rule, wanted: dict[str, float]) -> None:
-    """A single token, a pair behind the prompt's last token, and one within the guesses."""
+    """A single token, a pair after the prompt's last token, and one within the guesses."""
     spec = spec_of(PROMPT, 60, seed=11, eos=(), **wanted)
     spec = replace(spec, acceptance=Acceptance(rule=rule))
     free = fresh_guesses(draft.runner, spec, 6)

@@ -174,13 +174,13 @@ def test_forwards_are_what_the_law_says(runner: ModelRunner) -> None:
 def test_a_model_with_the_same_noise_is_right_wherever_it_is_the_draft_s_equal(
     runner: ModelRunner, twin: ModelRunner, drafter: str, rule: Rule
 ) -> None:
-    """One forward of the draft, whoever the noise is of; the cheaper one's forwards are none of the draft's."""
+    """One forward of the draft, whatever the noise; the cheaper one's forwards are none of the draft's."""
     draft = Draft(runner, cascade=model_cascade(twin, 64, clock=stopped))
     draft.open(ruled(SPEC, rule), 8, drafter=drafter)
     [answer] = draft.run()
     assert (len(answer.content), answer.times.forward_count) == (8, 1)
     draft.table.clear()
-    # Its rows behind a depth are then the draft's as well, drawn with the noise of the same round.
+    # Its rows after a depth are then the draft's as well, drawn with the noise of the same round.
     draft = Draft(runner, cascade=model_cascade(twin, 64, 3, clock=stopped))
     draft.open(ruled(SPEC, rule), 8, drafter=drafter)
     [behind] = draft.run()
@@ -200,7 +200,7 @@ def test_behind_a_depth_the_cheaper_one_proposes(
     rule: Rule,
     depth: int,
 ) -> None:
-    """The first rows are the draft's, the others, with their laws, those of the smaller model behind these tokens."""
+    """The first rows are the draft's, the others, with their distributions, those of the smaller model."""
     text = (*PROMPT, *PROMPT[1:4])
     spec = replace(ruled(replace(SPEC, token_ids=text, prompt_len=len(text)), rule), draft_logprobs=True)
     draft = Draft(runner, cascade=cascade_of(cascade, runner, smaller, twin, depth))
@@ -238,7 +238,7 @@ def test_behind_a_depth_the_cheaper_one_proposes(
 def test_a_text_s_own_rows_are_certain(
     runner: ModelRunner, smaller: ModelRunner, twin: ModelRunner, rule: Rule
 ) -> None:
-    """What repeats is proposed with a law of one token; where nothing repeats the draft draws, so that K stays K."""
+    """What repeats is proposed as certain; where nothing repeats the draft draws, so that K stays K."""
     always_50 = SamplingParameters(temperature=1.0, logit_bias={50: 100.0})
     draft = Draft(runner, cascade=cascade_of("lookup", runner, smaller, twin, 1))
     for epoch, (last, expected) in enumerate([(7, (50, 60, 61, 62, 63)), (8, (50, 50, 50, 50, 50))], start=1):

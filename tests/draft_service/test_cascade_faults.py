@@ -43,7 +43,7 @@ def _empty(smaller: ModelRunner, twin: ModelRunner) -> Iterator[None]:
 def test_nothing_is_proposed_past_an_end(
     runner: ModelRunner, smaller: ModelRunner, twin: ModelRunner, cascade: str, place: int
 ) -> None:
-    """Wherever in a chain it stands; what is cached behind it is nobody's."""
+    """Wherever in a chain it stands; what is cached after it is of use to no session."""
     stop = plain_proposal(runner, SPEC, 8).token_ids[place]
     spec = replace(SPEC, stop_token_ids=frozenset({stop}))
     draft = Draft(runner, cascade=cascade_of(cascade, runner, smaller, twin))
@@ -74,7 +74,7 @@ def test_no_guess_lies_past_the_context(
 def test_a_row_that_cannot_be_drawn_is_met_as_by_the_draft_alone(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, rule: Rule, fault: float
 ) -> None:
-    """Behind the third guess: an error under match, a guess of id 0 with its law under block."""
+    """After the third guess: an error under match, a guess of id 0 with its distribution under block."""
     spec, oracle = ruled(SPEC, rule), Oracle(runner)
     plain = plain_proposal(runner, spec, 8)
     forward = runner.forward
@@ -102,7 +102,7 @@ def test_a_row_that_cannot_be_drawn_is_met_as_by_the_draft_alone(
 
 
 class Broken(ToyCheaper):
-    """Raises."""
+    """Raises in place of a guess."""
 
     def begin(self, outer: DraftTask, count: int, *, is_final: bool = False) -> None:
         raise RuntimeError("broken")
@@ -127,7 +127,7 @@ def test_a_guesser_that_fails_costs_no_guess(runner: ModelRunner, depth: int) ->
 
 
 def test_a_smaller_model_without_room_guesses_for_those_it_has_room_for(runner: ModelRunner, folder: Path) -> None:
-    """Its cache is its own: the others go on alone, nobody gives way, and no block is lost in either pool."""
+    """Its cache is its own: the others go on alone, no session gives way, and no block is lost in either pool."""
     tight = ModelRunner.load(str(folder), dtype="float32", kv_tokens=48)
     draft = Draft(runner, cascade=model_cascade(tight, 64, clock=stopped))
     ids, answers = [os.urandom(16) for _ in range(4)], {}
@@ -146,7 +146,7 @@ def test_a_smaller_model_without_room_guesses_for_those_it_has_room_for(runner: 
 
 
 def test_a_draft_without_room_for_guesses_verifies_none(folder: Path) -> None:
-    """A proposal that just fits alone fits with a cascade; rows of guesses push nobody out."""
+    """A proposal that just fits alone fits with a cascade; rows of guesses push no session out."""
     small = ModelRunner.load(str(folder), dtype="float32", kv_tokens=64)
     draft = Draft(small, cascade=toy_cascade(lambda outer, count: [1] * count))
     other, first = os.urandom(16), draft.session_id
@@ -196,7 +196,7 @@ def test_rejected_guesses_reach_no_index(runner: ModelRunner) -> None:
 
 @pytest.mark.parametrize("depth", [0, 20])
 def test_a_smaller_model_publishes_committed_tokens_only(runner: ModelRunner, twin: ModelRunner, depth: int) -> None:
-    """Of the draft's guesses and its own nobody else finds anything cached, also where it takes over from the draft."""
+    """Of the draft's guesses and its own no other session finds anything, also where it takes over from the draft."""
     draft = Draft(runner, cascade=model_cascade(twin, 64, depth, clock=stopped))
     spec = replace(SPEC, cache_salt=bytes([depth]))
     draft.open(spec, 40)

@@ -44,7 +44,7 @@ def proposals(runner: ModelRunner, *wishes: Wish) -> list[TokenTree]:
 
 
 def asking(spec: SessionSpec) -> SessionSpec:
-    """The same request, and the log-probabilities."""
+    """A copy of a request that also asks for log-probabilities."""
     return replace(spec, draft_logprobs=True)
 
 
@@ -82,7 +82,7 @@ def test_each_is_that_of_the_distribution_that_the_guess_was_drawn_from(
 
 
 def test_only_who_asks_is_told(runner: ModelRunner) -> None:
-    """Sessions of one forward, with either noise, tell what they tell alone, to the last bit."""
+    """Sessions of one forward, with either noise, report what they report alone, to the last bit."""
     specs = [replace(SPEC, token_ids=(*PROMPT, number), seed=number) for number in range(8)]
     wishes = [(asking(spec) if spec.seed % 2 else spec, (MODEL, SAMPLED)[spec.seed // 2 % 2]) for spec in specs]
     together = proposals(runner, *wishes)
@@ -92,7 +92,7 @@ def test_only_who_asks_is_told(runner: ModelRunner) -> None:
 
 @pytest.mark.parametrize("rule", [Rule.MATCH, Rule.RATIO])
 def test_a_request_is_answered_again_with_the_same_numbers(draft: Draft, rule: Rule) -> None:
-    """Repeated, and after a rollback; a session that only reads the prompt has none to tell."""
+    """Repeated, and after a rollback; a session that only reads the prompt has none to report."""
     spec = asking(ruled(SPEC, rule))
     draft.open(spec, 0)
     [nothing] = draft.run()

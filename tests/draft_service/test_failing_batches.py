@@ -80,7 +80,7 @@ async def test_only_the_culprit_gets_no_guesses(
 
 
 async def test_an_answer_that_cannot_be_given_takes_no_other_with_it(runner: ModelRunner) -> None:
-    """All three are ready behind the same forward, which is not made again."""
+    """All three are ready after the same forward, which is not made again."""
 
     def spoil(number: int, answer: SessionAnswer) -> None:
         if number == 0 and answer.error is None:

@@ -45,7 +45,7 @@ def test_an_evicted_session_is_in_no_forward(draft: Draft) -> None:
     draft.open(SPEC, 2)
     leased = draft.held
     draft.table.leave(draft.answers)
-    # The link's end would stop the job; this one begins behind it.
+    # The link's end would stop the job; this one begins after it.
     draft.advance(1, 5, (), 2)
     other = spec_of((*PROMPT, 4), 60, eos=())
     draft.sessions.open(Fence(os.urandom(16), 1, 6), other, Wanted(2, 0), draft.answers)

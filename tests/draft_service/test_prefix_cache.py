@@ -48,7 +48,7 @@ def opened(draft: Draft, wanted: SessionSpec, draft_count: int = 6) -> tuple[tup
 
 @pytest.mark.parametrize("rule", [Rule.MATCH, Rule.RATIO])
 def test_a_prompt_sent_again_changes_no_guess(draft: Draft, rule: Rule) -> None:
-    """Beside the session that has it, after its end, and with more behind it."""
+    """Beside the session that has it, after its end, and with more after it."""
     wanted, longer = spec(LONG, rule), spec((*LONG, *range(100, 140)), rule)
     expected = fresh_guesses(draft.runner, wanted, 6)
     assert opened(draft, wanted) == (expected, 0)
@@ -91,7 +91,7 @@ def test_a_lost_session_is_opened_again_at_the_cost_of_its_tail(draft: Draft) ->
 
 
 def test_salts_share_nothing(draft: Draft) -> None:
-    """And without the cache nobody finds anything."""
+    """And without the cache no session finds anything."""
     opened(draft, spec(LONG))
     assert opened(draft, replace(spec(LONG), cache_salt=b"tenant"))[1] == 0
     alone = Draft(draft.runner, prefix_cache=False)

@@ -86,7 +86,7 @@ def test_a_distribution_has_at_most_top_n_tokens(runner: ModelRunner, top_n: int
 
 
 def test_another_round_is_drawn_with_other_noise(runner: ModelRunner) -> None:
-    """The same position behind the same tokens, in a round that begins later, is drawn anew."""
+    """The same position after the same tokens, in a round that begins later, is drawn anew."""
     spec = replace(ruled(SPEC, Rule.RATIO), sampling=SPEC.sampling.model_copy(update={"temperature": 2.0}))
     first = proposal_of(runner, spec, 8)
     later = proposal_of(runner, ruled(replace(spec, token_ids=(*spec.token_ids, first.token_ids[0])), Rule.RATIO), 7)

@@ -101,7 +101,7 @@ async def test_rollback_stops_a_running_job(client: DraftClient, service: Runnin
     gate, entered = threading.Event(), threading.Event()
     blocked = service.worker.call(lambda: (entered.set(), gate.wait(PATIENCE_S)))
     await asyncio.to_thread(entered.wait, PATIENCE_S)
-    # Behind the gate stand the open and then the rollback, so that the job has begun and has not ended between them.
+    # After the gate stand the open and then the rollback, so that the job has begun and has not ended between them.
     await client.open(spec_of(PROMPT, 100, eos=()), 32)
     await eventually(lambda: service.worker.num_waiting == 1)
     rolling = asyncio.ensure_future(client.rollback(2, 6))

@@ -51,7 +51,7 @@ def test_committed_tokens_replace_what_was_guessed(draft: Draft) -> None:
 
 
 def test_reported_cache_counts_committed_tokens_only(draft: Draft) -> None:
-    """Guesses are cached too, but nobody has committed them."""
+    """Guesses are cached too, but they are not committed."""
     draft.open(SPEC, 5)
     [answer] = draft.run()
     assert draft.held.session.cached_len == 9

@@ -1,4 +1,4 @@
-"""Services as processes of their own, the model services behind a proxy: everything that a test can do to them.
+"""Services as processes of their own, model services with a proxy in front: everything that a test can do to them.
 
 The proxy keeps its address for life, so a gateway finds the next incarnation wherever it listens.
 """

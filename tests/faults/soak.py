@@ -1,6 +1,6 @@
 """Requests of every kind over both surfaces, read piece by piece and held against what plain decoding says.
 
-Knows no faults: what a client is promised is the same whatever happens behind the gateway.
+Knows no faults: what a client is promised is the same whatever happens to its services.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Many requests whose clients leave at any moment: nothing of them stays behind anywhere."""
+"""Many requests whose clients leave at any moment: nothing of them stays anywhere."""
 
 import asyncio
 import random
@@ -20,7 +20,7 @@ LONG_PROMPT = " ".join(OPENINGS)
 
 
 async def cancel_at_random(stack: RunningStack, number: int, slots: asyncio.Semaphore) -> str:
-    """Begins a request and leaves some time after some message, or its beginning; tells how far it came."""
+    """Begins a request and leaves some time after some message, or its beginning; returns how far it came."""
     chance = random.Random(number)
     text = LONG_PROMPT[: chance.randrange(1, len(LONG_PROMPT))] if chance.random() < 0.06 else OPENINGS[number % 50]
     counts = {} if chance.random() < 0.2 else {"draft_count": chance.choice((0, 2, 5))}
@@ -44,7 +44,7 @@ async def cancel_at_random(stack: RunningStack, number: int, slots: asyncio.Sema
 
 
 def _stage(message: pb.GenerateResponse) -> str:
-    """What a message tells."""
+    """Moments that a message marks."""
     return "speaking" if message is not grpc.aio.EOF and message.HasField("round") else "ended"
 
 
@@ -55,7 +55,7 @@ def kinds_of_task() -> Counter[str]:
 
 @pytest.mark.slow
 async def test_a_thousand_requests_cancelled_at_random_moments() -> None:
-    """Before their first token, in the middle of their output or behind it: no session, block or task is left."""
+    """Before their first token, in the middle of their output or after it: no session, block or task is left."""
     async with running_stack() as stack:
         await stack.generate(text=OPENINGS[0], max_tokens=8)
         await stack.quiet()

@@ -1,4 +1,4 @@
-"""A gateway that dies or is told to stop while requests run: what its clients see, and what the services keep."""
+"""A gateway that dies or is asked to stop while requests run: what its clients see, and what the services keep."""
 
 import signal
 from collections.abc import AsyncIterator

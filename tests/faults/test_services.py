@@ -1,4 +1,4 @@
-"""A model service dies, stands still, is drained, moves or is cut off under several requests: nobody sees it.
+"""A model service dies, stands still, is drained, moves or is cut off under several requests: no client sees it.
 
 Each fault is done to the target and to the draft alike, with the other one sound. The tokens are those of a run
 without faults, every request ends, and afterwards no service holds anything.
@@ -122,7 +122,7 @@ class World:
         await asyncio.gather(self.first.mend(), self.spare.mend())
 
     async def quiet(self) -> None:
-        """Waits until nobody holds anything any more."""
+        """Waits until no process holds anything any more."""
         await asyncio.gather(self.first.quiet(), self.spare.quiet())
         async with open_channel(self.sound_address) as channel:
             await until_quiet(channel)

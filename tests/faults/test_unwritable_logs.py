@@ -20,7 +20,7 @@ BODY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 16, "seed": 
 
 
 def redirected(launch: Launch, line: str) -> Launch:
-    """The same with its streams as a line of a shell makes them, in which it is "$@"."""
+    """A launch with its streams as a line of a shell makes them, in which it is "$@"."""
     return replace(launch, command=("bash", "-c", line, "bash", *launch.command))
 
 

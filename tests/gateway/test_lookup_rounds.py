@@ -1,4 +1,4 @@
-"""The round loop with lookups and several drafters: whoever guesses whatever, the tokens are plain decoding's."""
+"""The round loop with lookups and several drafters: whatever is guessed, the tokens are plain decoding's."""
 
 import random
 from collections.abc import Sequence

@@ -116,7 +116,7 @@ def test_rows_of_a_tree_count_for_who_guessed_them_and_by_their_depth() -> None:
 
 
 def test_tokens_behind_a_stop_string_are_counted_apart() -> None:
-    """They were accepted and decoded, and nobody was sent them."""
+    """They were accepted and decoded, and no client was sent them."""
     found = counted(round_event([ACCEPTED, ACCEPTED, BONUS], num_spoken=1, draft_count=2, evaluated_count=2))
     assert (found["generation_tokens_total"], found["dropped_tokens_total"]) == (1, 2)
     assert found["spec_decode_num_accepted_tokens_total"] == 2
@@ -152,7 +152,7 @@ def test_the_first_token_is_counted_when_it_comes() -> None:
 
 
 def test_what_users_feel() -> None:
-    """The time of a token is that behind the first; the samples of a request share its prompt."""
+    """The time of a token is that after the first; the samples of a request share its prompt."""
     found = counted(completion(), completion(sample_index=1, completion_tokens=1, finish_reason=FinishReason.LENGTH))
     assert found["request_time_per_output_token_seconds_count"] == 1
     assert found["request_time_per_output_token_seconds_sum"] == pytest.approx(0.01)

@@ -70,7 +70,7 @@ async def gateway(
 
 
 def draft_of(tokenizer: str) -> DraftServicer:
-    """One that fits."""
+    """A draft that fits."""
     return DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3), Vocabulary.read(tokenizer).digests)
 
 
@@ -78,7 +78,7 @@ def draft_of(tokenizer: str) -> DraftServicer:
 async def test_a_misfit_draft_is_no_reason_not_to_serve(
     misfit: str, life: AsyncExitStack, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever names its drafter or K has plain decoding; one warning says why, until a fitting one is there."""
+    """A request that names its drafter or K has plain decoding; one warning says why, until a fitting one is there."""
     monkeypatch.setattr("gateway.sessions.peer.MISFIT_LOOK_S", 0.01)
     draft = draft_of(tokenizer)
     (name, wrong), right = MISFITS[misfit], getattr(draft, MISFITS[misfit][0])
@@ -109,7 +109,7 @@ async def test_a_misfit_draft_is_no_reason_not_to_serve(
 
 
 async def test_one_misfit_of_several_drafts_leaves_the_others(life: AsyncExitStack, tokenizer: str) -> None:
-    """The first guesses as it does alone, and readiness tells of each by its name."""
+    """The first guesses as it does alone, and readiness names each."""
     good, bad = draft_of(tokenizer), draft_of(tokenizer)
     bad.digests = (7,)
     ask, ready = await gateway(life, tokenizer, good, bad)

@@ -18,7 +18,7 @@ from outrider.v1 import model_service_pb2 as model_pb
 from outrider.vocabulary import Vocabulary
 
 TOKENIZER = str(Path(__file__).resolve().parents[2] / "models" / "target")
-# Runs the module as `python -m gateway` does, and tells at the end which forbidden modules the process has loaded.
+# Runs the module as `python -m gateway` does, and prints at the end which forbidden modules the process has loaded.
 WATCHED = """
 import os, runpy, sys
 leave = os._exit

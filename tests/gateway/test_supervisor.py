@@ -155,7 +155,7 @@ async def right(stack: RunningStack, max_tokens: int = LONG) -> list[int]:
 
 @contextmanager
 def watched(pids: dict[int, int]) -> Iterator["select.poll"]:
-    """Tells which processes have ended, by file descriptors that hold even if nobody waits for them."""
+    """Returns which processes have ended, by file descriptors that hold even if no parent waits for them."""
     files = [os.pidfd_open(pid) for pid in pids.values()]
     poll = select.poll()
     for file in files:
@@ -275,7 +275,7 @@ async def test_a_frozen_worker_is_replaced(gateway: Gateway) -> None:
 async def test_the_first_signal_drains_all_workers(
     stack: RunningStack, gateway: Gateway, number: signal.Signals
 ) -> None:
-    """What runs says the same as ever, whoever comes meanwhile is told, then nobody listens, and the exit code is 0."""
+    """What runs says the same as ever, new clients are refused, then no process listens, and the exit code is 0."""
     expected = await right(stack)
     await gateway.both_run()
     os.kill(gateway.process.pid, number)
@@ -307,7 +307,7 @@ async def test_a_second_signal_ends_all_at_once(gateway: Gateway) -> None:
 
 @pytest.mark.slow
 async def test_no_worker_outlives_a_killed_parent(stack: RunningStack, gateway: Gateway) -> None:
-    """They drain, although nobody reads their log any more: what runs says the same as ever, and the ports are free."""
+    """They drain, although their log is not read any more: what runs says the same as ever, and the ports are free."""
     expected = await right(stack)
     await gateway.both_run()
     with watched(gateway.workers()) as poll:

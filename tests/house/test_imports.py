@@ -251,7 +251,7 @@ def knots(modules: Mapping[str, Module]) -> list[str]:
 
 
 def protobuf_leaks(modules: Mapping[str, Module]) -> list[str]:
-    """Modules behind the doors that know protobuf."""
+    """Modules inside the doors that know protobuf."""
     return [
         f"{module.name} imports {name}"
         for module in modules.values()

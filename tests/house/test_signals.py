@@ -20,7 +20,7 @@ print([n for n in numbers if n in held or (ignored >> n - 1 & 1 and n != signal.
 
 
 def test_children_have_the_signals_of_a_terminal() -> None:
-    """None is ignored or blocked; what the run itself was told to ignore ends it as little as before."""
+    """None is ignored or blocked; what the run itself ignores ends it as little as before."""
     for number in os.environ[IGNORED_VARIABLE].split():
         signal.raise_signal(int(number))
     ended = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=True)

@@ -41,7 +41,7 @@ def test_a_template_becomes_the_ids_between_its_messages(trained: tuple[Path, st
 
 
 def test_the_target_writes_the_users_message_and_then_answers(turns: Turns) -> None:
-    """Behind an empty user turn; only what it draws for an answer counts as one, the end of it included."""
+    """After an empty user turn; only what it draws for an answer counts as one, the end of it included."""
     text = Text(turns.before_user, 0.3, turns, user_writes=True)
     given = [text.follow(99) for _ in turns.before_user]
     assert given == [(token_id, False) for token_id in turns.before_user]
@@ -82,7 +82,7 @@ def test_own_documents_are_asked_about(trained: tuple[Path, str], turns: Turns) 
 
 
 def test_a_template_that_hides_messages_is_refused(trained: tuple[Path, str]) -> None:
-    """One that shows the last message alone cannot tell what stands between them; without a template there is none."""
+    """One that shows the last message alone cannot show what stands between them; without a template there is none."""
     hiding = chat_tokenizer(trained[0], "{{ messages[-1]['content'] }}")
     with pytest.raises(InvalidRequest, match="chat template shows every message"):
         Turns.read(hiding, frozenset({0}))

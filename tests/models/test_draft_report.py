@@ -20,7 +20,7 @@ from training.draft_report import (
 
 
 def test_what_is_kept_is_counted_at_each_temperature() -> None:
-    """At 0 guesses that are the target's likeliest; above it the overlap, and ids that nobody guesses are lost."""
+    """At 0 guesses that are the target's likeliest; above it the overlap, and ids that are never guessed are lost."""
     laws = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]]).log()
     guessed, ids = torch.tensor([[0.9, 0.1], [0.5, 0.5]]).log(), torch.tensor([0, 2])
     assert kept_of(laws, guessed, ids, 0.0) == 1
@@ -32,14 +32,14 @@ def test_what_is_kept_is_counted_at_each_temperature() -> None:
 
 
 def test_only_the_first_answer_counts() -> None:
-    """Not what comes behind a second message that the target wrote."""
+    """Not what comes after a second message that the target wrote."""
     answers = torch.tensor([[0, 0, 1, 1, 0, 1], [1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1]]).bool()
     wanted = torch.tensor([[0, 0, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1]]).bool()
     assert torch.equal(first_answers(answers), wanted)
 
 
 def test_a_round_is_the_targets_token_and_the_guesses_that_are_kept() -> None:
-    """Each behind right ones alone."""
+    """Each after right ones alone."""
     assert tokens_a_round([0.5, 0.5, 0.0, 1.0]) == 1 + 0.5 + 0.25
 
 

@@ -83,7 +83,7 @@ class Case:
         return [each[0] for each in guesses_of(self.head, self.features[None], self.token_ids[None])]
 
     def compare(self, serve: Callable[["Case", int], list[Tensor]]) -> None:
-        """Raises AssertionError where rounds behind any length of the text get other logits when they are served."""
+        """Raises AssertionError where rounds after any length of the text get other logits when they are served."""
         trained = self.trained()
         assert len(trained) == STEPS
         limit = reach(
@@ -134,7 +134,7 @@ class Layer:
 
 
 def plain_eagle3(case: Case, row: int) -> list[Tensor]:
-    """The guesses behind row + 2 tokens: true rows first, then each of a token behind them and of the row before."""
+    """The guesses after row + 2 tokens: true rows first, then each of a token after them and of the row before."""
     w, layer, found = case.weights, Layer(case.weights, "layers.0."), []
     for position in range(1, min(row + 1 + STEPS, LENGTH)):
         if position <= row + 1:
@@ -148,7 +148,7 @@ def plain_eagle3(case: Case, row: int) -> list[Tensor]:
 
 
 def plain_mtp(case: Case, row: int) -> list[Tensor]:
-    """The same of a head whose rows are products, and whose state is normed."""
+    """Guesses of a head whose rows are products, and whose state is normed."""
     layer, found = Layer(case.weights, "mtp_layers.0."), []
     w = layer.weights
     for position in range(1, min(row + 1 + STEPS, LENGTH)):
@@ -193,7 +193,7 @@ PLAIN = {"eagle3": plain_eagle3, "mtp": plain_mtp, "medusa": plain_medusa, "mlp_
 
 @pytest.mark.parametrize("method", PLAIN)
 def test_training_computes_what_serving_does(method: str) -> None:
-    """Every step of the unrolled forward equals, behind any number of tokens, the law computed one row at a time."""
+    """Every step of the unrolled forward equals, after any number of tokens, what is computed one row at a time."""
     Case(method).compare(PLAIN[method])
 
 

@@ -1,4 +1,4 @@
-"""Held-out losses are those of the right tokens behind the right context."""
+"""Held-out losses are those of the right tokens after the right context."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a head learns from, and what is said of it: the target's residuals, its laws, and rounds of decoding."""
+"""What a head learns from, and what is said of it: the target's residuals, its distributions, and rounds."""
 
 import math
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ TOKENS = torch.randint(VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_s
 
 
 class FixedHead(nn.Module):
-    """Guesses what it was told to, whatever it is shown."""
+    """A head that guesses what it was given, whatever it is shown."""
 
     def __init__(self, *steps: Tensor) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def test_taps_are_what_enters_a_layer_and_what_leaves_the_last_norm() -> None:
 
 
 def test_the_loss_is_that_of_the_law_some_tokens_ahead() -> None:
-    """Row m of step s learns the law at row m + 1 + s, where the text behind that row may be learnt."""
+    """Row m of step s learns the distribution at row m + 1 + s, where the text after that row may be learnt."""
     targets = TOKENS.clone()
     targets[0, 5:7] = IGNORED
     steps, wanted = random_steps(VOCAB_SIZE), laws()
@@ -111,17 +111,17 @@ def test_rounds_follow_each_other() -> None:
     """Tokens a pass are those of the rounds that decoding would make, not of those that might begin anywhere."""
     text = torch.arange(1, 13)[None]
     steps = [torch.zeros(1, 11 - step, VOCAB_SIZE) for step in range(2)]
-    # Behind n tokens the first guess is for token n. Right: from 3 on one of two, from 5 on both, from 8 on none.
+    # After n tokens the first guess is for token n. Right: from 3 on one of two, from 5 on both, from 8 on none.
     for behind, right in ((3, 1), (5, 2), (8, 0), (4, 2), (6, 2), (7, 1)):
         for step in range(right):
             steps[step][0, behind - 2, text[0, behind + step]] = 1
     found = greedy_tokens_per_pass(FixedHead(*steps), Teacher(MODEL, (1,), ALL_IDS), text, first_row=1)
-    # Rounds behind 3, 5, 8, 9 and 10 tokens; the one behind 11 would end past the text.
+    # Rounds after 3, 5, 8, 9 and 10 tokens; the one after 11 would end past the text.
     assert found == pytest.approx((2 + 3 + 1 + 1 + 1) / 5)
 
 
 def test_a_text_is_continued_as_the_model_has_it() -> None:
-    """Greedy tokens are the likeliest behind all before them; drawn ones repeat with the generator."""
+    """Greedy tokens are the likeliest after all before them; drawn ones repeat with the generator."""
     texts = continued(MODEL, TOKENS[:, :4], 10, None)
     assert torch.equal(texts[:, :4], TOKENS[:, :4])
     assert torch.equal(MODEL(texts).logits[:, 3:-1].argmax(-1), texts[:, 4:])

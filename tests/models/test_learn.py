@@ -1,4 +1,4 @@
-"""A stage learns what it is told, and ends with the same weights wherever it was stopped."""
+"""A stage learns what it is given, and ends with the same weights wherever it was stopped."""
 
 import copy
 import math
@@ -47,7 +47,7 @@ def learnt(storage: Storage, *, killed_after: int | None = None) -> nn.Module:
 
 @pytest.mark.parametrize("every", [2, *slow(1)])
 def test_a_stage_ends_alike_wherever_it_was_stopped(tmp_path: Path, every: int) -> None:
-    """Bit-equal weights after a stop behind any step; without the optimisers' state they would differ."""
+    """Bit-equal weights after a stop after any step; without the optimisers' state they would differ."""
     (tmp_path / "whole" / "training").mkdir(parents=True)
     whole = learnt(Storage(tmp_path / "whole", 100)).state_dict()
     for step in range(1, STAGE.steps):

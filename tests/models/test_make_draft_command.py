@@ -67,7 +67,9 @@ def test_a_run_says_what_it_does_and_what_came_of_it(made: tuple[Path, str]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("last_words", ["texts: 1 files", "head-overlap: step 2,"])
+@pytest.mark.parametrize(
+    "last_words", ["texts: 1 files", pytest.param("head-overlap: step 2,", marks=pytest.mark.grid)]
+)
 def test_a_killed_run_goes_on_to_the_same_weights(
     corpus: Path, trained: tuple[Path, str], made: tuple[Path, str], tmp_path: Path, last_words: str
 ) -> None:
@@ -106,7 +108,7 @@ def test_the_engine_loads_both_drafts(made: tuple[Path, str], trained: tuple[Pat
 
 
 def test_what_does_not_fit_is_refused(trained: tuple[Path, str], tmp_path: Path) -> None:
-    """One sentence that names the option and its value, and no folder is left behind."""
+    """One sentence that names the option and its value, and no folder is left."""
 
     def refusal(*options: str | Path) -> str:
         start = ("--target", trained[0] / "target", "--out", tmp_path / "out", "--text-len", "64", "--draft-size", "32")

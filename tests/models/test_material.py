@@ -1,4 +1,4 @@
-"""What a target writes and computes is kept as it is: its states, its laws, and the same bits after a stop."""
+"""What a target writes and computes is kept as it is: its states, its distributions, and the same bits after a stop."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def write(folder: Path, tokens: int, made: list[int]) -> int:
 
 @pytest.fixture(name="folder", scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two shards."""
+    """A folder with two shards."""
     folder = tmp_path_factory.mktemp("texts")
     assert write(folder, ROWS * LENGTH, []) == 2
     return folder
@@ -83,7 +83,7 @@ def test_a_stopped_writing_goes_on_with_the_same_bits(folder: Path, tmp_path: Pa
 
 
 def test_lessons_are_the_targets_laws_at_answers(folder: Path) -> None:
-    """A target is the answer's token behind its place, where the draft vocabulary has it; its law is the target's."""
+    """A target is the answer's token after its place, where the draft vocabulary has it, with its distribution."""
     material = Material.read(folder, 2)
     ids = draft_ids_of(material.token_ids.flatten(), 40, VOCAB_SIZE)
     known = torch.zeros(VOCAB_SIZE, dtype=torch.bool)

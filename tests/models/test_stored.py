@@ -1,4 +1,4 @@
-"""What a head and a separate draft lose against stored laws, compared with sums over single rows."""
+"""What a head and a separate draft lose against stored distributions, compared with sums over single rows."""
 
 import math
 from dataclasses import replace
@@ -56,7 +56,7 @@ def lesson() -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
 
 
 def lost(law: Tensor, guessed: Tensor, *, overlap: bool) -> float:
-    """Of one law [V'] and a guess [V'] of it."""
+    """Loss of a guess [V'] of one distribution [V']."""
     value = -torch.minimum(law, guessed).sum().log() if overlap else -(law * guessed.log()).sum()
     return float(value.detach())
 
@@ -68,7 +68,7 @@ def law_at(teacher: StoredTeacher, text: int, column: int, temperature: float) -
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_head_learns_each_law_from_every_step_that_reaches_it(teacher: StoredTeacher, *, overlap: bool) -> None:
-    """Row m of step s guesses the law at row m + 1 + s; a step counts STEP_WEIGHT of the one before it."""
+    """Row m of step s guesses the distribution at row m + 1 + s; a step counts STEP_WEIGHT of the one before it."""
     places, targets, learnt = lesson()
     torch.manual_seed(2)
     head = Eagle3(SHAPE, 2, torch.randn(VOCAB_SIZE, TARGET_SIZE), torch.randn(VOCAB_SIZE, TARGET_SIZE), IDS)
@@ -100,7 +100,7 @@ def test_the_scale_of_a_feature_is_the_root_of_its_mean_square(teacher: StoredTe
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_a_draft_gives_to_unknown_ids_is_lost(teacher: StoredTeacher, *, overlap: bool) -> None:
-    """Its law is over all ids, the laws that it learns over those of the draft vocabulary."""
+    """Its distribution is over all ids, those that it learns are over the draft vocabulary."""
     places, targets, learnt = lesson()
     temperature = OVERLAP_TEMPERATURE if overlap else 1.0
     logits = DRAFT(teacher.material.token_ids[torch.tensor([1, 0])]).logits

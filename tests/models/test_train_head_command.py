@@ -71,7 +71,10 @@ def test_a_run_says_what_it_does_and_what_came_of_it(made: Made) -> None:
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("last_words", ["samples: ", "head: step 4,", "head-overlap: step 2,"])
+@pytest.mark.parametrize(
+    "last_words",
+    ["head: step 4,", *(pytest.param(each, marks=pytest.mark.grid) for each in ("samples: ", "head-overlap: step 2,"))],
+)
 def test_a_killed_run_goes_on_to_the_same_weights(
     corpus: Path, trained: tuple[Path, str], made: Made, tmp_path: Path, last_words: str
 ) -> None:
@@ -193,7 +196,7 @@ def test_the_other_methods_have_layouts_of_their_own(made: Made, trained: tuple[
 
 
 def test_what_does_not_fit_is_refused(corpus: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
-    """One sentence that names the option and its value, and no folder is left behind."""
+    """One sentence that names the option and its value, and no folder is left."""
 
     def refusal(*options: str) -> str:
         start = ("--corpus", corpus, "--target", trained[0] / "target", "--out", tmp_path / "out", "--preset", "tiny")

@@ -37,7 +37,7 @@ def test_a_value_is_shown_as_python_writes_it(value: object) -> None:
 
 @pytest.mark.parametrize("value", [[*["x" * 9] * 9, Silent()], [[*["x" * 9] * 9, Silent()]], {"a" * 90: Silent()}])
 def test_no_more_of_a_value_is_written_than_is_shown(value: object) -> None:
-    """However deep: all of it may be millions, and nobody else runs meanwhile."""
+    """However deep: all of it may be millions, and no other request runs meanwhile."""
     assert shown(value).endswith("...")
 
 

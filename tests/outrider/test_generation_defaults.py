@@ -39,7 +39,7 @@ def told(folder: Path, text: str) -> ModelDefaults:
 def test_a_folder_says_what_generation_config_says(
     tmp_path: Path, config: dict[str, Any], stated: dict[str, Any]
 ) -> None:
-    """Null is nothing, greedy decoding is temperature 0, and what nobody said stays neutral."""
+    """Null is nothing, greedy decoding is temperature 0, and what was not said stays neutral."""
     read = told(tmp_path, json.dumps(config))
     assert (read.defaults.stated, read.faults) == (stated, ())
     assert read.defaults == GenerationDefaults(**stated)

@@ -133,7 +133,7 @@ def test_masks_of_a_tree_are_those_of_fresh_matchers(engine: GrammarEngine, name
 
 
 def flat(along: Callable[..., LLMatcher | None]) -> Callable[..., LLMatcher | None]:
-    """The bug of masks in flat order: each row follows the row before it, whoever its parent is."""
+    """The bug of masks in flat order: each row follows the row before it, whatever its parent is."""
 
     def follow(states: dict[tuple[int, ...], LLMatcher | None], path: tuple[int, ...], ends: frozenset[int]) -> object:
         if path not in states:
@@ -147,7 +147,7 @@ def flat(along: Callable[..., LLMatcher | None]) -> Callable[..., LLMatcher | No
 
 
 def shared(along: Callable[..., LLMatcher | None]) -> Callable[..., LLMatcher | None]:
-    """The bug of one matcher for all rows, which is rolled back behind each; also behind an end."""
+    """The bug of one matcher for all rows, which is rolled back after each; also after an end."""
 
     def follow(states: dict[tuple[int, ...], LLMatcher | None], path: tuple[int, ...], ends: frozenset[int]) -> object:
         root = states[()]
@@ -207,7 +207,7 @@ def test_nothing_may_follow_what_has_left_the_grammar(engine: GrammarEngine) -> 
     [bits] = grammar.allowed([2], [()], ENDS)
     assert bits is not None
     assert not any(bits)
-    # Behind a guess that is not legal nobody asks.
+    # After a guess that is not legal no mask is asked for.
     assert grammar.allowed([], [(2,), (END,)], ENDS) == [None, None]
 
 
@@ -343,7 +343,7 @@ def test_an_answer_that_goes_back_and_on_otherwise_ends_where_it_would_have(
 def test_a_grammar_that_others_have_exhausted_is_compiled_anew(
     engine: GrammarEngine, tokenizer: tokenizers.Tokenizer
 ) -> None:
-    """And sessions that still have it guess nothing behind it, instead of anything."""
+    """And sessions that still have it guess nothing after it, instead of anything."""
     [a] = tokenizer.encode("a", add_special_tokens=False).ids
     first, second = (engine.get(NESTED.canonical(), b"spent") for _ in range(2))
     assert not engine.get(NESTED.canonical(), b"spent").is_spent
@@ -433,7 +433,7 @@ WIDE = {
 
 @pytest.mark.parametrize("name", WIDE)
 def test_many_alternatives_stay_within_the_limits(engine: GrammarEngine, name: str) -> None:
-    """Limits are for grammars that nobody means: the longest choice, enum and the like can be answered."""
+    """Limits are for grammars that no client means: the longest choice, enum and the like can be answered."""
     grammar = engine.get(WIDE[name].canonical())
     for seed in range(4):
         output = walk(grammar, random.Random(seed), 60)

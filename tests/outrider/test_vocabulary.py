@@ -62,7 +62,7 @@ def test_folders_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_draft_may_state_the_vocabulary_of_its_target(tmp_path: Path) -> None:
-    """What is written is read again where no tokenizer lies beside it, and is told from other vocabularies."""
+    """What is written is read again where no tokenizer lies beside it, and is distinguished from other vocabularies."""
     known = Vocabulary.of(tokens(3000))
     known.write(tmp_path)
     assert Vocabulary.read(tmp_path) == known
@@ -83,6 +83,6 @@ def test_a_stated_vocabulary_that_is_none_is_refused(tmp_path: Path, text: str) 
 
 
 def test_digests_of_another_number_are_a_difference() -> None:
-    """A peer may send anything; it is told from ours, and nothing fails."""
+    """A peer may send anything; it is distinguished from ours, and nothing fails."""
     vocabulary = Vocabulary(12, (7,))
     assert vocabulary.difference(Vocabulary(12, (7, 8))) == "The vocabularies of 12 ids have 1 and 2 digests."

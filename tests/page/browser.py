@@ -29,7 +29,7 @@ FLAGS = [
 ]
 PATIENCE_MS = 60_000
 ENDED = re.compile("Done|Stopped|broke off|No answer|Identical|same this time|Differs|No result")
-# A violation is told to the document; the console then tells it to us, whatever the browser itself would print.
+# A violation is reported to the document; the console then reports it to us, whatever the browser itself would print.
 WATCH = """document.addEventListener("securitypolicyviolation", (event) =>
     console.error(`content policy: ${event.violatedDirective} ${event.blockedURI}`))"""
 

@@ -10,7 +10,7 @@ from support.stack import RunningStack, running_stack
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator[Browser]:
-    """Chromium."""
+    """Chromium, for all tests of the page."""
     async with chromium() as running:
         yield running
 

@@ -53,7 +53,7 @@ async def conversation(page: Page) -> None:
 
 
 async def conversation_race(page: Page) -> None:
-    """The same, and its last turn with and without speculation."""
+    """Shows a conversation, and its last turn with and without speculation."""
     await conversation(page)
     await page.locator("#race-turn").click()
     await ended(page)

@@ -90,7 +90,7 @@ async def test_a_forced_token_names_the_grammar(page: Page) -> None:
 
 
 async def test_facts_by_keyboard_and_by_pointer(page: Page) -> None:
-    """Arrow keys walk through the tokens; a box and the panel tell where a token comes from and how probable it was."""
+    """Arrow keys walk through the tokens; a box and the panel show where a token comes from and how probable it was."""
     await ask(page, temperature=0)
     await ended(page)
     await page.locator("#lane-main .stream").focus()

@@ -24,7 +24,7 @@ WINDOW = {"width": 1280, "height": 900}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningStack]:
-    """The embedded pair behind a gateway that has a chat template."""
+    """The embedded pair with a gateway that has a chat template."""
     tokenizer = templated(tmp_path_factory.mktemp("templated"))
     async with running_stack(gateway={"rest_listen": "127.0.0.1:0", "tokenizer": tokenizer}) as running:
         yield running
@@ -328,7 +328,7 @@ async def test_everybody_can_use_it(browser: Browser, stack: RunningStack, schem
 
 
 async def test_the_page_shows_the_models_defaults_and_leaves_them_to_it(browser: Browser, tmp_path: Path) -> None:
-    """An empty field says nothing, in neither view; the answer is that of every other door, and tells what counted."""
+    """An empty field says nothing, in neither view; the answer is that of every other door, and says what counted."""
     folder = str(write_recommending(tmp_path / "model", temperature=0.2, top_p=0.9))
     (tmp_path / "tokenizer").mkdir()
     gateway = {"rest_listen": "127.0.0.1:0", "tokenizer": templated(tmp_path / "tokenizer")}

@@ -114,7 +114,7 @@ async def test_axe_has_no_serious_finding_in_trees(browser: Browser, markov: Mar
 
 
 async def test_a_race_tells_no_trees_and_ends_with_the_tick(page: Page) -> None:
-    """Its runs are not told which guesses were rejected; places in a round are depths all the same."""
+    """Its runs do not learn which guesses were rejected; places in a round are depths all the same."""
     await fill(page, prompt="fox sea", seed=9, max_tokens=24, draft_count=2 * DEPTH)
     await page.locator("#race").click()
     assert "Identical token for token: 24 tokens" in await ended(page)
@@ -132,7 +132,7 @@ async def test_chains_have_no_trees(page: Page, markov: MarkovStack) -> None:
 
 
 async def test_the_gateways_drafters_are_offered(page: Page, markov: MarkovStack) -> None:
-    """Behind `auto`, which names none; the chosen one reaches the draft and is in the link."""
+    """After `auto`, which names none; the chosen one reaches the draft and is in the link."""
     await expect(page.locator("#drafter option[value=model]")).to_have_count(1)
     assert (await page.locator("#drafter option").all_inner_texts())[0] == "auto"
     await ask(page, drafter="model")

@@ -58,7 +58,7 @@ class Connection(Protocol):
     calls: "dict[Call, None]"
 
     def reach(self) -> Host | None:
-        """The server, None when nobody listens."""
+        """The server, None when there is no listener."""
         ...
 
 
@@ -96,7 +96,7 @@ class Call:
         return self.status is CANCELLED
 
     def cancel(self) -> bool:
-        """Ends the call here and tells the server."""
+        """Ends the call here and informs the server."""
         if self.done():
             return False
         self.end(CANCELLED)
@@ -118,7 +118,7 @@ class Call:
         self.send(self._up, self._serialize(message), is_up=True)
 
     async def done_writing(self) -> None:
-        """Tells the server that no more messages come."""
+        """Informs the server that no more messages come."""
         if not self.done() and not self._half_closed:
             self._half_closed = True
             await self._connected.wait()
@@ -233,7 +233,7 @@ class ServerCall:
         return grpc.aio.EOF if data is None else data
 
     def peer(self) -> str:
-        """No address: nobody is connected."""
+        """No address: no client is connected."""
         return ""
 
     async def send_initial_metadata(self, metadata: tuple[()]) -> None:
@@ -258,7 +258,7 @@ class ServerCall:
         return self._client_gone
 
     def done(self) -> bool:
-        """Whether the status was sent or nobody is there to take it."""
+        """Whether the status was sent or no client is there to take it."""
         return self._status is not None or self._client_gone
 
     def time_remaining(self) -> float | None:
@@ -267,7 +267,7 @@ class ServerCall:
         return None if expires_s is None else max(0.0, expires_s - self.call.loop.time())
 
     def invocation_metadata(self) -> tuple[()]:
-        """There is none."""
+        """Metadata of the call, which has none."""
         return ()
 
     def auth_context(self) -> dict[str, list[bytes]]:
@@ -275,7 +275,7 @@ class ServerCall:
         return {}
 
     def end(self, status: Status) -> None:
-        """Sends the status behind the messages."""
+        """Sends the status after the messages."""
         if self._status is None and not self._client_gone and False not in self.call.black_holes:
             self.call.down.put(self.call.ways.latency_s(self.call.address), status)
         self._status = self._status or status

@@ -84,7 +84,7 @@ class InlineDevice:
         self.post(lambda: self._active.append(task))
 
     def post(self, fn: Callable[[], None]) -> None:
-        """Queues `fn`, for whose end nobody waits. Raises NotReady after `close`."""
+        """Queues `fn`, for whose end no caller waits. Raises NotReady after `close`."""
         if self._closed:
             raise NotReady("the service is stopping")
         self._jobs.append(fn)

@@ -24,7 +24,7 @@ CostLaw = Callable[[int], float]
 
 @dataclass(eq=False)
 class Device:
-    """Takes sessions with their rows in steps; `done` is told of each one when its step ends."""
+    """Takes sessions with their rows in steps; `done` gets each one when its step ends."""
 
     world: "Devices"
     cost_us: CostLaw
@@ -32,7 +32,7 @@ class Device:
     since_us: dict["SimulatedSession", float] = field(default_factory=dict)
     is_busy: bool = False
     gathering: Gathering | None = None
-    """Of a target."""
+    """Gathering of a target."""
 
     def put(self, session: "SimulatedSession", rows: int) -> None:
         """A session waits for the next step."""
@@ -171,7 +171,7 @@ class Devices:
         heapq.heappush(self._events, (self.now_us + delay_us, next(self._numbers), happen))
 
     def begin(self, num_sessions: int, draft_count: int | None = None) -> None:
-        """That many sessions from now on, with a fixed K or the policy's; others end with their rounds."""
+        """Runs that many sessions from now on, with a fixed K or the policy's; others end with their rounds."""
         for session in self.sessions[num_sessions:]:
             session.ended = True
         del self.sessions[num_sessions:]

@@ -61,7 +61,7 @@ class Outcome:
     ended_s: float = 0.0
 
     def take(self, message: pb.GenerateResponse) -> None:
-        """Notes a message; raises Broken behind the completion."""
+        """Notes a message; raises Broken after the completion."""
         hold(self.completion is None, "a message came behind the completion")
         if message.HasField("completion"):
             self.completion = message.completion
@@ -84,7 +84,7 @@ def check_tokens(client: Client, outcome: Outcome) -> None:
 def check_end(client: Client, outcome: Outcome, excused: Collection[str], *, is_cut: bool) -> None:
     """The request ended with all tokens and a completion, or with an error that is excused; raises Broken.
 
-    Only a connection that was cut may show a client an error behind the completion.
+    Only a connection that was cut may show a client an error after the completion.
     """
     if outcome.status != "OK":
         facts = f"{outcome.status} at {outcome.ended_s:.3f} s: {outcome.details}, for {client}"

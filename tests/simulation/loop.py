@@ -42,7 +42,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.faults: list[str] = []
-        """What asyncio reported because nobody else could: exceptions of callbacks and of forgotten tasks."""
+        """What asyncio reported because no other code could: exceptions of callbacks and of forgotten tasks."""
         self._dice = random.Random(seed)
         self._now_s = 0.0
         self._num_turns = 0
@@ -53,7 +53,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.set_exception_handler(self._note)
 
     def create_task(self, coro: Any, *, name: Any = None, context: contextvars.Context | None = None) -> Any:
-        """As asyncio's, but notes the task's host."""
+        """Makes a task like asyncio's, but notes the task's host."""
         task = super().create_task(coro, name=name, context=context)
         self._host_of[task] = (context or contextvars.copy_context()).get(HOST, "")
         return task

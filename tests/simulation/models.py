@@ -96,7 +96,7 @@ class Asked:
     max_tokens: int = 16
 
     def spec(self) -> SessionSpec:
-        """As the gateway completes it."""
+        """Spec of the request, as the gateway completes it."""
         prompt = PROMPTS[self.prompt]
         return SessionSpec(
             token_ids=prompt,

@@ -30,7 +30,7 @@ class Pipe:
         """What would have come before the first item, without which there is no call; None from then on."""
 
     def put(self, delay_s: float, item: object, *, in_order: bool = True) -> None:
-        """Lets an item arrive after a while; in order it arrives behind what was put before in order."""
+        """Lets an item arrive after a while; in order it arrives after what was put before in order."""
         if not in_order:
             self._loop.call_later(delay_s, self._overtake, item, context=self._context)
             return

@@ -26,13 +26,13 @@ class FairWeather:
     """Everything arrives a millisecond later."""
 
     def latency_s(self, address: str) -> float:
-        """A millisecond."""
+        """Latency of a millisecond."""
         return 0.001
 
     notice_s = latency_s
 
     def deliveries(self, call: Call, data: bytes, *, is_up: bool) -> Iterable[Delivery]:
-        """The message."""
+        """Delivers every message."""
         return [Delivery(0.001, data)]
 
 
@@ -56,7 +56,7 @@ class Echo(TargetServiceServicer, ModelServiceServicer):
             raise
 
     async def GetModelInfo(self, request: object, context: Any) -> model_pb.GetModelInfoResponse:  # noqa: N802
-        """Never answers."""
+        """Never sends an answer."""
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -83,7 +83,7 @@ def request(base_len: int) -> pb.TargetServiceLinkRequest:
 
 
 def test_messages_arrive_in_order_and_a_half_close_ends_the_call_well() -> None:
-    """Two messages, two answers, EOF, OK; a write behind the end raises InvalidStateError."""
+    """Two messages, two answers, EOF, OK; a write after the end raises InvalidStateError."""
 
     async def check(network: Network, channel: Channel, echo: Echo) -> None:
         call: Any = TargetServiceStub(channel).Link()  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """gRPC without sockets: servers, channels and the network between them, all in one virtual loop.
 
-Handlers are those of the generated code behind the guard of every real server. Knows no services; see simulation.calls.
+Handlers are those of the generated code within the guard of every real server. Knows no services; see simulation.calls.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 @dataclass(eq=False)
 class Server:
-    """What generated code adds handlers to, behind the guard of every real server."""
+    """What generated code adds handlers to, within the guard of every real server."""
 
     loop: VirtualLoop
     host: str
@@ -102,11 +102,11 @@ class Network:
         self._servers[address] = server
 
     def forget(self, address: str) -> None:
-        """Nobody listens at an address any more."""
+        """Ends the server at an address."""
         del self._servers[address]
 
     def reach(self, address: str) -> Server | None:
-        """The server at an address, None when nobody listens there."""
+        """The server at an address, None when there is no listener."""
         server = self._servers.get(address)
         return server if server is not None and server.accepts else None
 
@@ -169,7 +169,7 @@ class Channel:
         return begin
 
     def reach(self) -> Server | None:
-        """Connects; None when nobody listens there."""
+        """Connects; None when there is no listener."""
         server = self.network.reach(self.address)
         self.set_ready(is_ready=server is not None)
         return server
@@ -228,7 +228,7 @@ class UnaryCall:
     async def _exchange(self, request: Any) -> Any:
         """The answer or the error, which is raised where the call is awaited, if it is."""
         try:
-            with suppress(asyncio.InvalidStateError):  # The call has ended, and the read tells why.
+            with suppress(asyncio.InvalidStateError):  # The call has ended, and the read says why.
                 await self._call.write(request)
             answer = await self._call.read()
             await self._call.code()
@@ -242,4 +242,4 @@ async def _send_only(call: Call, request: Any) -> None:
         await call.write(request)
         await call.done_writing()
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        pass  # The reader of the call is told why.
+        pass  # The reader of the call learns why.

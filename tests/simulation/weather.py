@@ -181,7 +181,7 @@ class Weather:
 
     def _from_the_future(self, call: Call, data: bytes) -> bytes:
         frame = FRAMES[call.method][True][0].FromString(data)
-        # Opens and their parts bring all tokens, so one from the future would need tokens that nobody has said.
+        # Opens and their parts bring all tokens, so one from the future would need tokens that were not said.
         known = [message for message in frame.requests if message.WhichOneof("action") not in {"open", "part"}]
         del frame.requests[:]
         for message in known:

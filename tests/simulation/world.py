@@ -56,7 +56,7 @@ LEASE_S = 60.0
 WINDOW = 6  # so small that requests of a few tokens run into it
 BUDGET_S = 30.0
 LONGEST_S = 900.0
-# A close that was lost, or an open that comes again behind it, leaves a session that is idle, and only that shows it.
+# A close that was lost, or an open that comes again after it, leaves a session that is idle, and only that shows it.
 SETTLE_S = max(DURATIONS_S) + IDLE_S + 15.0
 SOON_S = 5.0
 NOTED_EVENTS = 30
@@ -121,7 +121,7 @@ def simulate(scenario: Scenario) -> list[Outcome]:
 
 
 class World:
-    """One run."""
+    """World of one run."""
 
     def __init__(self, loop: VirtualLoop, scenario: Scenario) -> None:
         self._loop = loop

@@ -1,8 +1,9 @@
-"""A round in which several drafters guess follows the target's law exactly: no sampling, but the keys of its draws.
+"""A round in which several drafters guess follows the target's distribution exactly: no sampling, but the keys of its
+draws.
 
 Real services and a gateway serve requests with a list of drafters. What each sibling was drawn from, and with which
-key, is written down on the way; siblings drawn with one key are one quantile, others are independent. The law of the
-round's token over all that may be drawn is then compared with the target's.
+key, is written down on the way; siblings drawn with one key are one quantile, others are independent. The distribution
+of the round's token over all that may be drawn is then compared with the target's.
 """
 
 from collections import defaultdict
@@ -37,14 +38,14 @@ LISTS: dict[str, tuple[list[str], bool]] = {
 
 
 class Ledger:
-    """What was drawn with each key for a place behind a prefix, and the trees that a target decided about."""
+    """What was drawn with each key for a place after a prefix, and the trees that a target decided about."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, one_lane: bool = False) -> None:
         """With one_lane drafters share their lanes, as they once did."""
         self.keys: dict[tuple[int, int], list[int]] = defaultdict(list)
-        """Of seed and base_len those of the first guess behind it, in the order in which they were made."""
+        """Keys, by seed and base_len, of the first guess after it, in the order in which they were made."""
         self.rounds: list[tuple[int, int, TokenTree, Floats]] = []
-        """Seed, base_len, tree, and the target's distribution [V] behind the root."""
+        """Seed, base_len, tree, and the target's distribution [V] after the root."""
 
         def key(seed: int, base_len: int, position: int, purpose: Purpose, lane: int = 0) -> int:
             found = round_key(seed, base_len, position, purpose, lane % LANES_EACH if one_lane else lane)
@@ -102,7 +103,7 @@ def distance_of_round(rule: TreeRule, keys: Sequence[int], tree: TokenTree, targ
 
 
 async def distances(folder: Path, rule: str, drafters: str, ledger: Ledger) -> list[float]:
-    """Those of the first drafted round behind each of ten prompts."""
+    """Distances of the first drafted round after each of ten prompts."""
     names, is_team = LISTS[drafters]
     target, draft = (str(write_tiny_model(folder / str(seed), "llama", NUM_TOKENS, seed)) for seed in range(2))
     other = str(write_tiny_model(folder / "2", "llama", NUM_TOKENS, 2))
@@ -128,7 +129,7 @@ async def distances(folder: Path, rule: str, drafters: str, ledger: Ledger) -> l
 async def test_a_round_of_a_list_follows_the_law(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, drafters: str
 ) -> None:
-    """To the last bits, behind ten prompts, with the distributions and keys of real services."""
+    """To the last bits, after ten prompts, with the distributions and keys of real services."""
     assert max(await distances(tmp_path, rule, drafters, Ledger(monkeypatch))) < 1e-9
 
 

@@ -37,12 +37,12 @@ WANTED = {
 
 @cache
 def target_logits() -> Tensor:
-    """A little language [V + 1, V]: row v are the target's logits behind token v, the last row behind the prompt."""
+    """A little language [V + 1, V]: row v are the target's logits after token v, the last row after the prompt."""
     return torch.randn(NUM_TOKENS + 1, NUM_TOKENS, generator=torch.Generator().manual_seed(20)) * 1.2
 
 
 def scores_after(last: Sequence[int], wanted: SamplingParameters, ops: Ops, sign: float = 1.0) -> Tensor:
-    """Scores [N, V] behind the prompt (last is -1) or behind prompt and one token; sign -1 is the draft's."""
+    """Scores [N, V] after the prompt (last is -1) or after prompt and one token; sign -1 is the draft's."""
     paths = [() if token_id < 0 else (token_id,) for token_id in last]
     rows = [RowContext(wanted, PROMPT, path, BASE, frozenset()) for path in paths]
     return transform(sign * target_logits()[torch.tensor(last)], rows, NUM_TOKENS, ops)
@@ -68,7 +68,7 @@ def committed_pairs(
     root = scores_after([-1], wanted, ops).expand(num_seeds, -1).contiguous()
     draft = scores_after([-1], wanted, ops, sign=-1.0).double() + gumbel(keys, NUM_TOKENS)
     proposals = draft.topk(width).indices
-    # Behind every token, with the noise of every seed: row v of the tree and the plain round read the same numbers.
+    # After every token, with the noise of every seed: row v of the tree and the plain round read the same numbers.
     behind = scores_after(range(NUM_TOKENS), wanted, ops)
     root_draws = ops.draw(root, keys).tolist()
     row_draws = [ops.draw(behind[proposals[:, row]], next_keys).tolist() for row in range(width)]

@@ -1,4 +1,5 @@
-"""Requests that are asked again and again with one seed follow the target's law each time, whatever is remembered.
+"""Requests that are asked again and again with one seed follow the target's distribution each time, whatever is
+remembered.
 
 What a request said before was decided by uniforms of its seed. A lookup in the memory of answers, or a prediction that
 is the answer, proposes just that; were it tested with the same uniforms, the likelier token would come too often.
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.slow
 NUM_TOKENS, NUM_RUNS, MAX_TOKENS = 16, 5, 5
 # All tokens of an answer but the first, which is plain decoding, are looked at: 4,000 samples in each run.
 NUM_SEEDS = 1000
-# Behind it the second and third token are a choice of about three to one, where a bias shows most.
+# After it the second and third token are a choice of about three to one, where a bias shows most.
 PROMPT = [11, 11, 2, 14]
 AT_A_TIME = 32
 FIELDS: dict[str, Any] = {
@@ -77,10 +78,11 @@ def repeatable(monkeypatch: pytest.MonkeyPatch, *, is_shared: bool) -> None:
 
 
 def deviation(model: Path, answers: Sequence[Answer]) -> float:
-    """How much the likelier of two tokens came too often, or too rarely, in standard deviations of what the law allows.
+    """How much the likelier of two tokens came too often, or too rarely, in standard deviations of what the
+    distribution allows.
 
     Of the sums over the first one, two and all tokens that were tested the largest. Each is of log-probability plus
-    entropy, which has a mean of 0 under the law whatever came before.
+    entropy, which has a mean of 0 under the distribution whatever came before.
     """
     ids = torch.tensor([[*PROMPT, *answer.token_ids] for answer in answers])
     with torch.no_grad():
@@ -102,7 +104,7 @@ async def deviations(
     num_runs: int = NUM_RUNS,
     num_seeds: int = NUM_SEEDS,
 ) -> list[float]:
-    """Those of each run of all seeds, which take turns to use the sources."""
+    """Deviations of each run of all seeds, which take turns to use the sources."""
     slots = asyncio.Semaphore(AT_A_TIME)
     number = getattr(types_pb2, f"ACCEPTANCE_RULE_{rule.upper()}")
     target, draft = map(str, pair)
@@ -144,7 +146,7 @@ async def test_each_repetition_of_a_seed_follows_the_law(
     assert max(map(abs, await deviations(pair, rule))) < MOST
 
 
-@pytest.mark.parametrize("rule", ["ratio", "block"])
+@pytest.mark.parametrize("rule", ["ratio", pytest.param("block", marks=pytest.mark.grid)])
 async def test_guesses_that_know_the_noise_of_their_seed_are_found(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:

@@ -135,7 +135,7 @@ class DroppedByTheirToken(Rounds):
 
 
 class RowsShifted(Rounds):
-    """Each draft token is tested with the target's row behind it, not with the one before it."""
+    """Each draft token is tested with the target's row after it, not with the one before it."""
 
     def decide(self, rows: Tensor, uniforms: Tensor) -> ChainOutcome:
         distributions = pick(self.distributions, rows[:, :-1])
@@ -195,8 +195,8 @@ def test_a_planted_bug_is_found_in_a_wide_vocabulary(rule: RuleFunction) -> None
 
 @pytest.mark.parametrize("planted", [DraftDrawsReused, NoiseReused])
 def test_noise_that_serves_two_rounds_is_found_under_block(planted: type[Rounds]) -> None:
-    """Block verification looks at rows behind the one where it ends, so what was drawn there tells of that end."""
-    # Each round's first token is right; only what follows it is not. Under `ratio` nobody looked.
+    """Block verification looks at rows after the one where it ends, so what was drawn there depends on that end."""
+    # Each round's first token is right; only what follows it is not. Under `ratio` it was not looked at.
     language = NARROW["like"]
     tokens = planted(language, block, num_seeds=NUM_SEEDS).tokens(3)
     assert chance(tokens[:, :1], language.distribution(1)) > 1e-4

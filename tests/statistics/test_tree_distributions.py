@@ -85,7 +85,7 @@ class WithoutTheRound(TreeRounds):
 
 @pytest.mark.slow
 def test_noise_that_serves_two_rounds_is_found_under_block() -> None:
-    """Traversal looks at rows behind the one where it ends, so what was drawn there tells of that end."""
+    """Traversal looks at rows after the one where it ends, so what was drawn there depends on that end."""
     tokens = WithoutTheRound(LANGUAGE, traversal, (2, 1, 1), num_seeds=NUM_SEEDS).tokens(3)
     assert chance(tokens[:, :1], LANGUAGE.distribution(1)) > 1e-4
     assert chance(tokens, LANGUAGE.distribution(3)) < 1e-6

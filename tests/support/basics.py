@@ -94,11 +94,11 @@ class SteppedDevice(Generic[TaskT]):
         self.tasks: list[TaskT] = []
 
     def submit(self, task: TaskT) -> None:
-        """Takes a task."""
+        """Takes a task to advance."""
         self.tasks.append(task)
 
     def step(self, advance: Callable[[Sequence[TaskT]], None]) -> bool:
-        """Makes one step of all tasks that are neither done nor stopped; tells whether there were any."""
+        """Makes one step of all tasks that are neither done nor stopped; returns whether there were any."""
         self.tasks = [task for task in self.tasks if not (task.done or task.stopped)]
         if self.tasks:
             advance(self.tasks)
@@ -122,7 +122,7 @@ class Counting:
     error: OutriderError | None = None
 
     def fail(self, error: OutriderError) -> None:
-        """Remembers."""
+        """Remembers the error."""
         self.done, self.error = True, error
 
 
@@ -148,7 +148,7 @@ class Machine:
 
 @dataclass
 class Clock:
-    """A clock of nanoseconds that stands still until it is told to go on."""
+    """A clock of nanoseconds that stands still until it is moved on."""
 
     now_ns: int = 1_000
 
@@ -171,7 +171,7 @@ class HeldDevice:
         await waiting
 
     async def let_go(self) -> None:
-        """Ends it."""
+        """Ends the hold for good."""
         self._gate.set()
         await self._waiting
 

@@ -82,7 +82,7 @@ def server_of(folder: Path, name: str) -> Tls:
 
 
 def replace_files(source: Tls, place: Tls, *names: str) -> None:
-    """Puts files in the place of others, as whoever renews certificates does."""
+    """Puts files in the place of others, as a renewal of certificates does."""
     for name in names:
         new = f"{getattr(place, name)}.new"
         shutil.copyfile(getattr(source, name), new)

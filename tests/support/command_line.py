@@ -59,11 +59,11 @@ class Terminal:
     received: bytearray = field(default_factory=bytearray)
 
     def type(self, text: str) -> None:
-        """Presses keys."""
+        """Presses the keys of a text."""
         os.write(self.handle, text.encode())
 
     async def until(self, words: str) -> str:
-        """Waits for words behind those waited for before; returns what was shown up to them, in plain text."""
+        """Waits for words after those waited for before; returns what was shown up to them, in plain text."""
         await eventually(lambda: words in self.plain[self.seen :])
         start, self.seen = self.seen, self.plain.index(words, self.seen) + len(words)
         return self.plain[start : self.seen]
@@ -155,7 +155,7 @@ REJECTED = (
 )
 
 
-# Two guesses side by side, the second of which was kept; of two behind it none was, and one behind those not looked at.
+# Two guesses side by side, the second of which was kept; of two after it none was, and one after those not looked at.
 BRANCHED = (
     ROUNDS[0],
     Round(
@@ -203,7 +203,7 @@ class ScriptedGateway(GenerationServiceServicer):
     """Answers every prompt with the same two rounds; "wait" is never answered, "refuse" is refused, and where a number
     of samples is named they come mixed.
 
-    "think" is answered behind some reasoning. "lose" passes on the loss of a connection behind it, and "too large" is
+    "think" is answered after some reasoning. "lose" passes on the loss of a connection to a service, and "too large" is
     answered by more than a message may have.
     """
 
@@ -223,7 +223,7 @@ class ScriptedGateway(GenerationServiceServicer):
     async def Chat(  # noqa: N802, the protocol's name
         self, request: pb.ChatRequest, context: Call
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """The same script, by what the last message says."""
+        """Answers by the script that the last message names."""
         self.chats.append(request)
         generation = request.generation
         async for response in self._answer(request.messages[-1].content, generation, context, generation.seed):

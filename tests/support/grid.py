@@ -146,7 +146,7 @@ def fields_of(row: Row) -> dict[str, Any]:
 
 
 def plain_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The same request decoded plainly under `match`."""
+    """Fields of the same request decoded plainly under `match`."""
     speculative = {"rule", "acceptance", "draft_count", "enabled", "drafter", "drafters", "shape", "prediction_text"}
     return {name: value for name, value in fields.items() if name not in speculative} | {"draft_count": 0}
 
@@ -173,7 +173,7 @@ class Samples:
 
     @property
     def token_ids(self) -> list[tuple[int, ...]]:
-        """What was said."""
+        """Token ids of all answers."""
         return [answer.token_ids for answer in self.answers]
 
     @property
@@ -207,7 +207,7 @@ async def ask(stack: RunningStack, fields: Fields) -> Samples:
 
 
 def tokens_of(answer: Answer) -> list[generation_pb.GeneratedToken]:
-    """The output's tokens with all that was told about them."""
+    """The output's tokens with all that was reported about them."""
     return [token for each in answer.rounds for token in each.tokens]
 
 
@@ -286,11 +286,11 @@ def check_logprobs(fields: Fields, answer: Answer, *, wants_echo: bool) -> None:
 
 
 def check_same_where_equal(one: Samples, other: Samples) -> None:
-    """As far as two answers say the same, their log-probabilities are equal bit by bit."""
+    """Asserts that log-probabilities are equal bit by bit as far as two answers say the same."""
     for mine, theirs in zip(one.answers, other.answers, strict=False):
         for token, same in zip(tokens_of(mine), tokens_of(theirs), strict=False):
             if token.token_id != same.token_id:
-                # This one still stands behind the same tokens, so the alternatives are the same.
+                # This one still stands after the same tokens, so the alternatives are the same.
                 assert list(token.logprob.top_logprobs) == list(same.logprob.top_logprobs)
                 break
             assert token.logprob == same.logprob

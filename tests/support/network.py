@@ -1,4 +1,4 @@
-"""A TCP proxy that spoils connections on demand, a small application behind the real HTTP server, and who waits."""
+"""A TCP proxy that spoils connections on demand, a small application in the real HTTP server, and who waits."""
 
 import asyncio
 import socket
@@ -45,7 +45,7 @@ class Way:
     has_ended: bool = False
 
     def reset(self) -> None:
-        """Ends the connection behind the writer with a TCP reset; what is held is lost."""
+        """Ends the connection of the writer with a TCP reset; what is held is lost."""
         connection = self.writer.get_extra_info("socket")
         if connection is not None and not self.writer.transport.is_closing():
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
@@ -143,7 +143,7 @@ class ChaosProxy:
         self._send(way)
 
     def _send(self, way: Way) -> None:
-        """Passes on what may go; nobody waits for it to leave, because the messages of these tests are small."""
+        """Passes on what may go; no code waits for it to leave, because the messages of these tests are small."""
         is_reply = way in self._replies
         if (is_reply and self._holds_replies) or way.writer.transport.is_closing():
             return
@@ -179,12 +179,12 @@ class Source:
 
     frames: list[bytes] = field(default_factory=list)
     hold: asyncio.Event = field(default_factory=asyncio.Event)
-    """What the generator waits for behind its frames."""
+    """What the generator waits for after its frames."""
     error: Exception | None = None
     is_closed: bool = False
 
     async def run(self) -> AsyncGenerator[bytes, None]:
-        """The frames."""
+        """Yields the frames of the stream."""
         task = asyncio.current_task()
         try:
             for frame in self.frames:

@@ -140,7 +140,7 @@ class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
     async def Export(  # noqa: N802, the protocol's name
         self, request: pb.ExportTraceServiceRequest, context: object
     ) -> pb.ExportTraceServiceResponse:
-        """Takes spans."""
+        """Takes exported spans."""
         self.received += request.SerializeToString()
         for resource in request.resource_spans:
             names = {each.key: each.value.string_value for each in resource.resource.attributes}

@@ -51,7 +51,7 @@ class ModelService(Protocol):
         """Where it answers."""
 
     async def stop(self, grace_s: float = ...) -> None:
-        """Ends it."""
+        """Ends the process or server."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class RunningStack:
     gateway: RunningGateway | None = None
     further_drafts: dict[str, Any] = field(default_factory=dict)
     certificates: Path | None = None
-    """Of `support.certificates`, for gateway, target, draft and client; None for plaintext."""
+    """Folder of `support.certificates`, for gateway, target, draft and client; None for plaintext."""
     channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
     clients: list[AsyncClient] = field(default_factory=list)
 
@@ -175,7 +175,7 @@ class RunningStack:
 
 
 async def until_quiet(channel: grpc.aio.Channel) -> None:
-    """Waits until the service behind a channel holds no session and no block."""
+    """Waits until the service that a channel leads to holds no session and no block."""
     stub = ModelServiceStub(channel)
 
     async def is_quiet() -> bool:
@@ -253,7 +253,7 @@ async def answers(
 
 
 def token_ids(results: Sequence[Answer]) -> list[tuple[int, ...]]:
-    """What was said."""
+    """Token ids of all answers."""
     return [result.token_ids for result in results]
 
 

@@ -1,4 +1,4 @@
-"""Clients that leave at any moment, and one that does not read: nothing of them stays, and nobody else is hurt."""
+"""Clients that leave at any moment, and one that does not read: nothing of them stays, and no other client is hurt."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ async def connect(rest: RestStack, path: str, body: dict[str, Any], *, room: int
 
 
 async def leave_at_random(rest: RestStack, number: int) -> str:
-    """A client that leaves at a moment of its kind; tells what it was."""
+    """A client that leaves at a moment of its kind; returns what it was."""
     chance = random.Random(number)
     kind = KINDS[number % len(KINDS)]
     is_stream = kind not in {"whole", "half"}
@@ -131,7 +131,7 @@ async def test_a_client_that_leaves_costs_no_further_round(narrow: RestStack, *,
 
 
 async def test_who_leaves_the_queue_is_forgotten(narrow: RestStack) -> None:
-    """It never starts, and those behind it come forward."""
+    """It never starts, and those after it come forward."""
     body = {**said("Once"), "max_tokens": 3000, "ignore_eos": True, "stream": True}
     running = await connect(narrow, CHAT, body)
     await running.until(b"data: ", 2)

@@ -85,7 +85,7 @@ async def by_command(rest: RestStack, fields: tuple[str, ...]) -> list[dict[str,
 
 @cache
 def ids() -> dict[bytes, int]:
-    """The token of each piece; log-probabilities tell pieces, and no two tokens are spelled alike."""
+    """The token of each piece; log-probabilities show pieces, and no two tokens are spelled alike."""
     tokenizer = Tokenizer(TARGET)
     pieces = [tokenizer.piece(token_id) for token_id in range(tokenizer.vocabulary().size)]
     found = {piece.raw: token_id for token_id, piece in enumerate(pieces)}

@@ -98,7 +98,7 @@ async def test_emitted_tokens_are_accepted_ones_and_one_a_verdict(rest: RestStac
 
 @SURFACE
 async def test_books_balance_when_text_or_a_token_ends_the_answer(rest: RestStack) -> None:
-    """Tokens behind a stop string are dropped, and an accepted token that ends an answer has none beside it."""
+    """Tokens after a stop string are dropped, and an accepted token that ends an answer has none beside it."""
     full = (await gained(rest, max_tokens=48, ignore_eos=True))[1]["choices"][0]["text"]
     stops = [{"stop": full[start : start + 2]} for start in range(8, len(full) - 2, 9)]
     ends: list[dict[str, Any]] = [{"stop_token_ids": [token_id]} for token_id in range(10, 20)]

@@ -32,7 +32,7 @@ async def test_form(rest: RestStack, path: str, count: int, *, wants_usage: bool
 
 @pytest.mark.parametrize("path", PROMPTS)
 async def test_log_probabilities_do_not_change_the_form(rest: RestStack, path: str) -> None:
-    """Every token is told once, in the chunks of its answer."""
+    """Every token is reported once, in the chunks of its answer."""
     wanted: dict[str, Any] = {"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}
     fields = {**PROMPTS[path], **wanted, "max_tokens": 24, "seed": 3, "ignore_eos": True}
     stream = await rest.stream(path, **fields)
@@ -115,7 +115,7 @@ async def test_comments_keep_a_long_prompt_alive() -> None:
         stream = await rest.stream(CHAT, **said(prompt), max_tokens=4)
         check_stream(stream, is_chat=True)
         assert stream.comments
-        # Behind the role, at the latest, and before the first word.
+        # After the role, at the latest, and before the first word.
         assert stream.comments[0] <= 1
 
 

@@ -22,7 +22,7 @@ async def whole(rest: RestStack, **body: object) -> list[list[int]]:
 
 
 async def streamed(rest: RestStack, **body: object) -> list[list[int]]:
-    """The same of a stream."""
+    """Token ids of each choice of a stream."""
     found = await rest.stream(COMPLETIONS, **body)
     assert found.is_done
     indices = sorted({choice["index"] for chunk in found.chunks for choice in chunk["choices"]})

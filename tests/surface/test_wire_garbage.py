@@ -1,4 +1,4 @@
-"""Bytes that are no request, or one that no honest client sends: a clear refusal, and nothing stays behind."""
+"""Bytes that are no request, or one that no honest client sends: a clear refusal, and nothing stays."""
 
 import asyncio
 import json
@@ -148,13 +148,13 @@ async def test_long_body_without_a_length(rest: RestStack) -> None:
 
 
 async def test_body_that_does_not_come(rest: RestStack) -> None:
-    """It is waited for, for a while; a client that may try again is told so."""
+    """It is waited for, for a while; a client that may try again learns so."""
     status, body = parts(await exchange(rest.address, post(GOOD)[:-5]))
     assert (status, json.loads(body)["error"]["code"]) == (408, "body_timeout")
 
 
 async def test_half_a_body_and_gone(rest: RestStack) -> None:
-    """Nobody is there to answer, and nothing is kept."""
+    """There is no client to answer, and nothing is kept."""
     assert rest.stack.gateway is not None
     for cut in (1, 40, len(GOOD) - 1):
         await exchange(rest.address, post(GOOD)[: -len(GOOD) + cut], ends=True)

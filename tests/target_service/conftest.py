@@ -1,4 +1,4 @@
-"""A tiny target for tests without a server, and the embedded one behind a server on a free port."""
+"""A tiny target for tests without a server, and the embedded one with a server on a free port."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path

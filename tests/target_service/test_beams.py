@@ -85,7 +85,7 @@ def test_edits_come_before_the_softmax(target: Target, folder: Path) -> None:
 
 
 def test_beams_that_part_keep_what_they_have_computed(target: Target) -> None:
-    """Behind every verdict the cache of each beam is bit for bit that of a session of its own."""
+    """After every verdict the cache of each beam is bit for bit that of a session of its own."""
     oracle, request = Oracle(3), spec(5, prompt_len=30)
     Searching(target, request, BeamSearch(WIDTH), os.urandom(16)).to_the_end(oracle.watch)
     search, guess = Searching(target, request, BeamSearch(WIDTH)), junk(random.Random(1), VOCABULARY_SIZE, oracle)
@@ -199,7 +199,7 @@ def test_searches_take_turns_in_a_full_pool(small: Target, target: Target) -> No
 def test_searches_take_turns_in_a_narrow_forward(
     target: Target, monkeypatch: pytest.MonkeyPatch, max_rows: int
 ) -> None:
-    """The beams of a search count for something only in one forward, and none of the searches is left behind."""
+    """The beams of a search count for something only in one forward, and none of the searches starves."""
     searches = [Searching(target, spec(seed, prompt_len=20), BeamSearch(WIDTH), os.urandom(16)) for seed in range(3)]
     for search in searches:
         search.open()

@@ -114,7 +114,7 @@ def test_whoever_wants_the_prompts_log_probabilities_computes_its_rows(target: T
 
 
 def test_rejected_rows_are_never_found(target: Target) -> None:
-    """A proposal fills two blocks and is refused; nobody who sends it as a prompt finds anything of it."""
+    """A proposal fills two blocks and is refused; no session with it as a prompt finds anything of it."""
     spec = spec_of(LONG[:16], 200, eos=())
     target.open(spec)
     target.run()

@@ -1,4 +1,4 @@
-"""What /v1/messages answers: a message, or the events that build one up, as Anthropic's clients read them."""
+"""Answers of /v1/messages: a message, or the events that build one up, as Anthropic's clients read them."""
 
 import hashlib
 import json
@@ -179,7 +179,7 @@ EVENTS: tuple[type[BaseModel], ...] = get_args(MessagesEvent)
 
 
 def frame(event: MessagesEvent) -> bytes:
-    """An event of a stream."""
+    """Bytes of an event in a stream."""
     return typed(event.type, event.model_dump_json(exclude_unset=True))
 
 
@@ -267,7 +267,7 @@ class MessageWriter(AnswerWriter):
         )
 
     def _stop(self) -> tuple[StopReason, str | None]:
-        """Why the message is over, and the string that stopped it."""
+        """Reason why the message is over, and the string that stopped it."""
         end = self.figures.ends[0]
         if end.finish_reason is FinishReason.LENGTH:
             request = self.figures.requests[0]
@@ -290,7 +290,7 @@ class MessageWriter(AnswerWriter):
 
 
 def _opening(part: Part) -> AnswerBlock:
-    """A block without content."""
+    """A block of a part's kind, without content."""
     return _content(part.empty, signature="")
 
 
@@ -316,7 +316,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 def _closing(parts: Sequence[Part]) -> list[MessagesEvent]:
-    """What ends the blocks of parts."""
+    """Events that end the blocks of parts."""
     events: list[MessagesEvent] = []
     for part in parts:
         if part.kind == "reasoning":

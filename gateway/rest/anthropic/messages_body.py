@@ -248,7 +248,7 @@ def _take(turn: Turn, origin: str, conversation: ChatMessages) -> None:
             case ToolUseBlock() if turn.role == "assistant":
                 conversation.call(block.id, block.name, json.dumps(block.input, ensure_ascii=False), place)
             case RedactedThinkingBlock() if turn.role == "assistant":
-                pass  # nobody here can read it, and the answer's header says so
+                pass  # no code here can read it, and the answer's header says so
             case _:
                 raise InvalidRequest(f"{place}.type", block.type, f"the type of a block that the {turn.role} sends")
 

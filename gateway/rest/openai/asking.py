@@ -1,4 +1,4 @@
-"""From a checked body to what it asks the gateway for, and errors in the names that its route has for fields."""
+"""The way from a checked body to a request, and errors in the names that its route has for fields."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -23,7 +23,7 @@ CHAT_NAMES = {**COMMON_NAMES, "logprob_count": "top_logprobs", "prompt": "messag
 
 
 def generation_request(fields: GenerationFields, names: ModelNames) -> GenerationRequest:
-    """What a body asks the gateway for, all but the prompt and the log-probabilities.
+    """Request that a body makes of the gateway, all but the prompt and the log-probabilities.
 
     Raises UnknownModel about another model than the served one, and InvalidRequest about fields that do not go
     together.

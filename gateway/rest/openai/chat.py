@@ -71,7 +71,7 @@ class ChatFormatter(ResponseFormatter):
     has_reasoning: bool = True
 
     def chunks(self, index: int, event: Event) -> list[Envelope]:
-        """As any formatter's; each delta has a chunk of its own, the first with what is told of the tokens."""
+        """Chunks of an event, as of any formatter: one for each delta, the first with what is said of the tokens."""
         chunks = [] if index in self.begun else self.opening(index)
         self.begun.add(index)
         tokens: Tokens = event.tokens if isinstance(event, RoundEvent) else ()

@@ -1,4 +1,4 @@
-"""The answers of OpenAI's older routes: chunks of a stream, or one body."""
+"""Answers of OpenAI's older routes: chunks of a stream, or one body."""
 
 import secrets
 from abc import ABC, abstractmethod
@@ -31,7 +31,7 @@ def logprob_of(token: GeneratedToken | PromptToken) -> TokenLogprob:
 
 @dataclass
 class ResponseFormatter(ABC):
-    """How chunks look on one of OpenAI's older routes."""
+    """Formatter of chunks on one of OpenAI's older routes."""
 
     header: ResponseHeader
     tokenizer: Tokenizer
@@ -63,15 +63,15 @@ class ResponseFormatter(ABC):
 
     @abstractmethod
     def chunk(self, index: int, text: str, tokens: Tokens = (), finish: Finish | None = None) -> Envelope:
-        """A chunk of one choice."""
+        """Chunk of one choice, with its text and tokens."""
 
     @abstractmethod
     def bare_chunk(self) -> Envelope:
-        """A chunk without choices."""
+        """Chunk without choices, for usage."""
 
     @abstractmethod
     def body(self, choices: Sequence[ChoiceBuffer]) -> Envelope:
-        """The whole answer."""
+        """Envelope of the whole answer."""
 
 
 @dataclass(slots=True)
@@ -118,6 +118,6 @@ class ChunkWriter(AnswerWriter):
 
 
 def padding(bare: str) -> str:
-    """What `obfuscation` has to be in an event that is otherwise this JSON."""
+    """Value of `obfuscation` in an event that is otherwise this JSON."""
     # In bytes: that is what can be seen of a chunk from outside.
     return secrets.token_hex(PADDING)[: -len(line(bare + ',"obfuscation":""')) % PADDING]

@@ -101,18 +101,18 @@ def _around_gap(prefix: str, suffix: str, tokenizer: Tokenizer) -> str:
 
 @dataclass
 class CompletionFormatter(ResponseFormatter):
-    """How prompts go on. `prompts` are the texts to echo, none for no echo; every prompt has sample_count choices."""
+    """Formatter of prompts that go on. `prompts` are texts to echo, none for no echo; each has sample_count choices."""
 
     prompts: Sequence[str]
     sample_count: int
     prompt_tokens: dict[int, tuple[PromptToken, ...]] = field(default_factory=dict, init=False)
-    """Those of every prompt whose log-probabilities have come."""
+    """Tokens of every prompt whose log-probabilities have come."""
     offsets: Counter[int] = field(default_factory=Counter, init=False)
-    """How much text of a choice is out."""
+    """Length of the text of a choice that is out."""
     held: defaultdict[int, list[tuple[int, Event]]] = field(default_factory=lambda: defaultdict(list), init=False)
 
     def chunks(self, index: int, event: Event) -> list[Envelope]:
-        """Only the first choice of a prompt brings the prompt's log-probabilities; the others wait for them."""
+        """Chunks of an event; a prompt's first choice brings its log-probabilities, and the others wait for them."""
         number = index // self.sample_count
         if isinstance(event, RoundEvent) and event.prompt_tokens:
             self.prompt_tokens[number] = event.prompt_tokens

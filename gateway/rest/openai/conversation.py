@@ -1,4 +1,4 @@
-"""What a conversation asks the gateway for: its prompt by the model's template, and how its answer is to be read.
+"""Request of a conversation: its prompt by the model's template, and how its answer is to be read.
 
 Every dialect that speaks of messages and tools comes here with a body of the OpenAI protocol.
 """
@@ -39,7 +39,7 @@ ABOUT_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a body asks for, and what of it was not looked at, for the header x-outrider-ignored."""
+    """Request that a body makes, and what of it was not looked at, for the header x-outrider-ignored."""
 
     request: GenerationRequest
     ignored: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ async def _rendered(
 
 
 def _call_rules(body: ChatRequest) -> CallRules:
-    """Which tools may be called, and whether one must; raises InvalidRequest."""
+    """Rules about which tools may be called, and whether one must; raises InvalidRequest."""
     choice, tools = body.tool_choice, body.tools or []
     if choice not in (None, "none") and not tools:
         shown = choice if isinstance(choice, str) else choice.model_dump()
@@ -106,7 +106,7 @@ def _call_rules(body: ChatRequest) -> CallRules:
 
 
 def _variables(body: ChatRequest, template: ChatTemplate, settings: RestSettings) -> tuple[dict[str, Any], list[str]]:
-    """What the template is given beside the conversation, and fields that it has no place for."""
+    """Variables of the template beside the conversation, and fields that it has no place for."""
     variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
     ignored = []
     if settings.ignores_unknown:
@@ -124,7 +124,7 @@ def _variables(body: ChatRequest, template: ChatTemplate, settings: RestSettings
 
 
 def _ignored(body: ChatRequest, template: ChatTemplate) -> Iterator[str]:
-    """What of a body was not looked at, by the names of the fields."""
+    """Names of the fields of a body that were not looked at."""
     yield from ignored_in(body)
     unread = [name for name in ("name", "tool_calls") if not template.shows(name)]
     for message in body.messages:

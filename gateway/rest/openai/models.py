@@ -1,4 +1,4 @@
-"""What /v1 answers, as models that are also its documentation. A field that is not set is not sent."""
+"""Answers of /v1, as models that are also its documentation. A field that is not set is not sent."""
 
 from collections.abc import Sequence
 from typing import Literal, Self, TypeAlias

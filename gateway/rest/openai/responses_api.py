@@ -39,7 +39,7 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
 
 
 def repeated(body: ResponsesRequest, sampling: SamplingParameters) -> answer.ResponseEcho:
-    """What a response repeats of its request, with the defaults that took effect. Only tools that are served count."""
+    """Fields of a request that its response repeats, with the defaults that took effect. Only served tools count."""
     values = body.model_dump(include={"tool_choice", "text", "reasoning"}, by_alias=True, exclude_none=True)
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or () if isinstance(tool, FunctionTool)]
     return answer.ResponseEcho(

@@ -1,4 +1,4 @@
-"""What /v1/responses answers: a response, or the events that build one up, as OpenAI's newer clients read them.
+"""Answers of /v1/responses: a response, or the events that build one up, as OpenAI's newer clients read them.
 
 Every item has one id, in the events and in the response at the end.
 """
@@ -214,7 +214,7 @@ EVENTS: tuple[type[BaseModel], ...] = get_args(ResponsesEvent)
 
 @dataclass(slots=True)
 class ResponseWriter(AnswerWriter):
-    """Writes a response of one choice."""
+    """Writer of a response with one choice."""
 
     header: ResponseHeader
     figures: ResponseFigures
@@ -352,7 +352,7 @@ class ResponseWriter(AnswerWriter):
         return "incomplete" if self.figures.ends[0].finish_reason is FinishReason.LENGTH else "completed"
 
     def _finished(self, parts: Parts) -> ResponseBody:
-        """The response at its end."""
+        """Body of the response at its end."""
         status, usage = self._status(), self.figures.usage()
         response = self._response(status, parts)
         if status == "incomplete":
@@ -370,7 +370,7 @@ class ResponseWriter(AnswerWriter):
         return response
 
     def _response(self, status: ResponseStatus, parts: Parts) -> ResponseBody:
-        """All parts but the last are complete, and that one is as far as the response is."""
+        """Body in which all parts but the last are complete, and that one is as far as the response is."""
         last: ResponseStatus = "completed" if status == "completed" else "incomplete"
         return ResponseBody(
             **dict(self.echo),

@@ -350,7 +350,7 @@ def _function(tool: FunctionTool) -> Values:
 
 
 def _tool_choice(choice: str | NamedFunction | AllowedFunctions) -> str | Values:
-    """The same in chat's words, which have a level more."""
+    """The tool choice in chat's words, which have a level more."""
     match choice:
         case NamedFunction(name=name):
             return {"type": "function", "function": {"name": name}}

@@ -418,7 +418,7 @@ class DetokenizeRequest(Parameters):
 
 
 def ignored_in(model: BaseModel, path: str = "") -> Iterator[str]:
-    """Where a body has values that have no effect, without the numbers of entries; a place may come repeatedly."""
+    """Places where a body has values without effect, without the numbers of entries; a place may come repeatedly."""
     for name, place, has_effect in _fields(type(model)):
         if name not in model.model_fields_set or (value := getattr(model, name)) is None:
             continue
@@ -432,7 +432,7 @@ def ignored_in(model: BaseModel, path: str = "") -> Iterator[str]:
 
 @cache
 def _fields(kind: type[BaseModel]) -> tuple[tuple[str, str, bool], ...]:
-    """Of a model: each field without effect or with models in it, its name in a body, and whether it has an effect.
+    """Fields of a model without effect or with models in them: name, name in a body, and whether it has an effect.
 
     The others are not looked at: a prompt may be a million token ids.
     """

@@ -45,7 +45,7 @@ class StructuredOutputs(Parameters):
 
 
 def constraint_of(structured: StructuredOutputs | None, response_format: ResponseFormat | None) -> Constraint | None:
-    """What a body asks for; raises InvalidRequest about fields that do not go together."""
+    """Constraint that a body asks for; raises InvalidRequest about fields that do not go together."""
     wanted = None if response_format is None else _of_format(response_format)
     if structured is None:
         return wanted

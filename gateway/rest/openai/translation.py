@@ -1,6 +1,7 @@
-"""From the body of a dialect to that of /v1/chat/completions, which is the one inner form of a conversation.
+"""Translation of a dialect's body to that of /v1/chat/completions, which is the one inner form of a conversation.
 
-A translation knows where each of its parts comes from, so that an error about one is told in the dialect's own names.
+A translation knows where each of its parts comes from, so that an error about one is reported in the dialect's own
+names.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,7 +45,7 @@ def type_of(value: object) -> object:
 
 
 def by_type(noun: str, types: Sequence[str], default: str | None = None) -> Discriminator:
-    """Tells the models of a union by their field `type`; the tag of each is its type in angle brackets."""
+    """Distinguishes the models of a union by their field `type`; the tag of each is its type in angle brackets."""
 
     def tag(value: object) -> str | None:
         found = type_of(value)
@@ -56,7 +57,7 @@ def by_type(noun: str, types: Sequence[str], default: str | None = None) -> Disc
 
 
 def text_or_list(kinds: str) -> Discriminator:
-    """Tells a string, with the tag <text>, from a list, with the tag <list>."""
+    """Distinguishes a string, with the tag <text>, from a list, with the tag <list>."""
 
     def tag(value: object) -> str | None:
         if isinstance(value, str):
@@ -103,11 +104,11 @@ class ChatMessages:
 
     @property
     def finished(self) -> list[Values]:
-        """All messages."""
+        """All messages as a chat body has them."""
         return [message.finished for message in self.messages]
 
     def rule(self, text: str, origin: str) -> None:
-        """What a system prompt says. All of it before the assistant's first turn is one message, the first; later it is
+        """Adds a system prompt. All of it before the assistant's first turn is one message, the first; later it is
         the user's text, because few templates have a place for it there.
         """
         if self.has_answers:
@@ -120,32 +121,32 @@ class ChatMessages:
         self.messages[0].texts.append(text)
 
     def ask(self, text: str, origin: str) -> None:
-        """What the user said."""
+        """Adds text of the user."""
         if not self.messages or self.messages[-1].role != "user":
             self._begin("user", origin)
         self.messages[-1].texts.append(text)
 
     def answer(self, call_id: str, text: str, origin: str) -> None:
-        """What a call gave."""
+        """Adds the result of a call."""
         message = self._begin("tool", origin)
         message.texts, message.tool_call_id = [text], call_id
 
     def think(self, text: str, origin: str) -> None:
-        """What the assistant thought, before it says or calls anything."""
+        """Adds reasoning of the assistant, before it says or calls anything."""
         turn = self._assistant(origin)
         if turn.texts or turn.calls:
             turn = self._begin("assistant", origin)
         turn.thoughts.append(text)
 
     def say(self, text: str, origin: str) -> None:
-        """What the assistant said, before it calls anything."""
+        """Adds text of the assistant, before it calls anything."""
         turn = self._assistant(origin)
         if turn.calls:
             turn = self._begin("assistant", origin)
         turn.texts.append(text)
 
     def call(self, call_id: str, name: str, arguments: str, origin: str) -> None:
-        """What the assistant called."""
+        """Adds a call of the assistant."""
         turn = self._assistant(origin)
         place = f"messages.{len(self.messages) - 1}.tool_calls.{len(turn.calls)}"
         self.names |= {place: origin, f"{place}.function": origin}
@@ -180,7 +181,7 @@ class Translation:
         return {**inner, **self.names}
 
     async def asked(self, frontend: Frontend, settings: RestSettings) -> Conversation:
-        """What it asks the gateway for; max_tokens may be more than fits, and absent for all that does.
+        """Request that the body makes of the gateway; max_tokens may be more than fits, and absent for all that does.
 
         Raises what chat raises, in the dialect's names.
         """
@@ -216,7 +217,7 @@ def tools_of(
 
 
 def thinking_values(variables: frozenset[str], is_thinking: bool | None) -> tuple[Values, list[str]]:
-    """How chat switches thinking on or off, where the template has a switch; else the field without effect."""
+    """Switch for thinking in chat's words, where the template has one; else the field without effect."""
     if is_thinking is None:
         return {}, []
     return ({"chat_template_kwargs": {THINKING: is_thinking}}, []) if THINKING in variables else ({}, ["thinking"])

@@ -5,7 +5,7 @@ import { SNIPPETS } from "./snippets.js";
 const [GRPC_PORT, SHOWN_MS] = [50050, 2000];
 const at = (id) => document.getElementById(id);
 
-// Tells whether it worked: browsers refuse it outside of secure origins, and then what is shown can still be marked.
+// Returns whether it worked: browsers refuse it outside of secure origins, and then what is shown can still be marked.
 export async function toClipboard(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -15,7 +15,7 @@ export async function toClipboard(text) {
   }
 }
 
-// A button says for a moment what came of it. Whoever does not see it hears the announcement.
+// A button says for a moment what came of it. A user who does not see it hears the announcement.
 export function flash(button, text) {
   button.dataset.label ??= button.textContent;
   button.textContent = text;

@@ -19,7 +19,7 @@ async function connected(promise, sentence) {
   }
 }
 
-// Yields {event, data} until the stream ends, which it does well only behind a completion or an error.
+// Yields {event, data} until the stream ends, which it does well only after a completion or an error.
 export async function* events(gateway, body, signal) {
   const options = { method: "POST", headers: { "content-type": "application/json", accept: "text/event-stream" }, signal, insists: true };
   const response = await connected(gateway.call("page/generate", { ...options, body: JSON.stringify(body) }), UNREACHED);

@@ -26,7 +26,7 @@ export function summary(run) {
   return `Done: ${count(run.tokens.length)} tokens${speed}.`;
 }
 
-// How a run ended, and what else its completion tells.
+// How a run ended, and what else its completion says.
 export function result(run) {
   const { completion } = run;
   if (completion === null && run.opened === null) return run.stopped ? summary(run) : "";

@@ -112,7 +112,7 @@ class Page {
     this.end();
   }
 
-  // One behind the other: together they would share the machine, and neither clock would mean anything.
+  // One after the other: together they would share the machine, and neither clock would mean anything.
   async race() {
     if (this.busy || !at("ask").reportValidity()) return;
     const asked = this.composer.asked(this.view, true);

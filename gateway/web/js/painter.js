@@ -22,14 +22,14 @@ export class Painter {
     const began = performance.now();
     this.waiting = false;
     this.draw();
-    // Comes behind the frame, so layout and painting are in the time that it took.
+    // Comes after the frame, so layout and painting are in the time that it took.
     setTimeout(() => {
       this.pauseMs = Math.min(LONGEST_PAUSE_MS, 4 * (performance.now() - began));
     });
   }
 }
 
-// Whether somebody can see an element, more or less: what nobody sees need not be drawn while it changes.
+// Whether somebody can see an element, more or less: what is not seen need not be drawn while it changes.
 export class Seen {
   constructor(element) {
     this.now = true;

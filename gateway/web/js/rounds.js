@@ -29,7 +29,7 @@ export class RoundsView {
     this.trees.hidden = true;
   }
 
-  // While rounds come they are shown to whoever looks, and in the end to everybody.
+  // While rounds come they are shown to a user who looks, and in the end to everybody.
   draw(ended) {
     const { run, list } = this;
     if (run === null || this.shown === run.rounds.length || !(ended || this.seen.now)) return;

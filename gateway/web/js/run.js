@@ -1,4 +1,4 @@
-// One run: what its events add up to. Touches no page and knows no time but what the events tell.
+// One run: what its events add up to. Touches no page and knows no time but that of the events.
 
 import { branches } from "./trees.js";
 
@@ -29,7 +29,7 @@ export class Run {
     return this.tokens.map((token) => token.text).join("") + this.rest;
   }
 
-  // Passes of the target behind the prompt's own, as the papers count them.
+  // Passes of the target after the prompt's own, as the papers count them.
   get passes() {
     return Math.max(0, this.rounds.length - 1);
   }
@@ -42,7 +42,7 @@ export class Run {
     return this.completion?.timings.total_us ?? this.rounds.at(-1)?.time_us ?? 0;
   }
 
-  // Tokens a second behind the first one, which waits for the prompt.
+  // Tokens a second after the first one, which waits for the prompt.
   get rate() {
     const last = this.rounds.at(-1);
     if (!last || this.rounds.length < 2) return null;

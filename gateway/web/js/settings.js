@@ -92,8 +92,8 @@ export class Settings {
     return button;
   }
 
-  // The drafters that the gateway tells. One that is chosen is always there: a link may come before the gateway tells
-  // any, and that one is gone is the gateway's to say.
+  // The drafters that the gateway reports. One that is chosen is always there: a link may come before any is reported,
+  // and that one is gone is the gateway's to say.
   offer(names, chosen = this.fields.drafter.value) {
     const { drafter } = this.fields;
     this.offered = names.filter((name) => name !== drafter.options[0].text);
@@ -104,7 +104,7 @@ export class Settings {
     drafter.value = chosen;
   }
 
-  // What counts where the form says nothing, as the gateway tells it.
+  // What counts where the form says nothing, as the gateway reports it.
   recommend(defaults) {
     for (const name of RECOMMENDED) this.fields[name].placeholder = String(defaults?.[name] ?? "the model's");
   }

@@ -153,7 +153,7 @@ export class Stream {
     return found < 0 ? this.place : found;
   }
 
-  // The next token from a place that is shown; the last one that way, where all behind it are hidden.
+  // The next token from a place that is shown; the last one that way, where all after it are hidden.
   seen(from, way) {
     for (const step of [way, -way]) {
       for (let index = from; index >= 0 && index < this.spans.length; index += step) if (this.spans[index]) return index;

@@ -5,12 +5,12 @@ import { name, plural, visible } from "./format.js";
 const SIGNS = { accepted: "●", rejected: "×", skipped: "○" };
 const STATES = { accepted: "kept", rejected: "not kept", skipped: "not looked at" };
 
-// All guesses that are told of, in the order of their rows, each with its state.
+// All guesses that are reported, in the order of their rows, each with its state.
 export function guesses(round) {
   const kept = round.tokens.filter((token) => token.row !== null).map((token) => ({ ...token, state: "accepted" }));
   const lost = new Set(round.rejected.map((guess) => guess.row));
   const last = kept.at(-1)?.row ?? 0;
-  // Where the last kept guess ended the answer, nobody looked behind it.
+  // Where the last kept guess ended the answer, nothing after it was looked at.
   const ended = round.evaluated_count === round.accepted_count;
   const skipped = (guess) => lost.has(guess.parent) || (ended && guess.parent === last);
   const others = round.rejected.map((guess) => ({ ...guess, state: skipped(guess) ? "skipped" : "rejected" }));
@@ -25,7 +25,7 @@ export function signs(round) {
   return guesses(round).map((guess) => SIGNS[guess.state]).join("");
 }
 
-// The guesses in whose place the target said something else: of a tree those side by side there, of a chain all behind it.
+// The guesses in whose place the target said something else: of a tree those side by side there, of a chain all after it.
 export function replaced(round) {
   const last = round.tokens.findLast((token) => token.row !== null)?.row ?? 0;
   return round.branches ? round.rejected.filter((guess) => guess.parent === last) : round.rejected;
@@ -38,7 +38,7 @@ export function drawTree(round) {
   const last = all.findLast((guess) => guess.state === "accepted")?.row ?? 0;
   const below = new Map();
   for (const guess of all) {
-    // Tokens that were kept behind a stop string are not told; what hung on them hangs on the last that is.
+    // Tokens that were kept after a stop string are not reported; what hung on them hangs on the last that is.
     const parent = rows.has(guess.parent) ? guess.parent : last;
     below.set(parent, [...(below.get(parent) ?? []), guess]);
   }

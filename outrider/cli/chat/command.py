@@ -28,7 +28,7 @@ HINT = "Ctrl-C again leaves, and so does /quit."
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """What the command line says; a gateway's address, or the stack to start instead."""
+    """Arguments of the command line: a gateway's address, or the stack to start instead."""
 
     options: GenerationOptions
     system: str
@@ -80,7 +80,7 @@ async def kept_stack(stack: Stack) -> AsyncIterator[str]:
 
 
 class Talk:
-    """One user with one gateway."""
+    """A conversation of one user with one gateway."""
 
     def __init__(self, client: Client, chat: Chat, reader: Reader, screen: Screen, *, is_interactive: bool) -> None:
         self._client = client
@@ -94,7 +94,7 @@ class Talk:
     def run(self) -> None:
         """Goes on until the input ends or the user leaves.
 
-        Raises KeyboardInterrupt at the second Ctrl-C in a row. Where nobody sits there, at the first one, and the
+        Raises KeyboardInterrupt at the second Ctrl-C in a row. Where no person sits there, at the first one, and the
         first OutriderError as well.
         """
         going = True
@@ -145,7 +145,7 @@ class Talk:
         return True
 
     def _race(self) -> None:
-        """Answers the last message twice, one behind the other, because both answers share the machine."""
+        """Answers the last message twice, one after the other, because both answers share the machine."""
         fast = self._conversation.again()
         messages, salt = self._conversation.messages(), secrets.token_hex(8)
         plain = Turn(fast.user, fast.seed)

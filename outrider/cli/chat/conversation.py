@@ -1,4 +1,4 @@
-"""What was said so far, what the next request says, and what a line of input means."""
+"""State of a conversation: what was said so far, what the next request says, and what a line of input means."""
 
 import re
 import secrets
@@ -10,7 +10,7 @@ from outrider.cli.views import rule_words
 from outrider.client import ChatMessage, Event, OutriderError, Result, Round
 
 SEED_BITS = 31
-# What stands behind a command, and what it does.
+# Argument of each command, and what it does.
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "retry": ("[#N]", "answer the last message, or message N, again with another seed"),
     "edit": ("[#N] TEXT", "change the last message, or message N, and answer it again"),
@@ -33,8 +33,8 @@ class WrongCommand(OutriderError):
 
 
 def parse_line(line: str) -> tuple[str, str]:
-    """A command and what stands behind it; a message has no command, and a line without a word neither. What stands
-    behind /retry and /edit may begin with the number of a message, for `numbered`.
+    """A command and its argument; a message has no command, and a line without a word neither. The argument of
+    /retry and /edit may begin with the number of a message, for `numbered`.
 
     A command begins with a slash, two slashes a message that begins with one. Raises WrongCommand about a command that
     there is not, that takes no argument, or that needs one.
@@ -72,7 +72,7 @@ def help_text() -> str:
 
 @dataclass(slots=True)
 class Turn:
-    """What the user said, and what came back so far. A stopped answer has no result."""
+    """A user's message, and what came back so far. A stopped answer has no result."""
 
     user: str
     seed: int
@@ -80,19 +80,19 @@ class Turn:
     result: Result | None = None
 
     def add(self, event: Event) -> None:
-        """Takes what came."""
+        """Takes the next event of the answer."""
         if isinstance(event, Round):
             self.rounds.append(event)
         else:
             self.result = event
 
     def forget_answer(self) -> None:
-        """As if nothing had come back."""
+        """Forgets all that came back."""
         self.rounds, self.result = [], None
 
     @property
     def answer(self) -> str | None:
-        """What came back, None for nothing yet. An empty answer that ended by itself is one."""
+        """Text that came back, None for nothing yet. An empty answer that ended by itself is one."""
         text = "".join(event.text for event in self.rounds) + (self.result.rest if self.result else "")
         return text if text or self.result else None
 
@@ -128,7 +128,7 @@ class Conversation:
         self.turns: list[Turn] = []
 
     def ask(self, text: str) -> Turn:
-        """Begins a turn with a message."""
+        """Begins a turn with a message of the user."""
         if self.turns and self.turns[-1].answer is None:
             self.turns.pop()
         return self._begin(text, self.seed)
@@ -139,7 +139,7 @@ class Conversation:
         return self._begin(last.user, last.seed)
 
     def retry(self, number: int | None = None) -> Turn:
-        """Begins the last turn, or one by its number from 1, again with another seed; the turns behind it are
+        """Begins the last turn, or one by its number from 1, again with another seed; the turns after it are
         forgotten. Raises WrongCommand when there is none.
         """
         last = self._back_to(number)
@@ -148,7 +148,7 @@ class Conversation:
         return self._begin(last.user, None if self.seed is None else next_seed)
 
     def edit(self, text: str, number: int | None = None) -> Turn:
-        """The same with other words."""
+        """Begins the last turn, or one by its number from 1, again with other words, and forgets the turns after it."""
         self._back_to(number)
         return self.ask(text)
 

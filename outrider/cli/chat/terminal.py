@@ -1,4 +1,4 @@
-"""Where lines of input come from and where answers go: a terminal with history and styles, or pipes."""
+"""Input and output of a conversation: a terminal with history and styles, or pipes."""
 
 import json
 import os
@@ -22,11 +22,11 @@ PROMPT, CONTINUATION = "> ", "… "
 GREETING = "The whole conversation is sent with every message. Ctrl-C stops an answer, /help lists the commands."
 
 Reader = Callable[[], str | None]
-"""Gives the next line of input, None behind the last."""
+"""Gives the next line of input, None after the last."""
 
 
 def read_pipe() -> str | None:
-    """The next line of standard input, None behind the last. Raises InvalidRequest when it is not text."""
+    """Next line of standard input, None after the last. Raises InvalidRequest when it is not text."""
     given = sys.stdin.buffer.readline()
     return decoded("line", given) if given else None
 
@@ -66,12 +66,12 @@ class Screen:
         self._with_rounds = with_rounds
 
     def show(self, event: Event) -> None:
-        """Shows what came."""
+        """Shows the next event of an answer."""
         if not self._as_json:
             write(sys.stdout, event.text)
 
     def end(self, turn: Turn) -> None:
-        """Comes behind the last event of a turn."""
+        """Shows the figures of a turn, after its last event."""
         if not self._as_json:
             write(sys.stdout, "\n")
             self.say(turn.figures())
@@ -80,10 +80,10 @@ class Screen:
             write(sys.stdout, json.dumps({"user": turn.user, **answer}, ensure_ascii=False) + "\n")
 
     def interrupt(self) -> None:
-        """Comes instead of the end, before whatever is said about that."""
+        """Ends what is shown of an answer that is cut short, before whatever is said about that."""
 
     def say(self, text: str) -> None:
-        """Shows what is no answer."""
+        """Shows a line that is no part of an answer."""
         note(text)
 
 

@@ -65,7 +65,7 @@ ANSWER_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Answerer:
-    """Who answers; `role` is gateway, target, draft, rest, or "other" for a program that is not ours."""
+    """A program that answers; `role` is gateway, target, draft, rest, or "other" for a program that is not ours."""
 
     role: str
     model: str = ""
@@ -73,7 +73,7 @@ class Answerer:
 
 
 async def who_answers(address: str, tls: Tls | None = None) -> Answerer | None:
-    """Who takes connections on an address; None for nobody. Raises InvalidRequest about files that do not fit."""
+    """Program that takes connections on an address, None if there is none. Raises InvalidRequest about unfit files."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -98,7 +98,7 @@ async def who_answers(address: str, tls: Tls | None = None) -> Answerer | None:
 
 
 def rest_status(address: str, api_key: str | None = None, tls: Tls | None = None) -> dict[str, Any] | None:
-    """What a gateway's REST surface says about itself; None where none answers. Blocks for at most some seconds."""
+    """Answer of a gateway's REST surface about itself; None where none answers. Blocks for at most some seconds."""
     try:
         status = json.loads(rest_text(address, STATUS_PATH, api_key=api_key, tls=tls) or "null")
     except ValueError:
@@ -129,7 +129,7 @@ def rest_text(
 
 
 async def check_ports(wanted: Mapping[str, int]) -> list[Finding]:
-    """One finding about all free ports, and one about each that is not; 0 means any free one and is not looked at."""
+    """Findings about ports: one about all free ones, and one about each other; 0 means any and is not looked at."""
     ports = {option: number for option, number in wanted.items() if number}
     answerers = await asyncio.gather(*(who_answers(f"{HOST}:{number}") for number in ports.values()))
     free: list[str] = []
@@ -169,7 +169,7 @@ async def check_engine(model: str, dtype: str, device: str, threads: int) -> lis
 
 
 async def check_ends(place: Path) -> Finding:
-    """With which tokens answers of the model in a folder or GGUF file end, by a child process that loads no model."""
+    """Finding about the tokens that end the model's answers, by a child process that loads no model."""
     try:
         code, output, notes = await _said_by("gateway.end_probe", "--model", str(place))
     except TimeoutError:
@@ -210,7 +210,7 @@ async def _said_by(module: str, *flags: str) -> tuple[int, str, str]:
 
 
 def last_line(notes: str) -> str:
-    """What a program that failed said last."""
+    """Last line that a failed program printed."""
     return next((line.strip() for line in reversed(notes.splitlines()) if line.strip()), "It said nothing.")
 
 

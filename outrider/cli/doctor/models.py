@@ -1,4 +1,4 @@
-"""What the files of both models say without loading them: whether they can be served, fit together, and into memory."""
+"""Checks of both models' files without loading them: whether they can be served, fit together, and into memory."""
 
 import json
 import math
@@ -29,7 +29,7 @@ DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # A header is at most this long in the format's own reader.
 MAX_HEADER_BYTES = 100_000_000
 MEMORY_INFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-# What an engine takes for keys and values unless it is told otherwise, and at most for the sake of one context.
+# What an engine takes for keys and values by default, and at most for the sake of one context.
 DEFAULT_KV_BYTES, MAX_KV_BYTES = 512 << 20, 4 << 30
 # torch and gRPC in each service, and the gateway: measured, rounded up.
 PROCESS_BYTES, GATEWAY_BYTES = 400 << 20, 150 << 20
@@ -37,7 +37,7 @@ PROCESS_BYTES, GATEWAY_BYTES = 400 << 20, 150 << 20
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What the files of a model say. `key_value_width` counts the numbers of one token's keys in all layers."""
+    """Facts from a model's files. `key_value_width` counts the numbers of one token's keys in all layers."""
 
     name: str
     folder: Path
@@ -147,7 +147,7 @@ def downloaded(name: str) -> Path | None:
 
 
 def check_model(role: str, model: str | None, files: ModelFiles | None, dtype: str) -> Finding:
-    """One model of the pair, None where there is none; `files` is None where it is not on this machine."""
+    """Finding about one model of the pair, None if there is none; `files` is None where it is not on this machine."""
     check = f"{role} model"
     if model is None:
         return skipped(check, f"There is no {role}: the target decodes plainly.", f"Name one with --{role}.")
@@ -173,13 +173,13 @@ def check_model(role: str, model: str | None, files: ModelFiles | None, dtype: s
 
 
 def check_defaults(files: ModelFiles) -> list[Finding]:
-    """What a target's files recommend and no request could have."""
+    """Findings about defaults of a target's files that no request could have."""
     fix = "Correct the file, or say what counts with --generation-defaults."
     return [warning("generation defaults", f"{fault}.", fix) for fault in ModelDefaults.read(files.folder).faults]
 
 
 def download_fix(names: Sequence[str]) -> str:
-    """How models of the hub come here; `outrider up` does it as well."""
+    """Command that downloads models of the hub; `outrider up` does it as well."""
     commands = (f"`{HubName.parse(name).command}`" for name in names)
     return f"Run {' and '.join(commands)}, or let `outrider up` download."
 
@@ -219,7 +219,7 @@ def needed_bytes(model: ModelFiles, dtype: str) -> int:
 
 
 def available_bytes() -> int | None:
-    """What is free, by the system and by the control group; None where neither says so."""
+    """Free memory, by the system and by the control group; None where neither says so."""
     system = parse_available(MEMORY_INFO.read_text()) if MEMORY_INFO.is_file() else None
     files = (CGROUP / "memory.max", CGROUP / "memory.current")
     limit, used = (path.read_text().strip() if path.is_file() else "" for path in files)
@@ -262,7 +262,7 @@ def stored_weights(folder: Path) -> tuple[str, int]:
 
 
 def stored_numbers(file: GgufFile) -> tuple[str, int]:
-    """The same of a GGUF file."""
+    """Type of most numbers in a GGUF file, and the count of all."""
     counts: Counter[str] = Counter()
     for tensor in file.tensors.values():
         counts[DTYPES.get(tensor.type.name, tensor.type.name)] += math.prod(tensor.shape)

@@ -1,4 +1,4 @@
-"""What a check found, and how all findings are reported: plain lines as they come, or one JSON object."""
+"""Findings of checks, and their report: plain lines as they come, or one JSON object."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -8,13 +8,13 @@ from typing import TextIO
 
 from outrider.cli.output import write
 
-# Of sysexits.h: nobody answers, a fault of ours, and what only the operator can change.
+# Exit codes of sysexits.h: no answer, a fault of ours, and what only the operator can change.
 UNAVAILABLE, SOFTWARE, CONFIG = 69, 70, 78
 SELF_TEST = "self test"
 
 
 class Status(StrEnum):
-    """How a check ended."""
+    """Result of a check."""
 
     OK = "ok"
     WARNING = "warning"
@@ -24,7 +24,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check's result in a sentence. `fix` is empty where there is nothing to do, `exit_code` 0 unless it failed."""
+    """Result of one check in a sentence. `fix` is empty where nothing is to do, `exit_code` 0 unless it failed."""
 
     check: str
     status: Status
@@ -34,27 +34,27 @@ class Finding:
 
 
 def ok(check: str, sentence: str) -> Finding:
-    """Nothing to do."""
+    """A finding that asks for nothing."""
     return Finding(check, Status.OK, sentence)
 
 
 def warning(check: str, sentence: str, fix: str) -> Finding:
-    """It works, but not as it could."""
+    """A finding that something works, but not as it could."""
     return Finding(check, Status.WARNING, sentence, fix)
 
 
 def failed(check: str, sentence: str, fix: str, exit_code: int = CONFIG) -> Finding:
-    """It does not work until somebody acts. A message without a full stop gets one."""
+    """A finding that something does not work until somebody acts. A message without a full stop gets one."""
     return Finding(check, Status.FAILED, sentence if sentence.endswith(".") else f"{sentence}.", fix, exit_code)
 
 
 def skipped(check: str, sentence: str, fix: str = "") -> Finding:
-    """Nothing was found out, and why."""
+    """A finding that nothing was found out, and why."""
     return Finding(check, Status.SKIPPED, sentence, fix)
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """That of the first check that failed, 0 when none did: later ones often fail because of it."""
+    """Exit code of the first check that failed, 0 when none did: later ones often fail because of it."""
     return next((each.exit_code for each in findings if each.status is Status.FAILED), 0)
 
 
@@ -94,5 +94,5 @@ class Report:
 
 
 def gibibytes(count: int) -> str:
-    """Bytes for people."""
+    """A number of bytes in GiB, for people."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

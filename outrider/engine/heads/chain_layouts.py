@@ -1,7 +1,7 @@
 """The files of MLP speculators, Medusa, BPD and Hydra: which tensors they hold, under which names, and what is refused.
 
 A checkpoint is a folder with config.json and safetensors. Everything is checked against the target before a tensor is
-read: what is missing, misshapen or read by nobody refuses the whole, because a head that is wrong in silence only
+read: what is missing, misshapen or never read refuses the whole, because a head that is wrong in silence only
 guesses badly. Keys have the defaults that their authors' code gives them.
 """
 
@@ -55,7 +55,7 @@ class ChainCheckpoint:
     notes: tuple[str, ...]
     """A line for each flag that was found or that has its default."""
     taps: tuple[int, ...]
-    """As in HeadFacts."""
+    """Taps of the head; see HeadFacts."""
     stored: Stored
     """The tensors to read, by the names that `build` has for them."""
     build: Build
@@ -412,4 +412,4 @@ CHAIN_LAYOUTS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Reader], ...] = 
     (lambda config: "medusa_num_heads" in config, read_medusa),
     (lambda config: config.get("drafter") == "bpd", read_bpd),
 )
-"""Which config.json belongs to which reader; the first that fits."""
+"""Readers with the config.json that each belongs to; the first that fits."""

@@ -3,7 +3,7 @@
 MLP speculator (Wertheimer et al., 2024, arXiv 2404.19124), a recurrent cell for each depth; n cells of inner size m:
 
     s' = gelu(norm_i(projection_i s + (e / w) embedding_i(token)) + bias_i);  logits = head_i s'
-    w = 0.5^(0.5 / n);  e = sqrt((1 - w^2) m / 2);  the gelu with erf; behind a committed token s is f
+    w = 0.5^(0.5 / n);  e = sqrt((1 - w^2) m / 2);  the gelu with erf; after a committed token s is f
 
 Blocks (Stern et al., 2018, arXiv 1811.03115; Cai et al., 2024, 2401.10774; Ankner et al., 2024, 2402.05109): of each
 depth some residual blocks and a matrix, which read f, or, grounded, f and the embeddings of all tokens since:
@@ -31,7 +31,7 @@ CELL_EPSILON = 1e-6
 
 
 def by_depth(compute: Callable[..., Tensor], depths: Sequence[int], *columns: Tensor) -> Tensor:
-    """What `compute` makes of each depth and its rows of the columns, in the order of the rows."""
+    """Results of `compute` for each depth and its rows of the columns, in the order of the rows."""
     if len(set(depths)) <= 1:
         return compute(depths[0] if depths else 0, *columns)
     order, device = sorted(range(len(depths)), key=depths.__getitem__), columns[0].device
@@ -44,7 +44,7 @@ def by_depth(compute: Callable[..., Tensor], depths: Sequence[int], *columns: Te
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One depth of an MLP speculator; tied ones share tensors."""
+    """Weights of one depth of an MLP speculator; tied ones share tensors."""
 
     embedding: Tensor
     projection: Weight
@@ -122,7 +122,7 @@ class SiluBlock:
 
 @dataclass(frozen=True, slots=True)
 class ReluBlock:
-    """BPD's."""
+    """A block of BPD: x + W' relu(W x + b) + b'."""
 
     up: Linear
     down: Linear
@@ -149,7 +149,7 @@ class PrefixConfig:
 
 
 class PrefixLayer:
-    """A Llama layer and a norm."""
+    """A Llama layer and a norm, which Hydra++ runs on f."""
 
     def __init__(self, law: PrefixConfig, tensors: dict[str, Tensor], prefix: str, ops: Ops) -> None:
         """Takes the tensors that begin with the prefix as those of a Llama model of one layer."""
@@ -163,7 +163,7 @@ class PrefixLayer:
         return [*self._layer.weights, self._norm]
 
     def forward(self, x: Tensor, rows: HeadRows) -> Tensor:
-        """What f [R, H] of the plan's rows becomes."""
+        """States [R, H] that the layer makes of f of the plan's rows."""
         law, ops, layer, cache = self.law, self._ops, self._layer, rows.cache
         normed = ops.rms_norm(x, layer.input_norm, law.norm_epsilon)
         heads = ops.linear(normed, layer.qkv.weight).view(x.shape[0], -1, law.head_dim)
@@ -178,7 +178,7 @@ class PrefixLayer:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """What guesses at one depth; branches may share an output, and without one the target's matrix is it."""
+    """Weights that guess at one depth; branches may share an output, and without one the target's matrix is it."""
 
     blocks: Sequence[SiluBlock | ReluBlock]
     output: Linear | None = None
@@ -186,11 +186,11 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockParts:
-    """What a head of blocks is made of."""
+    """Parts of a head of blocks."""
 
     method: str
     tap: int
-    """The boundary that f comes from."""
+    """Boundary of the target's layers that f comes from."""
     branches: Sequence[Branch]
     embedding: Tensor | None = None
     """[V, H], which may be the target's, of a grounded head."""
@@ -200,7 +200,7 @@ class BlockParts:
 
 
 class BlockHeads:
-    """Medusa, BPD, Hydra and Hydra++; a state is f, and behind it, grounded, the embeddings of the tokens since."""
+    """Medusa, BPD, Hydra and Hydra++; a state is f, and after it, grounded, the embeddings of the tokens since."""
 
     def __init__(self, parts: BlockParts, target: TargetParts, ops: Ops) -> None:
         self._parts, self._target, self._ops = parts, target, ops

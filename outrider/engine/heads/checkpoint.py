@@ -29,14 +29,14 @@ class HeadCheckpoint(Protocol):
 
     @property
     def method(self) -> str:
-        """As in HeadFacts."""
+        """Name of the method; see HeadFacts."""
 
     @property
     def folder(self) -> Path: ...
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """As in HeadFacts."""
+        """Taps of the head; see HeadFacts."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -54,10 +54,10 @@ Reader = Callable[[Path, Mapping[str, Any], Mapping[str, StoredTensor], TargetPa
 
 
 class Layout(NamedTuple):
-    """How a layout is recognised, and who reads it."""
+    """A layout of files, with the test that recognises it and its reader."""
 
     detects: Callable[[Mapping[str, Any], Collection[str]], bool]
-    """Given config.json and the names of the tensors."""
+    """Test of config.json and the names of the tensors."""
     read: Reader
     is_rotary: bool = False
     """Whether its heads have positions, so that there is a theta to override."""
@@ -125,12 +125,12 @@ def refuse(reason: str) -> Reader:
 
 
 def says(fits: Callable[[Mapping[str, Any]], bool]) -> Callable[[Mapping[str, Any], Collection[str]], bool]:
-    """Of a checkpoint whose config.json alone tells."""
+    """A test for a layout that is known by config.json alone."""
     return lambda config, _: fits(config)
 
 
 def is_type(*names: str) -> Callable[[Mapping[str, Any], Collection[str]], bool]:
-    """Of a checkpoint that names its kind for speculators."""
+    """A test for checkpoints that name their kind for speculators."""
     return lambda config, _: config.get("speculators_model_type") in names
 
 

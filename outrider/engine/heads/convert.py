@@ -1,7 +1,7 @@
 """Writes a pickled drafting head as safetensors, which is all that is ever loaded.
 
-Heads of the EAGLE family are written in the layout of speculators, which says what other layouts leave to whoever reads
-them; all others keep their names and their config.json. Nothing but tensors is unpickled.
+Heads of the EAGLE family are written in the layout of speculators, which says what other layouts leave to the code that
+reads them; all others keep their names and their config.json. Nothing but tensors is unpickled.
 """
 
 import json
@@ -56,7 +56,7 @@ RENAMED = {
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What was written."""
+    """Facts about the files that were written."""
 
     layout: str
     """"speculators eagle", "speculators eagle3", or "unchanged"."""

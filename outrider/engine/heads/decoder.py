@@ -1,7 +1,7 @@
 """A drafting head as a model that a runner computes: its states lie in its cache, beside keys and values.
 
-The features of a slot are the state behind the token in it, and the number of guesses that it stands on. For committed
-tokens whoever drafts copies them from the target; for the last token of a text and for guesses the forward writes what
+The features of a slot are the state after the token in it, and the number of guesses that it stands on. For committed
+tokens the drafter copies them from the target; for the last token of a text and for guesses the forward writes what
 the head makes of them.
 """
 
@@ -41,13 +41,13 @@ class HeadDecoder:
         return self._drafting.weights
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
-        """As of any Decoder. Only behind wanted rows are states written: those of the others are the target's."""
+        """Computes rows like any Decoder. Only wanted rows' states are written: the others' are the target's."""
         if self._drafting.facts.reads_own:
             # All states are the target's.
             states = cache.features.index_select(0, plan.slots)[:, :-1].float().contiguous()
             outputs, _ = self._drafting.step(HeadRows(plan, cache, states, [0] * plan.num_rows))
             return self._drafting.logits(outputs.index_select(0, wanted), [0] * wanted.shape[0])
-        # The second last of a row's list; the first token of a text has none before it, and nobody reads its row.
+        # The second last of a row's list; the first token of a text has none before it, and its row is never read.
         before = plan.key_slots.index_select(0, plan.key_starts + (plan.key_counts - 2).clamp_min(0))
         found = cache.features.index_select(0, before.long()).float().masked_fill((plan.key_counts == 1)[:, None], 0)
         depths = [int(depth) for depth in found[:, -1].tolist()]
@@ -60,7 +60,7 @@ class HeadDecoder:
 
 
 def _without_first(plan: RowPlan) -> RowPlan:
-    """The same rows, which do not see the first token of their text; that one's own row sees itself."""
+    """Plan of the same rows, which do not see the first token of their text; that one's own row sees itself."""
     is_later = plan.key_counts > 1
     return replace(
         plan,

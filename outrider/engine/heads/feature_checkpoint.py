@@ -30,18 +30,18 @@ TOGETHER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureFiles:
-    """What a layout says about a feature head; nothing of it is checked against the target."""
+    """Files of a feature head in any layout; nothing of them is checked against the target."""
 
     folder: Path
     config: Mapping[str, Any]
     """config.json, as it is to be understood."""
     keys: JsonKeys
-    """Where the sizes of its layer stand."""
+    """Keys with the sizes of its layer."""
     files: tuple[Path, ...]
     tensors: Mapping[str, StoredTensor]
-    """By the names of `feature_tensors`, and d2t and t2d; those of unknown names under names that nothing reads."""
+    """Tensors by the names of `feature_tensors`, and d2t and t2d; unknown ones have names that are never read."""
     spelling: Mapping[str, str]
-    """What the layout calls the beginnings of those names."""
+    """Beginnings of those names in the layout."""
     method: str
     taps: tuple[int, ...]
     fuse: Fuse
@@ -52,7 +52,7 @@ class FeatureFiles:
     notes: tuple[str, ...] = ()
 
     def spelled(self, name: str) -> str:
-        """What the layout calls a tensor."""
+        """Name of a tensor in the layout."""
         begun = max((each for each in self.spelling if name.startswith(each)), key=len, default="")
         return f"{self.spelling.get(begun, '')}{name.removeprefix(begun)}"
 
@@ -61,7 +61,7 @@ class FeatureFiles:
         return ModelRefused(f"{self.folder} lacks the tensor {spelled}", folder=self.folder, tensor=spelled)
 
     def shape(self, name: str, num_dims: int = 2) -> tuple[int, ...]:
-        """Of a tensor that must be there; raises ModelRefused."""
+        """Shape of a tensor that must be there; raises ModelRefused."""
         if name not in self.tensors:
             raise self.lacking(name)
         shape = self.tensors[name].shape
@@ -149,7 +149,7 @@ def check_feature_head(files: FeatureFiles, target: TargetParts) -> FeatureCheck
 
 
 def _read_law(files: FeatureFiles, target: TargetParts, notes: list[str]) -> tuple[FeatureHeadConfig, int]:
-    """The law, and the size inside the multilayer perceptron."""
+    """Settings of the head, and the size inside the multilayer perceptron."""
     keys = files.keys
     activation = keys.values.get("hidden_act", "silu")
     if activation != "silu":

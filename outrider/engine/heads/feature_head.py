@@ -1,7 +1,7 @@
-"""One decoder layer that reads the target's features: EAGLE 1 to 3.1, MTP, HASS, Kangaroo, as settings of one law.
+"""One decoder layer that reads the target's features: EAGLE 1 to 3.1, MTP, HASS, Kangaroo, as settings of one layer.
 
 EAGLE: Li et al., 2024, arXiv 2401.15077; EAGLE-2: 2406.16858; EAGLE-3: 2503.01840. Multi-token prediction: DeepSeek-AI,
-2024, arXiv 2412.19437. Kangaroo: Liu et al., 2024, arXiv 2404.18911. For the row of token x with the state s behind the
+2024, arXiv 2412.19437. Kangaroo: Liu et al., 2024, arXiv 2404.18911. For the row of token x with the state s after the
 token before it, each norm where the checkpoint has it:
 
     a, b = embedding_norm(embedding(x)), state_norm(s)
@@ -11,7 +11,7 @@ token before it, each norm where the checkpoint has it:
     o = r + attention;  o = o + mlp(post_norm(o))
     logits = head(out_norm(o)), of the ids that the head knows
 
-The state behind x is then o, or out_norm(o). Behind a committed token it is what its features mean: a product with the
+The state after x is then o, or out_norm(o). After a committed token it is what its features mean: a product with the
 taps, which may be normed, each or all of them, or the one tap itself.
 """
 
@@ -29,7 +29,7 @@ from outrider.engine.ops import Ops, Weight
 
 
 class Fuse(StrEnum):
-    """How a row's embedding and state come together."""
+    """Way in which a row's embedding and state come together."""
 
     PAIR = "pair"
     """A product with [embedding; state]."""
@@ -47,7 +47,7 @@ class FeatureHeadConfig:
 
     method: str
     taps: tuple[int, ...]
-    """As in HeadFacts."""
+    """Taps of the head; see HeadFacts."""
     hidden_size: int
     num_heads: int
     num_kv_heads: int
@@ -57,9 +57,9 @@ class FeatureHeadConfig:
     context_len: int
     fuse: Fuse
     normed_residual: bool = False
-    """Of a wide head: whether its residual is the normed state."""
+    """Whether the residual of a wide head is the normed state."""
     feeds_normed: bool = False
-    """Whether the state behind a guess is what leaves the head's last norm."""
+    """Whether the state after a guess is what leaves the head's last norm."""
 
 
 class FeatureHead:

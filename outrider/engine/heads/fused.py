@@ -45,7 +45,7 @@ class FusedHead:
         return self._head.weights
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
-        """As of a HeadDecoder."""
+        """Computes rows like a HeadDecoder."""
         num_slots, law = cache.features.shape[0], self._head.law
         expect("features", cache.features, torch.float32, (num_slots, law.hidden_size + 1))
         for name, tensor in (("keys", cache.keys[0]), ("values", cache.values[0])):

@@ -1,8 +1,8 @@
-"""What every drafting head has in common: a state behind each token, and one step from a state and a token to the next.
+"""What every drafting head has in common: a state after each token, and one step from a state and a token to the next.
 
-A row is a token x_j together with the state behind the token before it: of a committed token that is what the target
+A row is a token x_j together with the state after the token before it: of a committed token that is what the target
 knew there (its features), of a guess what the head itself made of it. Row j has position j, and the first token of a
-text has no row that anything reads. A guess drawn behind row j is for position j + 1.
+text has no row that anything reads. A guess drawn after row j is for position j + 1.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class HeadFacts:
     num_kv_heads: int
     head_dim: int
     context_len: int
-    """Longest text that it guesses behind; the target's, or fewer tokens where its own positions end."""
+    """Longest text that it guesses after; the target's, or fewer tokens where its own positions end."""
     max_draft_count: int | None = None
     """Most guesses that it has heads for; None for one that goes on as long as it is asked."""
     reads_own: bool = False
@@ -46,9 +46,9 @@ class HeadRows(NamedTuple):
     plan: RowPlan
     cache: KVCache
     states: Tensor
-    """[R, state_size] float32, behind the token before each row's own, or behind that one (HeadFacts.reads_own)."""
+    """States [R, state_size] float32, after the token before each row's own, or after that (HeadFacts.reads_own)."""
     depths: Sequence[int]
-    """0 for a row whose state is the target's own, d for one behind d guesses."""
+    """0 for a row whose state is the target's own, d for one after d guesses."""
 
 
 class Head(Protocol):
@@ -59,20 +59,20 @@ class Head(Protocol):
 
     @property
     def weights(self) -> Sequence[Weight]:
-        """Its own tensors, without those that are the target's."""
+        """Weights of the head, without those that are the target's."""
 
     def states_of(self, features: Tensor) -> Tensor:
         """States [R, state_size] that the target's features [R, sum of the taps' sizes] mean."""
 
     def step(self, rows: HeadRows) -> tuple[Tensor, Tensor]:
-        """What `logits` reads of each row [R, any], and the state behind each row [R, state_size]."""
+        """Outputs of each row [R, any], which `logits` reads, and the state after each row [R, state_size]."""
 
     def logits(self, outputs: Tensor, depths: Sequence[int]) -> Tensor:
         """Logits [W, V] over the target's ids of outputs [W, any] of rows of these depths; -inf where it has none."""
 
 
 class TargetParts(NamedTuple):
-    """What a head shares with its target, or is checked against."""
+    """Parts of the target that a head shares, or is checked against."""
 
     embedding: Tensor
     """[V, H], in the type of the weights."""

@@ -65,7 +65,7 @@ def bare(name: str) -> str:
 
 
 def layer_of(names: Collection[str]) -> str:
-    """What the names of a head's one layer begin with."""
+    """Prefix of the names of a head's one layer."""
     places = ("midlayer.", "transformer.", "mtp_layers.0.", "layers.0.")
     return next((place for place in places if any(bare(name).startswith(place) for name in names)), "layers.0.")
 
@@ -109,7 +109,7 @@ class _Reading:
         return JsonKeys(self.folder / "config.json", values, f"{name}.")
 
     def layer_keys(self) -> JsonKeys:
-        """Of speculators: the keys of a model with one such layer. Raises ModelRefused for layers of other kinds."""
+        """Keys of a model with one such layer, in speculators' files. Raises ModelRefused for layers of other kinds."""
         inner = self.inside(LAYER_CONFIG)
         kind = inner.values.get("model_type", "llama")
         if kind not in LAYER_KINDS:
@@ -150,7 +150,7 @@ class _Reading:
         normed_residual: bool = False,
         feeds_normed: bool = False,
     ) -> FeatureFiles:
-        """What is to be checked against the target."""
+        """Files of a feature head that are still to be checked against the target."""
         return FeatureFiles(
             folder=self.folder,
             config=self.config,
@@ -251,7 +251,7 @@ def read_eagle3(
 
 
 def _wide_norms(reading: _Reading, sources: Sequence[JsonKeys], *, reads_taps: bool) -> set[str]:
-    """Which tensors a head must have whose attention reads embedding and state side by side."""
+    """Names of the norms that a head must have whose attention reads embedding and state side by side."""
     if not reads_taps and reading.has("features.weight"):
         raise reading.tensors["features.weight"].refuse("is there, though use_aux_hidden_state is false")
     # Both norms stand outside the layer, whatever the layer of a model would do.
@@ -317,7 +317,7 @@ def read_mtp(
 def read_kangaroo(
     folder: Path, config: Mapping[str, Any], stored: Mapping[str, StoredTensor], target: TargetParts
 ) -> FeatureCheckpoint:
-    """The adapter of Kangaroo, which goes on behind the target's lower layers; `exit_layer` in config.json is ours."""
+    """The adapter of Kangaroo, which goes on from the target's lower layers; `exit_layer` in config.json is ours."""
     reading = _Reading.of(folder, config, stored, ADAPTER)
     keys = reading.keys
     exit_layer = keys.integer("exit_layer", DEFAULT_EXIT_LAYER)

@@ -54,15 +54,15 @@ class TensorNames:
 
     expected: Shapes
     tied: Shapes
-    """Those that are another one, and may be left out."""
+    """Names of tensors that are another one, and may be left out."""
     prefix: str
-    """What the names of a base model begin with, with or without which files have them."""
+    """Prefix of the names of a base model, with or without which files have them."""
     ignored: tuple[str, ...]
     """Patterns of what older files hold besides."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self:
-        """Of a model without numbers; raises Unfit when files cannot hold it."""
+        """Names and shapes for a model without numbers; raises Unfit when files cannot hold it."""
         try:
             # Mixtures of experts are stored one by one, and computed as one tensor.
             stored = revert_weight_conversion(model, dict(model.state_dict()))

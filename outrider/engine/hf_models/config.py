@@ -1,4 +1,4 @@
-"""What a model is, and whether it can be served: what its files say, and what one forward without numbers shows.
+"""Facts of a model, and whether it can be served: by its files, and by one forward without numbers.
 
 What cannot be served is refused by name, before any of its weights is read.
 """
@@ -106,7 +106,7 @@ def model_class(folder: Path) -> type[PreTrainedModel]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, as far as it fits into a sentence."""
+    """Text of an error, as far as it fits into a sentence."""
     lines = (line.strip(". ") for line in str(error).splitlines())
     return next(filter(None, lines), type(error).__name__)
 

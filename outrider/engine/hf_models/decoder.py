@@ -22,7 +22,7 @@ STEP = 32
 
 
 def padded(num_rows: int, device: torch.device) -> int:
-    """How many rows to compute for num_rows; more only on the CPU, because elsewhere nothing is promised."""
+    """Number of rows to compute for num_rows; more only on the CPU, because elsewhere nothing is promised."""
     return -(-max(num_rows, 1) // STEP) * STEP if device.type == "cpu" else max(num_rows, 1)
 
 
@@ -36,7 +36,7 @@ def pad_index(column: Tensor, num_rows: int) -> Tensor:
 
 
 def pad_rows(rows: Tensor, num_rows: int) -> Tensor:
-    """rows [R, N] with zeros behind them, [num_rows, N]."""
+    """rows [R, N] with zeros after them, [num_rows, N]."""
     if rows.shape[0] == num_rows:
         return rows
     output = rows.new_zeros(num_rows, rows.shape[1])
@@ -75,7 +75,7 @@ class Products(TorchFunctionMode):
             bias = None if bias is None else bias.float()
             output = self._ops.linear(rows.contiguous(), weight.detach(), bias)
         if is_head and rows.shape[0] < num_padded:
-            # Zeros would be written for nobody, and a row of a large vocabulary is a megabyte.
+            # Zeros would be written for no use, and a row of a large vocabulary is a megabyte.
             wanted, output = output, rows.new_empty(num_padded, weight.shape[0])
             output[: rows.shape[0]] = wanted
         return pad_rows(output, num_padded).view(*input.shape[:-1], weight.shape[0])
@@ -101,7 +101,7 @@ NAME = "outrider"
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What one layer asks for; queries are [1, H, R, D], keys and values [1, G, R, D], rotated already."""
+    """Arguments of one layer's attention; queries are [1, H, R, D], keys and values [1, G, R, D], rotated already."""
 
     module: nn.Module
     query: Tensor
@@ -120,7 +120,7 @@ Attend = Callable[[AttentionCall], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The cache in one forward of R rows, to which a model may have added some for nobody."""
+    """The cache in one forward of R rows, to which a model may have added some that are not read."""
 
     plan: RowPlan
     cache: KVCache
@@ -156,7 +156,7 @@ def _attend(
     sliding_window: int | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it; a scaling of None means one over the root of the heads' size."""
+    """Attention for transformers, which calls it; a scaling of None means one over the root of the heads' size."""
     if outrider is None:
         raise TypeError("it does not hand keywords down to its attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -174,7 +174,7 @@ AttentionInterface.register(NAME, _attend)
 
 @dataclass(slots=True)
 class Company:
-    """How many rows of the running forward are somebody's; one object for the experts of one model."""
+    """Number of rows of the running forward that are not padding; one object for the experts of one model."""
 
     num_rows: int = 0
 
@@ -224,7 +224,7 @@ class HfDecoder:
         num_rows, num_wanted = plan.num_rows, wanted.shape[0]
         num_padded = padded(num_rows, plan.token_ids.device)
         self._company.num_rows = num_rows
-        # More rows of logits where the width of one leaves something over behind whole vectors.
+        # More rows of logits where the width of one leaves something over after whole vectors.
         is_whole = num_wanted and self.config.vocab_size % STEP == 0
         kept = wanted if is_whole else pad_index(wanted, padded(num_wanted, wanted.device))
         with Products(self.ops, self.head, num_rows, num_padded, num_wanted), one_thread():

@@ -32,18 +32,18 @@ class Checkpoint(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called in logs and facts."""
+        """Name in logs and facts."""
 
     @property
     def folder(self) -> Path:
-        """Where its tokenizer lies: a folder, or a GGUF file."""
+        """Place of its tokenizer: a folder, or a GGUF file."""
 
     @property
     def config(self) -> DecoderFacts: ...
 
     @property
     def modelling(self) -> str:
-        """Whose code computes it, as it stands in the numerics id; empty for our own."""
+        """Library that computes the model, as it stands in the numerics id; empty for our own code."""
 
     def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> Decoder:
         """The model on a device, matrices in dtype and vectors in float32. Raises ModelRefused."""
@@ -74,7 +74,7 @@ class FolderCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufCheckpoint(FolderCheckpoint):
-    """The same in a GGUF file, which stands in the folder's place; its numbers are widened as they are loaded."""
+    """A GGUF file, which stands in the folder's place; its numbers are widened as they are loaded."""
 
     file: GgufFile
 

@@ -58,9 +58,9 @@ class JsonKeys:
     path: Path
     values: dict[str, Any]
     prefix: str = ""
-    """Where in the file this object lies, for instance "rope_scaling."; errors name keys with it."""
+    """Place of this object in the file, for instance "rope_scaling."; errors name keys with it."""
     spelled: Mapping[str, str] = field(default_factory=dict)
-    """What errors call keys that have another name in the file."""
+    """Names in errors, for keys that have another name in the file."""
 
     def refuse(self, key: str, fault: str) -> ModelRefused:
         name = self.spelled.get(key, f"{self.prefix}{key}")
@@ -70,7 +70,7 @@ class JsonKeys:
         """An integer from `minimum` to `maximum`; absent keys without a default are refused."""
         value = self._get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-            # Of the largest integer nobody needs to hear but who is above it.
+            # The largest integer is named only for a value above it.
             is_above = isinstance(value, int) and value > maximum
             limit = f"from {minimum} to {maximum}" if is_above or maximum < INT32_MAX else f"of at least {minimum}"
             raise self.refuse(key, f"is {value!r}, but must be an integer {limit}")
@@ -102,7 +102,7 @@ class JsonKeys:
 
 
 Windows = tuple[int | None, ...]
-"""For each layer its window, or None where it sees everything."""
+"""Window of each layer, or None where it sees everything."""
 WindowRule = Callable[[JsonKeys, int], Windows]
 
 
@@ -117,7 +117,7 @@ def read_windows(keys: JsonKeys, num_layers: int, context_len: int, rule: Window
     windows = rule(keys, num_layers)
     types = [FULL if window is None else SLIDING for window in windows]
     if named not in (None, types):
-        # transformers would pass over this key, and other engines would follow it: nobody knows who is right.
+        # transformers would pass over this key, and other engines would follow it: which is right is unknown.
         layer = next(index for index, kind in enumerate(types) if kind != named[index])
         raise keys.refuse("layer_types", f"does not say {types[layer]} of layer {layer}, as the other keys do")
     return tuple(None if window is None or window >= context_len else window for window in windows)
@@ -221,7 +221,7 @@ def _yarn(theta: float, inside: JsonKeys, original_len: int) -> YarnRope:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Where the architectures differ: biases, norms of query and key heads, defaults of keys."""
+    """Differences between architectures: biases, norms of query and key heads, defaults of keys."""
 
     qkv_bias: bool | None
     """None: the key "attention_bias" decides, for the output projection too."""
@@ -294,7 +294,7 @@ class ModelConfig(DecoderFacts):
 
     @classmethod
     def of(cls, keys: JsonKeys, eos_token_ids: frozenset[int]) -> Self:
-        """The same from keys that were read; raises ModelRefused."""
+        """Configuration from keys that were read; raises ModelRefused."""
         architecture = read_architecture(keys)
         if architecture not in FAMILIES:
             raise keys.refuse("architectures", f"is {architecture}, but must be one of {', '.join(FAMILIES)}")
@@ -341,7 +341,7 @@ class ModelConfig(DecoderFacts):
 
 
 def read_architecture(keys: JsonKeys) -> str:
-    """The architecture that config.json names; raises ModelRefused for those that nobody here can serve."""
+    """The architecture that config.json names; raises ModelRefused for those that cannot be served here."""
     names = keys.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise keys.refuse("architectures", f"is {names!r}, but must name one architecture")
@@ -367,7 +367,7 @@ def read_eos_token_ids(folder: Path, config: JsonKeys) -> frozenset[int]:
 
 
 def eos_token_ids_in(keys: JsonKeys) -> frozenset[int] | None:
-    """Those that one object names, if it does; -1 is none, as in GGUF. Raises ModelRefused."""
+    """Ids of the ends that one object names, if it does; -1 is none, as in GGUF. Raises ModelRefused."""
     value = keys.values.get("eos_token_id")
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""What the runner asks of a model, be it our own transformer or transformers' code."""
+"""Interface of a model to the runner, be it our own transformer or transformers' code."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -26,7 +26,7 @@ class Decoder(Protocol):
 
     @property
     def weights(self) -> Sequence[Weight]:
-        """Its tensors, a tied matrix once: as it makes logits."""
+        """Weights of the model, a tied matrix once: as it makes logits."""
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
         """Computes the rows of the plan, stores their keys and values, returns logits [len(wanted), V] float32.
@@ -59,8 +59,8 @@ class LayeredDecoder(TappedDecoder, Protocol):
     """A decoder that can be computed some layers at a time."""
 
     def forward_layers(self, plan: RowPlan, cache: KVCache, wanted: Tensor, layers: range) -> Tensor:
-        """As forward, but of these layers, which follow each other; what leaves the last of them makes the logits.
+        """Computes like `forward`, but these layers, which follow each other; what leaves the last makes the logits.
 
-        Behind layer 0 rows begin with what the cache has tapped there in their slots; raises ValueError if it taps
-        nothing there. What enters the layer behind the last one is stored where that is a tap.
+        After layer 0 rows begin with what the cache has tapped there in their slots; raises ValueError if it taps
+        nothing there. What enters the layer after the last one is stored where that is a tap.
         """

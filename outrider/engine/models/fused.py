@@ -44,7 +44,7 @@ class FusedTransformer:
         return self._model.weights
 
     def embed_more(self, rows: Tensor) -> None:
-        """As of any ProbedDecoder."""
+        """Adds embeddings like any ProbedDecoder."""
         self._model.embed_more(rows)
         self.embedding = self._model.embedding
         self._decoder = _decoder(self._model, ctypes.addressof(self._layers))
@@ -138,7 +138,7 @@ def matrix_fields(name: str, linear: Linear, shape: tuple[int, int]) -> MatrixFi
 
 
 def address_of(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:
-    """Where a float32 tensor of this shape lies, None for none; raises ValueError for any other."""
+    """Address of a float32 tensor of this shape, None for none; raises ValueError for any other."""
     if tensor is None:
         return None
     expect(name, tensor, torch.float32, shape)

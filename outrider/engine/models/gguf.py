@@ -132,7 +132,7 @@ def _divided(file: GgufFile, place: TensorPlace, config: ModelConfig) -> Divided
 
 
 def _gguf_name(name: str) -> str:
-    """What a tensor of a checkpoint is called in a file."""
+    """Name of a checkpoint's tensor in a file."""
     stem, _, kind = name.rpartition(".")
     found = _LAYER.fullmatch(stem)
     return f"blk.{found[1]}.{IN_LAYER[found[2]]}.{kind}" if found else f"{OUTSIDE[stem]}.{kind}"

@@ -1,4 +1,4 @@
-"""A model some layers at a time: the lower ones as a model that guesses, and a forward that goes on behind them.
+"""A model some layers at a time: the lower ones as a model that guesses, and a forward that goes on from them.
 
 Elhoushi et al., 2024, "LayerSkip", arXiv 2404.16710. The lower layers of a row are computed once: where it was guessed.
 """

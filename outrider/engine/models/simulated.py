@@ -1,7 +1,7 @@
-"""A model that computes no matrices: a law says how long a forward takes, and a hash which token comes next.
+"""A model that computes no matrices: a formula says how long a forward takes, and a hash which token comes next.
 
 The next token of a row is a hash of its position and of the last tokens that it sees, read from the paged cache by the
-row's own list of slots. So a row has the same logits whoever shares its forward and however its prompt was cut, and
+row's own list of slots. So a row has the same logits whatever shares its forward and however its prompt was cut, and
 other ones if a block were lost or mixed up. Other hashes of the same context say which choice of a draft that token is,
 and how sure the draft may be: half of all contexts are easy ones, where it errs less often, and says so.
 """
@@ -93,7 +93,7 @@ class SimulatedDecoder:
         self.config = config
         self.ops = ops
         self.embedding = torch.empty(0)
-        # Counted in facts, and held by nobody.
+        # Counted in facts, and never in memory.
         self.weights: Sequence[Weight] = (torch.empty(model.parameter_count, dtype=torch.bfloat16, device="meta"),)
         # No answer ends by itself, unless its end is asked for.
         self._ordinary = np.setdiff1d(np.arange(config.vocab_size), list(config.eos_token_ids))
@@ -113,7 +113,7 @@ class SimulatedDecoder:
         return f"simulated {self.model.device.name}"
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
-        """As a Decoder does; the logits hold until the next forward."""
+        """Computes rows like any Decoder; the logits hold until the next forward."""
         self._started_s = time.perf_counter()
         stored = cache.keys[0].view(-1)
         # The leaves of a tree list the same prefix, and it is read once.
@@ -141,7 +141,7 @@ class SimulatedDecoder:
         return self._step_s
 
     def choices(self, positions: NDArray[np.int64], seen: Words) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Its choices, the first one first, and their logits, both [R, ranks]; all other tokens' logits are 0.
+        """Choices of each row, the first one first, and their logits, both [R, ranks]; all other tokens' logits are 0.
 
         Rows are at these positions and see these tokens [R, WINDOW], their own first.
         """
@@ -151,7 +151,7 @@ class SimulatedDecoder:
         uniforms = (words[:, 1:2] >> np.uint64(UNIFORM_SHIFT)).astype(np.float64) * UNIFORM_STEP
         # The kind of context: 0 is an easy one.
         kinds = words[:, 3] >> np.uint64(63)
-        # Of the token that is named; behind all choices it is none of them.
+        # Rank of the token that is named; after all choices it is none of them.
         rank = (uniforms >= self._reached[kinds]).sum(axis=1, keepdims=True)
         places = np.arange(self._reached.shape[1])
         steps = (words[:, 2:3] % np.uint64(count - 1)).astype(np.int64) + places - (places > rank)

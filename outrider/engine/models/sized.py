@@ -32,7 +32,7 @@ TILE = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """Where a small matrix lies in the wide one, and what lies around it."""
+    """Place of a small matrix in the wide one, and what is around it."""
 
     rows: Tensor
     """The wide row of each small row."""

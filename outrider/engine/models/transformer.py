@@ -92,17 +92,17 @@ class Transformer:
 
     @property
     def weights(self) -> list[Weight]:
-        """As of any Decoder; the rotary tables are none."""
+        """Weights of the model; the rotary tables are none."""
         looked_up = [] if self._is_tied else [self.embedding]
         return [*looked_up, self.norm, self.head, *(weight for layer in self.layers for weight in layer.weights)]
 
     def embed_more(self, rows: Tensor) -> None:
-        """As of any ProbedDecoder. A matrix that was the output's, too, is one of its own from then on."""
+        """Adds embeddings like any ProbedDecoder. A matrix that was also the output's is its own from then on."""
         self.embedding = torch.cat((self.embedding, rows.to(self.embedding)))
         self._is_tied = False
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
-        """As of any Decoder. The product with the vocabulary is the dearest of all; few rows of a prompt need it."""
+        """Computes rows like any Decoder. The product with the vocabulary is the dearest; few prompt rows need it."""
         return self.forward_layers(plan, cache, wanted, range(self.config.num_layers))
 
     def forward_layers(self, plan: RowPlan, cache: KVCache, wanted: Tensor, layers: range) -> Tensor:

@@ -45,7 +45,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 def resolve(name_or_path: str) -> Path:
     """The local folder or GGUF file of a model: the path itself, or a hub id's snapshot, downloaded when not cached.
 
-    A hub id is `org/name` or `org/name@revision`, and may have `:FILE.gguf` behind it; safetensors go first where a
+    A hub id is `org/name` or `org/name@revision`, and may have `:FILE.gguf` after it; safetensors go first where a
     place has both. Raises ModelRefused when there is none of these, when a folder has no safetensors weights, and when
     it has several GGUF files instead.
     """
@@ -200,7 +200,7 @@ class StoredTensor:
 
 
 def stored_tensors(files: Sequence[Path]) -> list[StoredTensor]:
-    """What the headers of a model's files say, without the rotary frequencies of old files, which are computed anew.
+    """Tensors in the headers of a model's files, without the rotary frequencies of old files, which are computed anew.
 
     Raises ModelRefused for files that are truncated or otherwise unsound.
     """
@@ -307,7 +307,7 @@ def unchanged(place: Path) -> Iterator[None]:
 
 
 def _stamps(place: Path) -> dict[Path, tuple[int, int, int, int]]:
-    """What tells a file, where it lies, from another or later one: device, inode, size and time."""
+    """Stamps that distinguish a file, where it lies, from another or later one: device, inode, size and time."""
     parts = [place.with_name(name) for name in part_names(place.name)]
     files = parts if place.is_file() else [each for kind in ("*.json", "*.safetensors") for each in place.glob(kind)]
     found = {}
@@ -329,7 +329,7 @@ def model_hash(folder: Path) -> str:
 
 
 def files_hash(config: Mapping[str, Any], files: Sequence[Path]) -> str:
-    """The same over what config.json holds, or should hold, and these weight files."""
+    """Hash of what config.json holds, or should hold, and of these weight files."""
     digest = blake3(json.dumps(config, sort_keys=True).encode(), max_threads=blake3.AUTO)
     for file in files:
         digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode()).update_mmap(file)

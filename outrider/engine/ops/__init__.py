@@ -87,7 +87,7 @@ class Ops(Protocol):
     def mask(self, logits: Tensor, bits: Tensor) -> Tensor:
         """logits [R, V] float32 with -inf for every id whose bit in bits [R, W] int32 is not set; a new tensor.
 
-        Bit v % 32 of word v // 32, the lowest first, is that of id v; ids behind the last word have none.
+        Bit v % 32 of word v // 32, the lowest first, is that of id v; ids after the last word have none.
         """
 
     def rank(self, scores: Tensor, scales: Tensor, count: int, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:

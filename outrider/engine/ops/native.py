@@ -50,7 +50,7 @@ class NativeOps:
         weakref.finalize(self, self.functions.outrider_pool_destroy, self.pool).atexit = False
 
     def stack(self, weights: Sequence[Tensor]) -> Weight:
-        """In the memory of this object's arena."""
+        """One matrix of all weights, in the memory of this object's arena."""
         if self._packed_bits is not None:
             return pack(weights, self._packed_bits, self._arena.empty)
         num_rows = sum(weight.shape[0] for weight in weights)
@@ -214,7 +214,7 @@ def expect(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 
 
 def expect_weight(name: str, weight: Weight, shape: tuple[int, int]) -> tuple[int, int]:
-    """Where a matrix of this shape lies, and the bits of a weight; raises ValueError for any other."""
+    """Address of a matrix of this shape, and the bits of a weight; raises ValueError for any other."""
     if isinstance(weight, PackedMatrix):
         if weight.shape != shape:
             raise ValueError(f"{name} is {list(weight.shape)}, but must be {list(shape)}")

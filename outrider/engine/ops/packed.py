@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 OUTPUTS = 16
-"""Outputs of a block."""
+"""Number of outputs in a block."""
 GROUPS = {8: 64, 4: 32}
 """Inputs of a group, by the bits of a weight."""
 # A four-bit scale is the largest weight over one of these; below 8 the largest weight is cut.

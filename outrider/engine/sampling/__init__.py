@@ -1,1 +1,1 @@
-"""From logits to distributions, draws and log-probabilities."""
+"""The way from logits to distributions, draws and log-probabilities."""

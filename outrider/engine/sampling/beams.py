@@ -1,4 +1,4 @@
-"""One step of beam search, from the logits behind the live beams: a pure function, the same for draft and target.
+"""One step of beam search, from the logits after the live beams: a pure function, the same for draft and target.
 
 It is that of transformers: of all (beam, token) with the largest sums twice as many as there are beams, or more where
 several tokens end a sequence. Of the first `width` those that end become finished sequences; the first `width` of all
@@ -16,7 +16,7 @@ from outrider.beams import BeamStep, Candidate
 def select(
     logprobs: Tensor, scores: Sequence[float], width: int, end_token_ids: frozenset[int], *, is_last: bool = False
 ) -> BeamStep:
-    """The step behind live beams with these sums, from their log-probabilities [B, V] float32.
+    """The step after live beams with these sums, from their log-probabilities [B, V] float32.
 
     Sums are float32; of equal ones that of the lower beam comes first, then the lower token. With is_last every
     sequence ends. A token of probability 0 is never taken. Raises ValueError where no other is left.

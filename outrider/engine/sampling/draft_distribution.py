@@ -1,4 +1,4 @@
-"""What a draft both draws from and sends: distributions of the most probable tokens with integer weights.
+"""Distributions of the most probable tokens with integer weights, which a draft both draws from and sends.
 
 Any distribution of a draft gives the target's distribution as long as the verifier tests with the one that was drawn
 from. So the draft truncates and rounds first, and draws from the result: what travels is not an approximation of
@@ -31,7 +31,7 @@ Ints = NDArray[np.int64]
 class DraftDistributions:
     """One distribution a row: token_ids [R, N] and weights [R, N], both int64 on the CPU.
 
-    The probability of an id is its weight over the sum of its row's. Weight 0 is padding, behind all other entries of
+    The probability of an id is its weight over the sum of its row's. Weight 0 is padding, after all other entries of
     its row, whatever id stands there.
     """
 
@@ -66,7 +66,7 @@ class DraftDistributions:
 
     @property
     def sizes(self) -> list[int]:
-        """How many tokens each row has, 0 where all of them have been drawn."""
+        """Number of tokens of each row, 0 where all of them have been drawn."""
         sizes: list[int] = np.count_nonzero(self.weights.numpy(), axis=1).tolist()
         return sizes
 
@@ -95,7 +95,7 @@ def quantise(scores: Tensor, top_n: int, ops: Ops) -> DraftDistributions:
     if not 1 <= top_n <= MAX_TOP_N:
         raise ValueError(f"top_n is {top_n}, but must be in [1, {MAX_TOP_N}]")
     largest, ids = _top(scores, min(top_n, scores.shape[1]))
-    # NaN and +inf come first in a selection, so that the best score tells about its row.
+    # NaN and +inf come first in a selection, so that the best score shows whether its row is sound.
     sound = np.isfinite(largest[:, 0])
     if not sound.all():
         unsound = ~sound

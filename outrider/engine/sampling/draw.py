@@ -1,7 +1,7 @@
-"""One forward over many sessions, and a token drawn behind every row of its logits, as plain decoding draws it.
+"""One forward over many sessions, and a token drawn after every row of its logits, as plain decoding draws it.
 
 Serves the draft's guesses and the target's own tokens. A session that cannot be served fails alone, and a tree's row
-that cannot be drawn fails nobody: it may be one that plain decoding would never have computed.
+that cannot be drawn fails no session: it may be one that plain decoding would never have computed.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 class DrawInput(NamedTuple):
-    """What one session wants of a forward: its feed, and the parameters to draw with."""
+    """Input of one session to a forward: its feed, and the parameters to draw with."""
 
     feed: Feed
     spec: SessionSpec
@@ -35,19 +35,19 @@ class DrawInput(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether a temperature is all that changes the logits of its rows; then `Ops.choose` draws from them."""
-        # Every row behind the root stands on more output than the root, so it is as plain.
+        # Every row after the root stands on more output than the root, so it is as plain.
         return len(self.feed.session.token_ids) >= self.spec.plain_len
 
 
 # Stands for the draw of a tree's row that has none; no vocabulary has it.
 UNDRAWN = -1
 
-# Drawn tokens of a feed's rows, the root's first; what went wrong otherwise. Only behind the root a row may be UNDRAWN.
+# Drawn tokens of a feed's rows, the root's first; what went wrong otherwise. Only below the root a row may be UNDRAWN.
 Drawn = list[int] | OutriderError
 
 
 def draw_each(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput], ranges: Sequence[range]) -> list[Drawn]:
-    """Draws with the shared noise behind all rows of all sessions; the rows of inputs[i] are logits[ranges[i]].
+    """Draws with the shared noise after all rows of all sessions; the rows of inputs[i] are logits[ranges[i]].
 
     Everything is drawn at once; when that fails, each row alone, to find those at fault.
     """
@@ -78,7 +78,7 @@ def draw_from(probs: Tensor, keys: Tensor) -> Tensor:
     cumulative = probs.cumsum(dim=1)
     total = cumulative[:, -1].cpu().numpy()
     uniforms = first_uniforms(keys.tolist())
-    # The product may round up to the whole sum, behind which there is no token.
+    # The product may round up to the whole sum, after which there is no token.
     levels = np.minimum(uniforms * total, np.nextafter(total, 0))
     ids = torch.searchsorted(cumulative, torch.from_numpy(levels[:, None]).to(probs.device), right=True)
     return ids[:, 0].cpu().masked_fill(torch.from_numpy(total <= 0), UNDRAWN)
@@ -105,7 +105,7 @@ def scores_behind(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInpu
 
 
 def rows_of(logits: Tensor, ranges: Sequence[range]) -> Tensor:
-    """The rows of these ranges, one behind the other, without a copy where they lie so already."""
+    """The rows of these ranges, one after the other, without a copy where they lie so already."""
     if all(before.stop == behind.start for before, behind in pairwise(ranges)):
         first, last = ranges[0].start, ranges[-1].stop
         return logits if last - first == len(logits) else logits[first:last]
@@ -113,7 +113,7 @@ def rows_of(logits: Tensor, ranges: Sequence[range]) -> Tensor:
 
 
 def row_contexts(draw_input: DrawInput) -> list[RowContext]:
-    """What the rows of an input stand on, the root's first; of a tree that grows those of the new rows."""
+    """Contexts of the rows of an input, the root's first; of a tree that grows those of the new rows."""
     session, spec = draw_input.feed.session, draw_input.spec
     ends = spec.eos_token_ids | spec.stop_token_ids
     # Where a grammar leaves nothing but an end, it may not come too soon.
@@ -141,7 +141,7 @@ def _paths(draw_input: DrawInput) -> list[tuple[int, ...]]:
 
 
 def _allowed(draw_input: DrawInput) -> list[Bits | None]:
-    """What the grammar of an input lets follow each of its rows; None where there is none, or no answer gets there."""
+    """Masks of an input's rows by its grammar; None where there is none, or no answer gets there."""
     spec, feed = draw_input.spec, draw_input.feed
     if spec.grammar is None:
         return [None] * len(feed.depths)
@@ -174,7 +174,7 @@ def key_column(runner: ModelRunner, keys: Sequence[int] | Keys) -> Tensor:
 def undrawable(
     runner: ModelRunner, logits: Tensor, spec: SessionSpec, context: RowContext, cause: ValueError
 ) -> OutriderError:
-    """The error of a session that has no token to draw behind its committed ones, from the model's rows [R, V] there.
+    """The error of a session that has no token to draw after its committed ones, from the model's rows [R, V] there.
 
     It says what of the request has left none. A request cannot make a model compute NaN or infinity: that is a
     ModelFault.
@@ -215,7 +215,7 @@ def are_numbers(logits: Tensor) -> bool:
 
 
 def model_fault(runner: ModelRunner, prefix_len: int) -> ModelFault:
-    """The error of a session behind whose first `prefix_len` tokens the model computed no numbers, which is logged."""
+    """Error of a session after whose first `prefix_len` tokens the model computed no numbers, which is logged."""
     name, dtype = runner.identity.model_name, runner.identity.dtype
     log.error("the model computed no numbers", model=name, dtype=dtype, num_tokens=prefix_len)
     return ModelFault(
@@ -277,7 +277,7 @@ def shared_keys(inputs: Sequence[DrawInput]) -> Keys:
 
 
 def forward_and_draw(runner: ModelRunner, inputs: Sequence[DrawInput]) -> list[Drawn | None]:
-    """Runs one forward over feeds that have been reserved, and draws a token behind each row with the shared noise.
+    """Runs one forward over feeds that have been reserved, and draws a token after each row with the shared noise.
 
     None stands for an input whose prompt is not finished. The services draw in their own ways.
     """

@@ -22,7 +22,7 @@ MIN_LOGPROB = torch.finfo(torch.float32).min
 def row_logprobs(
     logits: Tensor, token_ids: Sequence[int], count: int, vocabulary_size: int, ops: Ops
 ) -> list[TokenLogprob]:
-    """Of each row of logits [R, V] float32 the log-probability of its token and of the `count` most probable ones.
+    """Log-probabilities for each row of logits [R, V] float32: of its token, and of the `count` most probable ones.
 
     The alternatives are ids below `vocabulary_size` in the order of (-log-probability, id); the token itself may be
     among them. All numbers are finite and at most 0. Raises ValueError for a row that is no distribution (NaN, +inf or

@@ -1,4 +1,4 @@
-"""From logits to the distribution that a request asked for; draft and target use it alike.
+"""The way from logits to the distribution that a request asked for; draft and target use it alike.
 
 The transforms apply in one order: grammar; logit bias, banned sequences, minimum length; repetition, presence and
 frequency penalties; temperature; top-k; top-p; min-p. On the CPU a row's result is bitwise independent of the other
@@ -42,14 +42,14 @@ def forbidden(
     return tuple(
         sequence[-1]
         for sequence in banned
-        # One comparison tells of nearly all sequences that they do not match here.
+        # One comparison shows of nearly all sequences that they do not match here.
         if len(sequence) == 1 or (sequence[-2] == last and tail[1 - len(sequence) :] == sequence[:-1])
     )
 
 
 @dataclass(frozen=True, slots=True)
 class RowContext:
-    """What a row of logits stands on: its prefix is `committed` + `path`, of which `prompt_len` tokens are the prompt.
+    """Context of a row of logits: its prefix is `committed` + `path`, of which `prompt_len` tokens are the prompt.
 
     Rows of one session should share one `committed` object, which is then counted once. `path` holds the draft tokens
     between the last committed token and the row, the row's own included. `end_token_ids` are the tokens that
@@ -63,9 +63,9 @@ class RowContext:
     end_token_ids: frozenset[int]
     banned: tuple[tuple[int, ...], ...] = ()
     allowed: Bits | None = None
-    """What the request's grammar lets follow; None where there is none, or where no answer gets to."""
+    """Mask of the request's grammar; None where there is none, or where no answer gets to."""
     held_back: frozenset[int] = field(init=False, repr=False, compare=False)
-    """Tokens that cannot be drawn here: banned behind this prefix, or an end that comes too soon."""
+    """Tokens that cannot be drawn here: banned after this prefix, or an end that comes too soon."""
 
     def __post_init__(self) -> None:
         ends = self.end_token_ids if self.output_len < self.sampling.min_tokens else frozenset[int]()
@@ -150,7 +150,7 @@ def _occurrences(rows: Sequence[RowContext], num_tokens: int) -> tuple[Tensor, T
 
 
 def _counts(token_ids: Sequence[int], num_tokens: int) -> NDArray[np.int64]:
-    """How often each token occurs [num_tokens]; ids without a logit are left out."""
+    """Number of times that each token occurs [num_tokens]; ids without a logit are left out."""
     # Counted anew each time, because numpy is faster at that than Python is at keeping the counts of every prefix.
     return np.bincount(np.array(token_ids, dtype=np.int64), minlength=num_tokens)[:num_tokens]
 

@@ -1,4 +1,4 @@
-"""What every message of a round carries, as protobuf and plain: fence, times, log-probabilities, steps, and the end."""
+"""Parts of every message of a round, as protobuf and plain: fence, times, log-probabilities, steps, and the end."""
 
 from collections.abc import Iterable
 
@@ -62,7 +62,7 @@ def times_message(times: ComputeTimes) -> pb.ComputeTimes:
 
 
 def finish_reason(message: pb.FinishReason.ValueType) -> FinishReason | None:
-    """Why a request ended, None while it goes on or for a reason of a newer protocol."""
+    """Reason why a request ended, None while it goes on or for a reason of a newer protocol."""
     return FINISH_REASONS_BY_NUMBER.get(message)
 
 

@@ -28,24 +28,24 @@ SESSION = "session."
 
 
 def sampling_from(message: pb.SamplingParameters, prefix: str = "sampling.") -> SamplingParameters:
-    """The parameters, with defaults for absent fields. Raises InvalidRequest naming the field behind the prefix."""
+    """The parameters, with defaults for absent fields. Raises InvalidRequest naming the field after the prefix."""
     values = {field.name: value for field, value in message.ListFields() if field.name != "logit_bias"}
     return SamplingParameters.checked({**values, "logit_bias": dict(message.logit_bias)}, prefix)
 
 
 def sampling_message(sampling: SamplingParameters) -> pb.SamplingParameters:
-    """The message with every field set."""
+    """Message of sampling parameters, with every field set."""
     return pb.SamplingParameters(**sampling.model_dump())
 
 
 def defaults_from(message: model_pb.GenerationDefaults) -> GenerationDefaults:
-    """What a model recommends; raises InvalidRequest."""
+    """Defaults that a model recommends; raises InvalidRequest."""
     values = {field.name: value for field, value in message.ListFields()}
     return GenerationDefaults.checked(values, "generation_defaults.")
 
 
 def open_message(spec: SessionSpec, token_ids: Sequence[int]) -> pb.OpenSession:
-    """What opens a session whose committed tokens are `token_ids`; those of the spec are only the prompt."""
+    """Message that opens a session whose committed tokens are `token_ids`; those of the spec are only the prompt."""
     return pb.OpenSession(
         token_ids=token_ids,
         prompt_len=spec.prompt_len,
@@ -67,7 +67,7 @@ def open_message(spec: SessionSpec, token_ids: Sequence[int]) -> pb.OpenSession:
 
 
 def live_beams_message(width: int, live: Iterable[LiveBeam]) -> pb.LiveBeams:
-    """The beams of a search."""
+    """Message of the live beams of a search."""
     beams = [pb.LiveBeam(token_ids=beam.token_ids, score=beam.score) for beam in live]
     return pb.LiveBeams(width=width, beams=beams)
 
@@ -118,7 +118,7 @@ def spec_from(
     earlier: Sequence[int] = (),
     grammar: Grammar | None = None,
 ) -> SessionSpec:
-    """The session that a message opens, behind the tokens of its OpenParts; with the grammar that it names, compiled.
+    """The session that a message opens, after the tokens of its OpenParts; with the grammar that it names, compiled.
 
     Raises InvalidRequest.
     Whether max_len fits into a context is left to the service: a draft may have a shorter one than the request.

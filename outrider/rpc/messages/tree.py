@@ -83,7 +83,7 @@ def _check_rows(name: str, num_entries: int, num_rows: int) -> None:
 def _distributions_from(
     message: pb.TokenTree, token_ids: Sequence[int], vocabulary_size: int
 ) -> tuple[DraftDistribution, ...]:
-    """What each row's token was drawn from; those that are left out are made of the sibling's before."""
+    """Distributions that the rows' tokens were drawn from; those left out are made of the sibling's before."""
     distributions: list[DraftDistribution] = []
     siblings: dict[int, int] = {}
     for row, each in enumerate(message.distributions):
@@ -128,7 +128,7 @@ def tree_message(tree: TokenTree, *, with_logprobs: bool = False) -> pb.TokenTre
 def write_tree(
     message: pb.TokenTree, tree: TokenTree, *, with_logprobs: bool = False, with_distributions: bool = True
 ) -> None:
-    """Makes a new message that of `tree_message`, without distributions where nobody tests with them."""
+    """Makes a new message that of `tree_message`, without distributions where no rule tests with them."""
     message.SetInParent()
     message.token_ids.extend(tree.token_ids)
     if not tree.is_chain:

@@ -55,7 +55,7 @@ def test_the_rules_stand_in_their_order(
 
 @pytest.mark.parametrize("temperature", PLAN.temperatures)
 def test_a_wrong_order_would_be_found(summary: AcceptanceSummary, temperature: float) -> None:
-    """So few rounds tell the rule that favours the draft from the exact ones by more than 3 standard errors."""
+    """A few rounds distinguish the rule that favours the draft from the exact ones by more than 3 standard errors."""
     for exact in ("match", "ratio", "block"):
         gain = summary.gain(temperature, exact, "lenient 0.5")
         assert gain.value < -3 * gain.error
@@ -84,7 +84,7 @@ def test_a_round_is_taken_back(pair: ModelPair, prompts: list[list[int]]) -> Non
 
 
 def test_errors_are_those_of_independent_texts() -> None:
-    """Followed by hand: two texts, and a single one whose error nobody knows."""
+    """Followed by hand: two texts, and a single one whose error is unknown."""
     assert mean([1.0, 3.0]) == Estimate(2.0, 1.0)
     assert mean([2.0]) == Estimate(2.0, math.inf)
     # Rate 6 / 12; the rests are 1 and -1, with mean 0 +- 1, over 6 evaluated a text.

@@ -128,7 +128,7 @@ async def test_all_settings_are_asked_the_same_in_another_order_each_turn() -> N
 
 
 async def test_clocks_of_several_workers_are_added() -> None:
-    """A gateway of many processes tells each one's; a device's time only where it is exported."""
+    """A gateway of many processes reports each one's; a device's time only where it is exported."""
     registry = new_registry()
     for number, name in enumerate(("process_cpu_seconds", "outrider_device_busy_seconds")):
         counter = Counter(name, "Time.", ["worker"], registry=registry)
@@ -149,7 +149,7 @@ async def test_clocks_of_several_workers_are_added() -> None:
 
 
 async def test_a_request_says_its_setting() -> None:
-    """With K only where it has an effect; behind a request and a block of each setting to warm up."""
+    """With K only where it has an effect; after a request and a block of each setting to warm up."""
     async with scripted_gateway() as gateway:
         await Driver(replace(PLAN, streams=(1,)), gateway.address, {}).run()
     found, count = [], LEAST_REQUESTS

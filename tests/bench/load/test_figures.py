@@ -27,7 +27,7 @@ def block(setting: str, turn: int, tokens: int, *, token_ids: Sequence[int] = (1
 
 
 def figures(*blocks: Block) -> dict[str, LoadFigures]:
-    """Those of the settings under one load."""
+    """Figures of the settings under one load."""
     return {each.setting: each for each in summarize(blocks)}
 
 

@@ -11,14 +11,14 @@ from outrider.errors import NotReady, Overloaded
 
 
 async def hold(admission: Admission, order: list[str], name: str, leave: asyncio.Event, priority: int = 0) -> None:
-    """Takes a place until told to leave."""
+    """Takes a place until asked to leave."""
     async with admission.entry(priority):
         order.append(name)
         await leave.wait()
 
 
 async def take_all(admission: Admission, order: list[str], name: str, count: int, opened: list[Places]) -> None:
-    """Takes one place behind the other until told to leave; whoever looks at `opened` gives them back."""
+    """Takes one place after the other until asked to leave; the code that looks at `opened` gives them back."""
     async with admission.entry() as places:
         opened.append(places)
         order.append(name)
@@ -45,7 +45,7 @@ async def test_who_waits_longest_comes_first() -> None:
 
 
 async def test_the_smallest_priority_comes_first() -> None:
-    """Whoever came when; within one priority who came first. Nobody who runs is held up by one who comes before."""
+    """Order in which requests came; within one priority the earlier is first. None that runs is held up by others."""
     chance, admission, order, leave = random.Random(5), Admission(1, 40), list[str](), asyncio.Event()
     priorities = [0, *(chance.choice((-3, 0, 0, 2, 10)) for _ in range(40))]
     tasks = []
@@ -138,7 +138,7 @@ async def test_requests_and_samples_are_bounded_whatever_comes() -> None:
 
 
 async def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
-    """Nobody behind a full queue waits, and the error names a number of seconds."""
+    """No request waits beyond a full queue, and the error names a number of seconds."""
     admission, leave = Admission(1, 1), asyncio.Event()
     tasks = [asyncio.create_task(hold(admission, [], str(each), leave)) for each in range(2)]
     await eventually(lambda: admission.waiting == 1)
@@ -219,7 +219,7 @@ async def test_a_request_that_runs_and_waits_for_more_leaves_the_queue_to_others
 
 
 async def test_who_is_looked_at_is_counted_too() -> None:
-    """The target may be away for long, and whoever waits for it holds a whole request."""
+    """The target may be away for long, and a client that waits for it holds a whole request."""
     admission = Admission(1, 1)
     with admission.arrival():
         with admission.arrival(), pytest.raises(Overloaded, match="2 requests are looked at"), admission.arrival():
@@ -238,7 +238,7 @@ async def test_who_leaves_the_queue_takes_nothing_along(*, turn_comes_first: boo
         await eventually(lambda: admission.waiting == 2)
         if not turn_comes_first:
             waiter.cancel()
-    # Leaving a place does not let another task run, so this comes right behind its turn.
+    # Leaving a place does not let another task run, so this comes right after its turn.
     waiter.cancel()
     leave.set()
     await asyncio.wait({waiter, behind})
@@ -248,7 +248,7 @@ async def test_who_leaves_the_queue_takes_nothing_along(*, turn_comes_first: boo
 
 
 async def test_a_closed_queue_turns_away_and_lets_those_who_run_end() -> None:
-    """Whoever waits or comes goes elsewhere; whoever has begun keeps its place, and gets those that it still wants."""
+    """Requests that wait or come go elsewhere; those that have begun keep their places, and get the further ones."""
     admission, leave, order, opened = Admission(1, 3), asyncio.Event(), list[str](), list[Places]()
     running = asyncio.create_task(take_all(admission, order, "a", 2, opened))
     waiting = [asyncio.create_task(hold(admission, order, name, leave)) for name in "bc"]
@@ -267,7 +267,7 @@ async def test_a_closed_queue_turns_away_and_lets_those_who_run_end() -> None:
 
 
 async def test_places_given_in_the_moment_of_closing_are_kept() -> None:
-    """They were promised, and nobody else could have them."""
+    """They were promised, and no other request could have them."""
     admission, leaves, order = Admission(1, 1), [asyncio.Event(), asyncio.Event()], list[str]()
     tasks = [asyncio.create_task(hold(admission, order, name, leaves[int(name)])) for name in "01"]
     await eventually(lambda: admission.waiting == 1)

@@ -45,7 +45,7 @@ async def test_what_plain_decoding_says_too_is_no_mismatch(tokenizer: str) -> No
 
 
 async def test_a_token_that_plain_decoding_does_not_say_is_found(tokenizer: str) -> None:
-    """A target whose weights changed behind the gateway's back."""
+    """A target whose weights changed without the gateway's knowledge."""
     async with markov_stack(tokenizer, **EVERYTHING) as stack:
         await stack.run(request())
         await eventually(lambda: counts(stack)["outrider_audit_total"] == 1)
@@ -83,7 +83,7 @@ async def test_an_audit_asks_for_tokens_only_and_outlives_a_bug(tokenizer: str) 
 
 
 async def test_the_address_of_the_metrics_is_told(tokenizer: str) -> None:
-    """With port 0 nobody could find it otherwise."""
+    """With port 0 it could not be found otherwise."""
     with capture_logs() as logs:
         async with markov_stack(tokenizer, metrics_listen="127.0.0.1:0") as stack:
             assert stack.gateway.metrics is not None

@@ -31,7 +31,7 @@ class Stream:
         self.is_closed = False
 
     async def events(self) -> AsyncGenerator[tuple[str, int], None]:
-        """The events, each behind a turn of the loop."""
+        """The events, each after a turn of the loop."""
         try:
             for number in range(self.count):
                 await asyncio.sleep(0)
@@ -45,7 +45,7 @@ class Stream:
 
 
 async def each_of(*streams: AsyncGenerator[EventT, None]) -> AsyncGenerator[AsyncGenerator[EventT, None], None]:
-    """The streams, one behind the other."""
+    """The streams, one after the other."""
     for stream in streams:
         yield stream
 
@@ -78,7 +78,7 @@ async def test_leaving_early_closes_all() -> None:
 
 
 async def test_what_fails_while_it_is_closed_is_not_waited_for() -> None:
-    """Nobody reads the errors of streams whose reader has left."""
+    """The errors of streams whose reader has left are not read."""
     closed: list[int] = []
 
     async def failing(number: int) -> AsyncGenerator[int, None]:

@@ -67,7 +67,7 @@ def test_without_stop_strings_nothing_is_held() -> None:
 @QUIET
 @given(st.lists(LETTERS, min_size=1, max_size=4), st.lists(LETTERS, max_size=30), st.integers(0, 40))
 def test_what_is_complete_too_early_is_text(stops: list[str], pieces: list[str], num_spared: int) -> None:
-    """Only a stop string whose last character is behind the spared ones ends the text, wherever it begins."""
+    """Only a stop string whose last character is after the spared ones ends the text, wherever it begins."""
     scanner, seen_len, emitted = StopScanner(stops), 0, ""
     for piece in pieces:
         emitted += scanner.push(piece, num_spared=max(0, num_spared - seen_len))

@@ -179,7 +179,7 @@ async def test_a_stop_string_that_the_end_completes_too_early_is_text() -> None:
     [(0, "so it"), (5, "so it"), (6, "so it\n is"), (9, "so it\n is"), (10, "so it\n is\n."), (11, "so it\n is\n.")],
 )
 async def test_text_that_a_reader_held_back_keeps_its_place(min_tokens: int, text: str) -> None:
-    """White space may stand before a call, and is told with a later token than its own; that makes it no later."""
+    """White space may stand before a call, and is reported with a later token than its own; that makes it no later."""
     reader = AnswerReader(Reading(FORMATS["json"], {"look": {}}), ())
     story = Transcript(TOKENIZER.detokenizer(), StopScanner(["\n"]), reader=reader, min_tokens=min_tokens)
     said = ""

@@ -1,4 +1,4 @@
-"""Trees through a whole gateway: every surface tells the same rows, who guessed them, and what was kept."""
+"""Trees through a whole gateway: every surface reports the same rows, who guessed them, and what was kept."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -39,7 +39,7 @@ def asked(*, return_rounds: bool = True, drafter: str = "model") -> pb.GenerateR
 
 
 def rows_of(told: pb.Round) -> dict[int, tuple[int, str]]:
-    """The parent and the drafter of every row that a round tells."""
+    """The parent and the drafter of every row that a round reports."""
     kept = [token for token in told.tokens if token.origin == pb.TOKEN_ORIGIN_ACCEPTED]
     rows, above = dict[int, tuple[int, str]](), 0
     for token in kept:
@@ -61,7 +61,7 @@ async def test_rounds_tell_whole_trees(stack: MarkovStack) -> None:
             assert guess.value == tree.values[guess.row - 1]
         own = [token for token in each.tokens if token.origin != pb.TOKEN_ORIGIN_ACCEPTED]
         assert [(token.row, token.drafter) for token in own] == [(0, "")] * len(own)
-    # The guess stands behind a wrong sibling, so that its row is not its token's place in the round.
+    # The guess stands after a wrong sibling, so that its row is not its token's place in the round.
     assert max(token.row for each in rounds for token in each.tokens) == 8
 
 

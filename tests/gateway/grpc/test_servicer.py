@@ -162,7 +162,7 @@ async def test_a_client_that_leaves_frees_everything(tokenizer: str) -> None:
 
 
 async def test_more_requests_than_allowed_are_turned_away_at_once(tokenizer: str) -> None:
-    """Behind a full queue the answer is RESOURCE_EXHAUSTED; who waits gets the place of a request that has ended."""
+    """With a full queue the answer is RESOURCE_EXHAUSTED; who waits gets the place of a request that has ended."""
     async with markov_stack(tokenizer, max_requests=1, max_queue=1) as stack:
         stack.draft.mischief = {2: Mischief.LATE}
         running = stack.generate(request())

@@ -1,4 +1,4 @@
-"""What the services are told of a client's trace, with every session and every Rollback; nothing has to record it."""
+"""What the services learn of a client's trace, with every session and every Rollback; nothing has to record it."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def trace_of(carrier: Any) -> str | None:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """The trace that each Rollback was told of."""
+    """Trace that each Rollback carried."""
     seen: list[str | None] = []
     rollback = Service.Rollback
 

@@ -64,7 +64,7 @@ def test_a_key_comes_by_either_header(tmp_path: Path) -> None:
 
 
 def test_a_key_that_is_taken_out_opens_nothing_any_more(tmp_path: Path) -> None:
-    """Whether the file is written again or replaced, and however soon behind the writing before."""
+    """Whether the file is written again or replaced, and however soon after the writing before."""
     path = tmp_path / "keys.toml"
     door = Door(write_keys(path, alice={}, bobby={}))
     assert (let_in(door, "alice"), let_in(door, "bobby")) == (True, True)
@@ -80,7 +80,7 @@ def test_a_key_that_is_taken_out_opens_nothing_any_more(tmp_path: Path) -> None:
 
 
 def test_a_broken_file_keeps_the_keys_and_is_told_once(tmp_path: Path) -> None:
-    """Half an edit locks nobody out; nor does a file that is away for a moment. What comes next holds again."""
+    """Half an edit locks no client out; nor does a file that is away for a moment. What comes next holds again."""
     path = tmp_path / "keys.toml"
     door = Door(write_keys(path, alice={}))
     with capture_logs() as lines:
@@ -112,7 +112,7 @@ def test_a_file_that_cannot_be_read_for_once_is_read_with_the_next_key(tmp_path:
 
 
 def test_a_file_that_stays_as_it_is_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it was read behind the time in which its date says nothing, whatever that date is; nor is it parsed before,
+    """Once it was read after the time in which its date says nothing, whatever that date is; nor is it parsed before,
     as long as it says the same.
     """
     path, now, done = tmp_path / "keys.toml", [1000.0], list[str]()
@@ -164,7 +164,7 @@ def test_what_was_used_outlives_a_change_of_the_file(tmp_path: Path) -> None:
 
 
 def test_a_gateway_does_not_begin_with_a_broken_file(tmp_path: Path) -> None:
-    """One without keys is in order, but the log tells that nobody comes in."""
+    """One without keys is in order, but the log says that no client comes in."""
     path = tmp_path / "keys.toml"
     with pytest.raises(KeysRefused):
         Door(str(path))

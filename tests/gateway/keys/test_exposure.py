@@ -1,4 +1,4 @@
-"""Nobody serves beyond their own machine without having said who may come in."""
+"""No gateway serves beyond its own machine unless its settings say who may come in."""
 
 import pytest
 
@@ -31,6 +31,6 @@ def test_beyond_this_machine_somebody_has_to_say_who_comes_in(option: str, liste
 
 
 def test_keys_for_nobody_are_a_mistake() -> None:
-    """Whoever names keys and lets everybody in means one of them."""
+    """An operator who names keys and lets everybody in means one of them."""
     with pytest.raises(InvalidRequest, match="--no-auth is True, but must be left out with --api-keys"):
         settings(api_keys="keys.toml", no_auth=True)

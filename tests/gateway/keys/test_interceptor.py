@@ -15,7 +15,7 @@ from outrider.rpc.channels import open_channel, serve
 
 
 class BrokenDoor(Door):
-    """Fails as nobody expected."""
+    """Fails in an unexpected way."""
 
     def enter(self, *_given: object) -> Tenant:
         raise RecursionError("maximum recursion depth exceeded")

@@ -268,7 +268,7 @@ def still(stack: MarkovStack, name: str) -> Tenant:
 
 
 async def call(stack: MarkovStack, name: str) -> pb.Completion | OutriderError:
-    """The same over gRPC: the end of the answer, or what was raised instead."""
+    """Asks over gRPC; returns the end of the answer, or what was raised instead."""
     try:
         asked = request(4, sampling=types_pb2.SamplingParameters(temperature=0, ignore_eos=True))
         return [each async for each in stack.generate(asked, metadata=tuple(bearer(name).items()))][-1].completion

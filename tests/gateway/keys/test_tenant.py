@@ -192,7 +192,7 @@ def test_what_can_never_be_is_no_matter_of_waiting(usage: Usage) -> None:
 
 
 def test_new_limits_hold_for_what_was_used_before(usage: Usage) -> None:
-    """Whoever has used 40 of 50 has used 40 of 45 as well, and is not given more by running requests of before."""
+    """A tenant that used 40 of 50 has used 40 of 45 as well, and is not given more by running requests of before."""
     tenant = tenant_of(usage, Clock(), requests_per_minute=50)
     assert count_let_in(tenant, 40) == 40
     with tenant.spending(1, 10, 500):

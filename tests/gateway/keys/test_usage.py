@@ -35,7 +35,7 @@ print(count, flush=True)
 
 
 def takers(folder: Path, times: int, limit: int) -> list[subprocess.Popen[str]]:
-    """Processes that all begin when they are told."""
+    """Processes that all begin when they are asked to."""
     words = (str(folder),)
     begun = [
         subprocess.Popen(
@@ -101,7 +101,7 @@ def test_a_worker_that_begins_again_has_no_samples_yet(tmp_path: Path) -> None:
 
 
 def test_an_account_grows_and_shrinks(tmp_path: Path) -> None:
-    """Nothing of a longer record stands behind a shorter one, and the file does not grow for ever."""
+    """Nothing of a longer record stands after a shorter one, and the file does not grow for ever."""
     usage = SharedUsage(str(tmp_path), 0)
     for used in (1 / 3, 0.0, 1e9 / 7, 2.0):
         with usage.account("alice") as account:
@@ -128,7 +128,7 @@ def test_processes_that_count_at_once_lose_nothing(tmp_path: Path) -> None:
 
 
 async def test_a_process_that_is_killed_leaves_its_account_whole(tmp_path: Path) -> None:
-    """In the middle of its counting, again and again: the others read it, and wait for nobody."""
+    """In the middle of its counting, again and again: the others read it, and wait for no other."""
     usage = SharedUsage(str(tmp_path), 0)
     for _ in range(3):
         begun = takers(tmp_path, 10**9, 10**9)

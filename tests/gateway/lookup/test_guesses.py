@@ -17,7 +17,7 @@ BEGUN = Constraint(ConstraintKind.REGEX, "on")
 
 @pytest.fixture(scope="module")
 def engine() -> GrammarEngine:
-    """Of the embedded target's tokens."""
+    """Engine of the embedded target's tokens."""
     size = Vocabulary.read(TARGET).size
     return GrammarEngine((Path(TARGET) / "tokenizer.json").read_text(encoding="utf-8"), size, frozenset({0}))
 

@@ -16,7 +16,7 @@ def context(*token_ids: int) -> Context:
 
 
 def said(memory: TenantMemory, *token_ids: int) -> list[int]:
-    """The token behind each place that matches, the newest first."""
+    """The token after each place that matches, the newest first."""
     return [match.tokens[match.place] for match in memory.matches(context(*token_ids))]
 
 

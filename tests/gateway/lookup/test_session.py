@@ -107,7 +107,7 @@ def test_the_index_is_that_of_the_log() -> None:
 
 
 def test_rejected_guesses_are_never_learnt() -> None:
-    """A token that was only ever guessed is guessed by nobody afterwards."""
+    """A token that was only ever guessed is never guessed afterwards."""
     session = session_of([1, 2, 3, 50, 51, 1, 2, 3])
     look = session.look(2, 2)
     assert look.tree.token_ids == (50, 51)
@@ -151,7 +151,7 @@ async def test_others_have_their_turn_while_a_prompt_is_read() -> None:
 
 
 def test_acceptance_is_learnt_by_ground() -> None:
-    """The rate of each row's ground rises or falls; behind a row that was not accepted nothing was tested."""
+    """The rate of each row's ground rises or falls; after a row that was not accepted nothing was tested."""
     rates = LookupRates()
     before = list(rates.means)
     session = session_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], rates)
@@ -160,7 +160,7 @@ def test_acceptance_is_learnt_by_ground() -> None:
     session.observe(look, [4, 5, 60])
     own = GROUNDS[Kind.OWN]
     assert rates.means[own[3]] > before[own[3]]
-    # The row behind 4 matching tokens was accepted, that behind 5 was not, and none behind 6 and more was tested.
+    # The row after 4 matching tokens was accepted, that after 5 was not, and none after 6 and more was tested.
     assert rates.means[own[4]] < before[own[4]]
     assert rates.means[own[8]] == before[own[8]]
     changed = [number for number, mean in enumerate(rates.means) if mean != before[number]]
@@ -168,7 +168,7 @@ def test_acceptance_is_learnt_by_ground() -> None:
 
 
 def test_nothing_is_learnt_of_what_has_not_been_said() -> None:
-    """A single token, as plain decoding commits it, tells of the first row only; none tells nothing."""
+    """A single token, as plain decoding commits it, says something of the first row only; none says nothing."""
     rates = LookupRates()
     session = session_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], rates)
     look, before = session.look(6, 6), list(rates.means)
@@ -210,7 +210,7 @@ def test_a_prediction_is_followed_from_its_first_token() -> None:
 
 @pytest.mark.parametrize(("written", "skipped"), [([900], 1), ([900, 901, 902], 0), ([], 6), ([900], 20)], ids=str)
 def test_a_prediction_finds_its_place_again(written: list[int], skipped: int) -> None:
-    """Three tokens behind something that was replaced, added or left out."""
+    """Three tokens after something that was replaced, added or left out."""
     predicted = random_text(60, 11, alphabet=500)
     session = session_of([1, 2, 3], prediction=predicted)
     session.extend([*predicted[:10], *written])
@@ -225,7 +225,7 @@ def test_a_prediction_finds_its_place_again(written: list[int], skipped: int) ->
 
 
 def test_of_two_equal_places_the_prediction_takes_the_nearest() -> None:
-    """A phrase that it has twice is taken for the one behind the difference."""
+    """A phrase that it has twice is taken for the one after the difference."""
     predicted = [1, 2, 3, 4, 70, 71, 72, 5, 6, 70, 71, 72, 8, 9]
     for answer, expected in (([1, 2, 3, 60, 70, 71, 72], 5), ([1, 2, 3, 4, 70, 71, 72, 5, 6, 61, 70, 71, 72], 8)):
         session = session_of([0], prediction=predicted)

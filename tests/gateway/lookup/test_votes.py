@@ -13,7 +13,7 @@ MEANS = LookupRates().means
 
 
 def voters(kind: Kind, length: int, *continuations: Sequence[int]) -> list[Voter]:
-    """Places with these continuations behind matches of this length."""
+    """Places with these continuations after matches of this length."""
     return [Voter(kind, array("i", [99, *tokens, -1]), 1, length) for tokens in continuations]
 
 
@@ -29,7 +29,7 @@ def rows(look: Look) -> dict[tuple[int, ...], float]:
 
 
 def test_values_are_shares_times_rates() -> None:
-    """Behind 3 matching tokens the rate is 0.5, behind 4 and more it is 0.6."""
+    """After 3 matching tokens the rate is 0.5, after 4 and more it is 0.6."""
     look = grow(voters(Kind.OWN, 3, [1, 2], [1, 3], [4], [1, 2]))
     expected = {(1,): 0.5 * 0.75, (1, 2): 0.375 * 0.6 * 2 / 3, (4,): 0.5 * 0.25, (1, 3): 0.375 * 0.6 / 3}
     assert rows(look) == pytest.approx(expected)
@@ -101,7 +101,7 @@ class Pairs:
 
 
 def test_the_table_is_the_last_resort() -> None:
-    """It is asked where no place says anything, behind the last committed token and behind guesses."""
+    """It is asked where no place says anything, after the last committed token and after guesses."""
     table = Vote(MEANS, 99, Pairs())
     rate = MEANS[TABLE_GROUND]
     look = table.grow([], 8, 4, chain=False)

@@ -78,7 +78,7 @@ async def test_a_client_that_sends_too_much_reads_why() -> None:
 
 
 async def test_bodies_together_are_limited() -> None:
-    """Whoever comes with more than all may hold is to come again; what an answered request held is free again."""
+    """A client that comes with more than all may hold is to come again; what an answered request held is free again."""
     app = BodyLimits(echo, RestSettings(memory=RequestMemory(240, wait_s=0)))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
         for content, status in ((b'"' + b"x" * 20 + b'"', 200), (b'"' + b"x" * 30 + b'"', 429)) * 2:
@@ -186,7 +186,7 @@ class Words(BaseModel):
     @field_validator("words")
     @classmethod
     def note(cls, words: list[str]) -> list[str]:
-        """Takes any."""
+        """Takes any list of words."""
         cls.threads.append(threading.get_ident())
         return words
 
@@ -235,7 +235,7 @@ async def test_a_body_with_two_lengths_is_refused() -> None:
 
 @pytest.mark.parametrize("num_bytes", [HEAD_BYTES // 2, HEAD_BYTES, HEAD_BYTES + 1, 40_000])
 async def test_a_head_has_a_limit_to_the_byte(num_bytes: int) -> None:
-    """However it comes: path and headers together, in one piece or behind another request."""
+    """However it comes: path and headers together, in one piece or after another request."""
     start = b"GET / HTTP/1.1\r\nhost: test\r\nx-long: "
     # Of the first line only the path counts.
     long = b"x" * (num_bytes - len("/") - len("host: test\r\n") - len("x-long: \r\n"))
@@ -250,7 +250,7 @@ async def test_a_head_has_a_limit_to_the_byte(num_bytes: int) -> None:
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
-    """408 tells a client that it may try again."""
+    """408 lets a client try again."""
     app = surface(RestSettings(body_wait_s=0.02))
     request = b"POST / HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
     async with served(app) as running, connected(running, request) as (reader, _):

@@ -29,7 +29,7 @@ async def left(gateway: GatewayProcess, body: bytes) -> None:
 
 @pytest.mark.timeout(240)
 async def test_no_bodies_take_more_memory_than_they_may(words: str) -> None:
-    """Sixty at once of any kind, and as many whose clients leave; each is refused by name or told to come again, and
+    """Sixty at once of any kind, and as many whose clients leave; each is refused by name or asked to come again, and
     ordinary requests are answered meanwhile.
     """
     async with gateway_process(words, "--request-memory-mib", str(BUDGET_MIB)) as gateway:

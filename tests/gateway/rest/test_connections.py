@@ -1,4 +1,4 @@
-"""Connections are fewer than descriptors, and whoever asks for nothing makes room for who comes."""
+"""Connections are fewer than descriptors, and one that asks for nothing makes room for one that comes."""
 
 import asyncio
 import resource

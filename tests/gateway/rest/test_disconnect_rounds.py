@@ -30,7 +30,7 @@ def sessions_of(rest: RestStack) -> list[Any]:
 
 
 def most_said(rest: RestStack) -> int:
-    """Tokens behind the prompt of the target's session that has most."""
+    """Tokens after the prompt of the target's session that has most."""
     return max((len(each.session) - each.session.prompt_len for each in rest.stack.target.table), default=0)
 
 

@@ -179,7 +179,7 @@ async def test_an_error_in_the_middle_is_an_event(http: httpx.AsyncClient) -> No
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_full_queue_says_when_to_come_back(http: httpx.AsyncClient, markov: MarkovStack, stream: bool) -> None:
-    """Before any header of a stream, and whoever leaves, running or waiting, makes room and leaves nothing behind."""
+    """Before any header of a stream, and a client that leaves, running or waiting, makes room and leaves nothing."""
     admission, body = markov.gateway.frontend.admission, {**BODIES[TEXT], **ENDLESS, "stream": stream}
     held = admission.entry()
     places = await held.__aenter__()

@@ -1,4 +1,4 @@
-"""Every answer has an id, refusals come at a pace, and what nobody expected is told to nobody."""
+"""Every answer has an id, refusals come at a pace, and an unexpected error says nothing."""
 
 import json
 

@@ -22,7 +22,7 @@ async def stack(tokenizer: str) -> AsyncIterator[MarkovStack]:
 
 @pytest_asyncio.fixture
 async def client(stack: MarkovStack) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of it."""
+    """A client of the stack's page."""
     async with httpx.AsyncClient(base_url=f"http://{stack.gateway.rest_address}") as made:
         yield made
 

@@ -1,4 +1,4 @@
-"""The routes that tell about the gateway, the document about all of them, and who may read the answers."""
+"""Routes about the gateway, the document about all of them, and who may read the answers."""
 
 import httpx
 import pytest
@@ -15,7 +15,7 @@ ERRORS = {"400", "403", "404", "408", "413", "415", "429", "431", "500", "503", 
 
 
 async def test_the_served_model_is_listed(http: httpx.AsyncClient) -> None:
-    """Alone and by its name; any other name is an error that tells the right one."""
+    """Alone and by its name; any other name is an error that names the right one."""
     listed = (await http.get("/v1/models")).json()["data"]
     assert [(each["id"], each["object"], each["max_model_len"]) for each in listed] == [("markov", "model", 512)]
     assert (await http.get("/v1/models/markov")).json() == listed[0]
@@ -66,7 +66,7 @@ async def test_metrics_come_in_the_text_format(http: httpx.AsyncClient, accept: 
 
 
 async def test_what_nobody_serves_is_an_error_like_all(http: httpx.AsyncClient) -> None:
-    """A path, and a method, which tells the right ones."""
+    """A path, and a method, whose error names the right ones."""
     reply = await http.get("/v1/nothing")
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "unknown_url")
     reply = await http.delete("/v1/completions")
@@ -139,7 +139,7 @@ async def test_a_site_whose_name_was_made_to_lead_here_reads_nothing(http: httpx
 
 
 async def test_programs_and_probes_may_use_any_name(http: httpx.AsyncClient) -> None:
-    """What they read tells nothing, and what they send has no origin."""
+    """What they read reveals nothing, and what they send has no origin."""
     named = {"host": "llm.example"}
     for path in ("/live", "/ready", "/health", "/v1/models", "/v1/models/markov", "/"):
         assert (await http.get(path, headers=named)).status_code == 200
@@ -148,7 +148,7 @@ async def test_programs_and_probes_may_use_any_name(http: httpx.AsyncClient) -> 
 
 
 async def test_a_path_of_another_servers_protocol_is_not_there(http: httpx.AsyncClient) -> None:
-    """Whoever takes this for Ollama learns where all routes are."""
+    """A client that takes this for Ollama learns where all routes are."""
     reply = await http.post("/api/generate", json={"model": "llama3", "prompt": "x"})
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "unknown_url")
     assert "/openapi.json has all routes" in reply.json()["error"]["message"]

@@ -28,7 +28,7 @@ def source() -> Source:
 
 
 async def test_an_address_is_taken_once() -> None:
-    """Port 0 finds a free one, which nobody else can have meanwhile."""
+    """Port 0 finds a free one, which no other process can have meanwhile."""
     async with served(streaming(source())) as running:
         assert not running.address.endswith(":0")
         with pytest.raises(AddressTaken):
@@ -77,7 +77,7 @@ async def test_what_is_no_http_is_told_so_in_the_shape_of_all_errors() -> None:
 
 
 async def test_what_is_no_http_is_logged_as_nobodys_request() -> None:
-    """Also when it comes behind a request on the same connection, whose line would have that one's id."""
+    """Also when it comes after a request on the same connection, whose line would have that one's id."""
     seen: list[dict[str, object]] = []
 
     class Lines(logging.Handler):

@@ -58,7 +58,7 @@ async def test_a_stream_is_its_frames_and_nothing_else() -> None:
 
 
 async def test_silence_is_filled_with_comments() -> None:
-    """From the headers on, before the first frame and behind the last."""
+    """From the headers on, before the first frame and after the last."""
     source = Source([b""])
     async with served(streaming(source, keep_alive_s=0.01)) as running, connected(running) as (reader, _):
         async with asyncio.timeout(PATIENCE_S):
@@ -139,7 +139,7 @@ class Held:
 
 
 async def test_an_error_of_a_block_keeps_nothing_behind() -> None:
-    """It is freed with all that it is about when nobody has hold of it any more, and not some time later."""
+    """It is freed with all that it is about when nothing has hold of it any more, and not some time later."""
 
     async def fail(held: Held) -> None:
         async with while_there(present):

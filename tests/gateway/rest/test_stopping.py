@@ -18,7 +18,7 @@ BODY = {"model": "markov", "prompt": "fox sea", "seed": 7, "max_tokens": 200}
 
 
 async def test_who_waits_is_sent_elsewhere_and_who_runs_ends(words: str) -> None:
-    """With a status and a time to come again, streaming or not; nobody is cut off without a word."""
+    """With a status and a time to come again, streaming or not; no client is cut off without a word."""
     async with markov_stack(words, rest_listen="127.0.0.1:0", max_requests=1, max_queue=8) as stack:
         admission = stack.gateway.frontend.admission
         async with httpx.AsyncClient(base_url=f"http://{stack.gateway.rest_address}", timeout=60) as http:
@@ -76,7 +76,7 @@ async def health(address: str) -> int:
 
 
 async def test_the_ports_stay_open_until_those_who_run_have_ended(words: str) -> None:
-    """Whoever comes reads why and when to come again, on a connection that is not kept; probes say the same."""
+    """A client that comes reads why and when to come again, on a connection that is not kept; probes say the same."""
     async with markov_stack(words, rest_listen="127.0.0.1:0", lame_duck_seconds=0.01) as stack:
         gateway = stack.gateway
         async with httpx.AsyncClient(base_url=f"http://{gateway.rest_address}", timeout=60) as http:
@@ -102,7 +102,7 @@ async def test_the_ports_stay_open_until_those_who_run_have_ended(words: str) ->
 
 
 async def test_a_lame_duck_takes_requests_while_it_says_that_it_stops(words: str) -> None:
-    """So balancers send nobody any more before anybody is turned away."""
+    """So balancers send no more clients before any is turned away."""
     async with markov_stack(words, rest_listen="127.0.0.1:0", lame_duck_seconds=600, drain_seconds=600) as stack:
         gateway = stack.gateway
         async with httpx.AsyncClient(base_url=f"http://{gateway.rest_address}", timeout=60) as http:

@@ -22,7 +22,7 @@ from outrider.rpc.tls import Tls, TlsFiles, why_refused
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Says hello."""
+    """Answers with a greeting."""
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
     await send({"type": "http.response.body", "body": b"hello"})
 
@@ -117,7 +117,7 @@ async def test_no_session_is_taken_up_again_where_clients_show_certificates(tmp_
         assert (answer, again, is_resumed) == (b"HTTP/1.1 200 OK", b"HTTP/1.1 200 OK", False)
         replace_files(shown_by(foreign, "gateway"), used, "ca", "cert", "key")
         assert (await asyncio.to_thread(connect, running.address, session))[:2] == (b"", False)
-        # Before TLS 1.3 the server keeps sessions for whoever names one.
+        # Before TLS 1.3 the server keeps sessions for clients that name one.
         context.maximum_version = ssl.TLSVersion.TLSv1_2
         with capture_logs() as logs, pytest.raises(ssl.SSLError):
             await asyncio.to_thread(connect, running.address, None)
@@ -132,7 +132,7 @@ class Torn(TlsFiles):
         self._next_ones = next_ones
 
     def renew(self) -> bool:
-        """As of any."""
+        """Renews like any other."""
         is_new = super().renew()
         replace_files(self._next_ones, self.tls, "cert")
         return is_new

@@ -65,7 +65,7 @@ async def test_a_text_goes_to_tokens_and_back(stack: RecitingStack) -> None:
 async def test_a_conversation_has_the_tokens_that_are_generated_from(
     stack: RecitingStack, fields: dict[str, Any]
 ) -> None:
-    """As many as the usage of an answer counts, whatever the template is told."""
+    """As many as the usage of an answer counts, whatever the template gets."""
     body = {"messages": [USER], **fields}
     cut, chat = await post(stack, "/tokenize", **body), await post(stack, "/v1/chat/completions", **body, max_tokens=1)
     assert chat["usage"]["prompt_tokens"] == cut["count"]
@@ -166,7 +166,7 @@ async def test_nobody_is_looked_at_beyond_the_queue(stack: RecitingStack, monkey
 
 
 async def test_a_gap_is_filled_where_the_model_can(tmp_path: Path) -> None:
-    """What stands before and behind it goes between the model's own tokens; echo and ids have no meaning there."""
+    """What stands before and after it goes between the model's own tokens; echo and ids have no meaning there."""
     seen, names = [], ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 
     def script(prompt: str) -> str:

@@ -77,7 +77,7 @@ def error_of(model: type[BaseModel], body: object) -> OutriderError:
 
 @pytest.mark.parametrize(("fields", "reason", "beginning"), CHAT)
 def test_chat_names_what_is_wrong(fields: dict[str, Any], reason: str, beginning: str) -> None:
-    """Unknown fields, values out of range and of the wrong type, and what OpenAI has and nobody serves here."""
+    """Unknown fields, values out of range and of the wrong type, and what OpenAI has and is not served here."""
     error = error_of(ChatRequest, {"messages": [USER], **fields})
     assert (error.reason, error.message[: len(beginning)]) == (reason, beginning)
     assert beginning.startswith(error.metadata["field"])

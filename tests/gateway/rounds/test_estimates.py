@@ -43,7 +43,7 @@ def test_a_table_is_not_bent_by_an_outlier() -> None:
 
 
 def test_a_table_knows_a_staircase() -> None:
-    """Costs that jump behind every fifth row are known where they were seen, and lie between elsewhere."""
+    """Costs that jump after every fifth row are known where they were seen, and lie between elsewhere."""
     table = RowTable()
     for _ in range(20):
         for rows in (1, 2, 4, 5, 6, 9, 10, 11):
@@ -55,7 +55,7 @@ def test_a_table_knows_a_staircase() -> None:
 
 
 def test_a_table_goes_on_in_a_straight_line() -> None:
-    """Behind the last entry rows cost what they cost before it; one entry alone says a tenth of it, or its share."""
+    """After the last entry rows cost what they cost before it; one entry alone says a tenth of it, or its share."""
     table = RowTable()
     for _ in range(30):
         for rows in (8, 16):

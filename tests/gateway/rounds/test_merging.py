@@ -90,7 +90,7 @@ def test_whether_a_draft_has_room_does_not_depend_on_what_it_drew() -> None:
 
 
 def test_who_is_missing_is_left_out() -> None:
-    """One proposal is itself; of none the first reason is told."""
+    """One proposal is itself; of none the first reason is given."""
     lost, late = (Proposal(fallback_reason=each) for each in (FallbackReason.DRAFT_LOST, FallbackReason.DRAFT_LATE))
     assert merged([lost, guess("1", "0", [0.5])], Rule.MATCH, 8).tree.token_ids == (1,)
     assert merged([NOTHING, lost, late], Rule.MATCH, 8) is lost

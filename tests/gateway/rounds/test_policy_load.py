@@ -1,4 +1,4 @@
-"""The choice of K for many sessions on devices whose cost laws are known; simulated, see simulation.devices."""
+"""The choice of K for many sessions on devices whose cost formulas are known; simulated, see simulation.devices."""
 
 import pytest
 from simulation.devices import CostLaw, Devices
@@ -11,17 +11,17 @@ def staircase(rows: int) -> float:
 
 
 def small_staircase(rows: int) -> float:
-    """Its draft."""
+    """Cost of its draft by rows."""
     return 40 + 160 * -(-rows // 5)
 
 
 def flat(rows: int) -> float:
-    """An accelerator: weights first, and behind 300 rows arithmetic."""
+    """An accelerator: weights first, and after 300 rows arithmetic."""
     return max(5_100, 16 * rows + 300)
 
 
 def small_flat(rows: int) -> float:
-    """Its draft."""
+    """Cost of its draft by rows."""
     return max(800, 2 * rows + 200)
 
 
@@ -52,7 +52,7 @@ def test_it_is_never_much_slower_than_any_fixed_count(
     assert chosen > 0.93 * max(fixed.values())
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_guesses_pay_until_the_device_is_full() -> None:
     """On an accelerator they win at 64 sessions, and at 256 rows have become dear."""
     assert speed(ACCELERATOR, 64, None)[0] > 1.15 * speed(ACCELERATOR, 64, 0)[0]

@@ -7,7 +7,6 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from support.basics import slow
 
 from gateway.rounds.planner import Drafting, DraftOutlook, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
@@ -95,7 +94,7 @@ class Devices:
         return Proposal(tree, compute_us=spent_us, forward_count=levels, row_count=len(tree)), ranks
 
 
-@pytest.mark.parametrize("draft_us", [600, *slow(1460)])
+@pytest.mark.parametrize("draft_us", [600, pytest.param(1460, marks=pytest.mark.grid)])
 def test_auto_finds_the_best_tree(draft_us: float) -> None:
     """Within 5 % of the best of fixed trees, all of which were tried, once 4,000 tokens have been seen."""
     fixed = [Devices(draft_us).run(6000, 31, TreeShape(max_depth=depth)) for depth in (3, 4, 5, 6, 7)]

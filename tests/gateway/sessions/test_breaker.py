@@ -39,7 +39,7 @@ def trial(breaker: CircuitBreaker, clock: Clock, cost_s: float = 0.0) -> float:
 
 
 def test_failures_in_a_row_open_it() -> None:
-    """Every session is blocked, and the reason is there to be told; an answer in between keeps it closed."""
+    """Every session is blocked, and the reason is there to be named; an answer in between keeps it closed."""
     breaker, _ = opened()
     assert breaker.blocks("a")
     assert breaker.blocks("c")

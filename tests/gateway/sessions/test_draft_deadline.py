@@ -4,7 +4,7 @@ from gateway.sessions.session import DraftDeadline
 
 
 def test_an_unknown_draft_gets_the_maximum() -> None:
-    """Before its first answer nobody knows what is slow."""
+    """Before its first answer it is not known what is slow."""
     assert DraftDeadline().seconds(1) == 5.0
 
 

@@ -25,7 +25,7 @@ from outrider.v1 import model_service_pb2 as model_pb
 PROMPT, SEED, MAX_LEN = (3, 5), 9, 120
 SPEC = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), SEED, MAX_LEN, frozenset({EOS}), frozenset())
 NAMES = ("first", "second", "third")
-# Nobody is late here whom a test did not make so, however busy the machine is: the team's grace is behind answers.
+# No draft is late here that a test did not make so, however busy the machine is: the team's grace is after answers.
 PATIENT_S = 30.0
 ALL_FAULTS = (Mischief.LOST, Mischief.BROKEN, Mischief.FULL, Mischief.FORGET, Mischief.STALE_FIRST, *GARBAGE)
 
@@ -50,7 +50,7 @@ class Team:
     async def rounds(
         self, draft_count: int | None = 3, then: Callable[[int], None] = lambda _: None, *, looks: bool = False
     ) -> list[Round]:
-        """All rounds of a request, whose tokens must be those of plain decoding; `then` is told of each."""
+        """All rounds of a request, whose tokens must be those of plain decoding; `then` gets each."""
         log, session_id = TokenLog(PROMPT), b"0123456789abcdef"
         drafting = Drafting("+".join(NAMES), looks=looks, merges=True)
         planner = RoundPlanner(SpeculationPolicy(), draft_count, MAX_LEN, 32, drafting)
@@ -102,7 +102,7 @@ async def team() -> AsyncIterator[Team]:
 
 
 def sources(rounds: list[Round]) -> set[str]:
-    """Who made rows of proposals."""
+    """Drafters that made rows of proposals."""
     return {each.proposal.source(row) for each in rounds for row in range(1, each.draft_count + 1)}
 
 

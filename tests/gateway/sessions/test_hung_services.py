@@ -37,12 +37,12 @@ def _short_closings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Clock:
-    """Seconds."""
+    """Clock of seconds that a test moves."""
 
     now_s: float = 0.0
 
     def __call__(self) -> float:
-        """The time."""
+        """Seconds of the clock."""
         return self.now_s
 
 
@@ -112,7 +112,7 @@ def never_answer(draft: DraftServicer) -> None:
     """From now on, rollbacks are answered at once and proposals never come, as from a device that hangs."""
 
     async def hang(*_: object) -> AsyncIterator[object]:
-        """No answer."""
+        """Never sends an answer."""
         draft.answers += 1
         await eventually(lambda: False, 60)
         yield

@@ -285,7 +285,7 @@ class Full(TargetServicer):
     has_room = False
 
     async def Link(self, frames: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
-        """Refuses."""
+        """Refuses links until it has room."""
         if self.has_room:
             await super().Link(frames, context)
         else:
@@ -316,7 +316,7 @@ async def test_a_link_that_always_ends_is_opened_ever_more_seldom(monkeypatch: p
 
 
 async def test_answers_to_sessions_that_have_ended_are_dropped() -> None:
-    """The link keeps nothing of them, and nobody else gets them."""
+    """The link keeps nothing of them, and no other session gets them."""
     service = target()
     async with linked(service) as peer, Request(peer, 1) as going:
         async with Request(peer, 2) as ended:
@@ -333,7 +333,7 @@ async def test_answers_to_sessions_that_have_ended_are_dropped() -> None:
 
 
 async def test_a_frame_of_another_incarnation_ends_the_link() -> None:
-    """Its answers are not taken; after a handshake with whoever is there, the session goes on."""
+    """Its answers are not taken; after a handshake with the service that is there, the session goes on."""
     service = target()
     async with linked(service) as peer, Request(peer, 1) as request:
         await request.round()
@@ -347,7 +347,7 @@ async def test_a_frame_of_another_incarnation_ends_the_link() -> None:
 
 
 async def test_a_gateway_that_closes_says_its_last_words() -> None:
-    """Sessions that end with it are closed by a message, though nobody waits for each of them."""
+    """Sessions that end with it are closed by a message, though no task waits for each of them."""
     service = target()
     async with linked(service) as peer, AsyncExitStack() as life:
         requests = [await life.enter_async_context(Request(peer, seed)) for seed in range(64)]
@@ -371,7 +371,7 @@ class Broken:
         raise RuntimeError("a bug")
 
     def wake(self) -> None:
-        """There is nobody."""
+        """There is no listener at the address."""
 
 
 @pytest.mark.parametrize("side", ["reader", "writer"])

@@ -1,4 +1,4 @@
-"""What a request is told when its target goes away, and that what a target says itself arrives unchanged."""
+"""What a request learns when its target goes away, and that what a target says itself arrives unchanged."""
 
 import os
 from contextlib import AsyncExitStack
@@ -24,7 +24,7 @@ class Patient(Replicas):
     """Replicas whose link is open whenever a session looks for one, however busy the machine is."""
 
     async def wait(self, session: object, need: Need, until_s: float, failed: ServicePeer | None = None) -> ServicePeer:
-        """As always."""
+        """Waits as always."""
         await eventually(lambda: self.info is not None)
         return await super().wait(session, need, until_s, failed)
 
@@ -88,7 +88,7 @@ async def test_a_target_that_ends_in_the_middle_is_named() -> None:
 
 
 async def test_a_target_that_is_not_there_cannot_be_reached() -> None:
-    """The link has not noticed yet, but the session's first message finds nobody."""
+    """The link has not noticed yet, but the session's first message finds no service."""
     async with Request() as request:
         await request.kill()
         with pytest.raises(PeerLost) as caught:

@@ -89,7 +89,7 @@ async def test_a_malformed_distribution_is_the_draft_s_fault(distribution: dict[
 
 
 async def test_log_probabilities_are_read_when_they_were_asked_for() -> None:
-    """A draft may have none to tell; what nobody asked for is not looked at."""
+    """A draft may have none to report; what was not asked for is not looked at."""
     assert (await proposed(Rule.MATCH, draft_logprobs=True, logprobs=[-0.5, 0])).logprobs == (-0.5, 0.0)
     assert (await proposed(Rule.MATCH, draft_logprobs=True)).logprobs == ()
     assert (await proposed(Rule.MATCH, logprobs=[1, 2, 3])).logprobs == ()

@@ -79,7 +79,7 @@ async def world() -> AsyncIterator[World]:
 
 @pytest.mark.parametrize("draft_count", [0, 4])
 async def test_the_spare_target_takes_the_session_over(draft_count: int) -> None:
-    """The first one dies in the middle; the tokens are those of plain decoding, and one round tells of the move."""
+    """The first one dies in the middle; the tokens are those of plain decoding, and one round reports the move."""
     async with world() as here:
         rounds: list[Round] = []
         async for committed in here.rounds(draft_count):

@@ -173,7 +173,7 @@ async def test_a_draft_that_always_fails_is_asked_less_and_less() -> None:
 
 @pytest.mark.parametrize("mischief", [*GARBAGE, Mischief.UNWANTED])
 async def test_a_draft_that_always_lies_is_left_alone_by_all(mischief: Mischief) -> None:
-    """Its faults are counted and open the breaker, so that the requests that follow are not told the lie again."""
+    """Its faults are counted and open the breaker, so that the requests that follow do not get the lie again."""
     async with pair_of(dict.fromkeys(range(2, 1000), mischief)) as pair:
         for _ in range(4):
             rounds = await pair.run()
@@ -183,7 +183,7 @@ async def test_a_draft_that_always_lies_is_left_alone_by_all(mischief: Mischief)
 
 
 async def test_a_draft_that_is_full_is_no_liar() -> None:
-    """What it may say of a request counts against nobody else's."""
+    """What it may say of a request counts against no other."""
     async with pair_of(dict.fromkeys(range(2, 1000), Mischief.FULL)) as pair:
         await pair.run()
         assert pair.draft_link.faults == 0
@@ -312,7 +312,7 @@ async def test_a_lost_target_gets_the_session_again(mischief: Mischief) -> None:
 
 
 async def test_a_client_that_leaves_ends_both_sessions() -> None:
-    """Closing the generator between two rounds, and cancelling it inside one, leave no session behind."""
+    """Closing the generator between two rounds, and cancelling it inside one, leave no session."""
     async with pair_of({4: Mischief.LATE}) as pair:
         async with aclosing(pair.rounds()) as rounds:
             await anext(rounds)
@@ -335,7 +335,7 @@ async def test_a_model_that_does_not_fit_is_absent() -> None:
     """A service with another vocabulary is never asked, and the link keeps the sentence that says why."""
 
     def refuse(info: ModelInfo) -> None:
-        """Nothing fits."""
+        """Refuses every service, for none fits."""
         raise VocabularyMismatch("different")
 
     async with serving(DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())) as address:
@@ -370,7 +370,7 @@ async def test_a_service_of_the_other_kind_does_not_fit() -> None:
 async def test_a_service_that_fits_later_is_taken_though_the_connection_stays(
     field: str, wrong: object, right: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind one address another may come; that it does not fit is said once, however often it is looked at."""
+    """At one address another may come; that it does not fit is said once, however often it is looked at."""
     monkeypatch.setattr("gateway.sessions.peer.MISFIT_LOOK_S", 0.01)
     draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())
     setattr(draft, field, wrong)
@@ -410,7 +410,7 @@ class Recommending(TargetServicer):
     async def GetModelInfo(  # noqa: N802 - the name is the protocol's
         self, request: model_pb.GetModelInfoRequest, context: object
     ) -> model_pb.GetModelInfoResponse:
-        """As any, but for that."""
+        """Answer like any other, but for that."""
         answer = await super().GetModelInfo(request, context)
         answer.generation_defaults.temperature = -1
         return answer
@@ -418,7 +418,7 @@ class Recommending(TargetServicer):
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 async def test_a_recommendation_that_no_request_could_have_is_told_of_its_target(role: str) -> None:
-    """By its field, its value and its limit, before a client could hear of it; a draft's is for nobody."""
+    """By its field, its value and its limit, before a client could hear of it; a draft's is not used."""
     number = model_pb.SERVICE_ROLE_TARGET if role == "target" else model_pb.SERVICE_ROLE_DRAFT
     async with serving(Recommending(number, MarkovModel())) as address:
         link = ServicePeer(role, address, accept)

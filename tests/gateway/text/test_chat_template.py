@@ -80,7 +80,7 @@ def test_prompts_are_those_of_transformers(reference: PreTrainedTokenizerFast, n
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_message_goes_on_as_with_transformers(reference: PreTrainedTokenizerFast, name: str) -> None:
-    """The prompt ends with the last message, trimmed where the template trims; who cannot show it is told."""
+    """The prompt ends with the last message, trimmed where the template trims; one that cannot show it is named."""
     template = ours(SOURCES[name])
     reference.chat_template = SOURCES[name]
     for messages in CONVERSATIONS.values():
@@ -96,7 +96,7 @@ def test_a_message_goes_on_as_with_transformers(reference: PreTrainedTokenizerFa
 
 
 def test_an_assistant_may_have_called_and_said_nothing() -> None:
-    """Whether a template wants no content there, none, or no text; what a template cannot do with any is told."""
+    """Whether a template wants no content there, none, or no text; what a template cannot do with any is named."""
     calls = "{% if m.tool_calls %}<{{ m.tool_calls[0].id }}>{% endif %}"
     wants_text = f"{{% for m in messages %}}{{{{ m.role + ': ' + m.content }}}}{calls}{{% endfor %}}"
     wants_none = f"{{% for m in messages %}}{{% if m.content is none %}}{calls}{{% else %}}{{{{ m.content + ';' }}}}"

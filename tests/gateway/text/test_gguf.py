@@ -52,7 +52,7 @@ def test_a_gateway_reads_a_file_without_torch(file: Path) -> None:
 def test_a_hub_id_with_a_file_is_read_from_the_cache(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the id alone, and with the file's name behind it where there are two."""
+    """By the id alone, and with the file's name after it where there are two."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     repository, commit = tmp_path / "models--some-org--tiny", "d" * 40

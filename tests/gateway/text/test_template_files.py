@@ -86,7 +86,7 @@ def test_files_that_say_nothing_are_refused(tmp_path: Path, config: str) -> None
 
 
 def test_a_hub_id_is_read_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody listens where the hub is; a revision that is not there is a refusal."""
+    """There is no listener where the hub is; a revision that is not there is a refusal."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         closed = huggingface_hub.HfApi(endpoint=f"http://127.0.0.1:{server.server_port}", token=False)

@@ -24,7 +24,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def byte_fallback(prefix: str = "") -> tokenizers.Tokenizer:
-    """As Llama 2 has it: spaces as blocks, whatever is unknown as bytes, and perhaps a block before the first word."""
+    """Tokenizer like Llama 2's: spaces as blocks, unknown text as bytes, and perhaps a block before the first word."""
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abx<>0", "▁a", "ab"]
     made = tokenizers.Tokenizer(
         models.BPE({name: i for i, name in enumerate(names)}, [("▁", "a"), ("a", "b")], byte_fallback=True)
@@ -39,7 +39,7 @@ def byte_fallback(prefix: str = "") -> tokenizers.Tokenizer:
 
 
 def metaspace() -> tokenizers.Tokenizer:
-    """As T5 has it, with a few letters only."""
+    """Tokenizer like T5's, with a few letters only."""
     scores = [(name, -1.0) for name in ["?", "▁", *"abcdefghijklmnopqrstuvwxyz", "▁the"]]
     made = tokenizers.Tokenizer(models.Unigram(scores, unk_id=0))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
@@ -100,7 +100,7 @@ def test_bytes_are_written_as_openai_writes_them() -> None:
 
 
 def test_special_and_unknown_ids_have_a_text() -> None:
-    """A special token its name; an id behind the vocabulary, as padded rows of logits have, its number and no bytes."""
+    """A special token its name; an id above the vocabulary, as padded rows of logits have, its number and no bytes."""
     tokenizer = Tokenizer(str(EMBEDDED))
     assert tokenizer.piece(0) == TokenPiece("<|endoftext|>", b"<|endoftext|>")
     assert tokenizer.piece(5000) == TokenPiece("token_id:5000", b"")

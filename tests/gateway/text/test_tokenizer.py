@@ -52,7 +52,7 @@ class Watched:
         self.threads: set[int] = set()
 
     def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> Any:
-        """As the library's own."""
+        """Encodes like the library's own."""
         self.threads.add(threading.get_ident())
         self._pair.wait(60)
         return self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
@@ -77,7 +77,7 @@ class Gated:
         self.gate = threading.Event()
 
     def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> Any:
-        """As the library's own."""
+        """Encodes like the library's own."""
         if len(texts[0]) > HUGE_TEXT:
             self.gate.wait(60)
         return self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
@@ -124,7 +124,7 @@ class CountingTokenizer(Tokenizer):
     num_decoded = 0
 
     def decode(self, token_ids: list[int]) -> str:
-        """As the original."""
+        """Decodes like the original."""
         self.num_decoded += len(token_ids)
         return super().decode(token_ids)
 
@@ -158,7 +158,7 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_sized_model_has_the_tokenizer_inside() -> None:
-    """The gateway is told the target's name and makes no model of it; an unknown preset is refused in one sentence."""
+    """The gateway gets the target's name and makes no model of it; an unknown preset is refused in one sentence."""
     assert Tokenizer("sized:200m").vocabulary() == TOKENIZER.vocabulary()
     assert Tokenizer("sized:draft-1b").vocabulary() == TOKENIZER.vocabulary()
     with pytest.raises(ModelRefused, match=r"^sized:7b is no sized model") as refusal:

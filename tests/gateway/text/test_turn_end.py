@@ -87,5 +87,5 @@ def test_one_token_may_begin_and_end_texts(tokenizer: Tokenizer) -> None:
 
 
 def test_the_plain_template_closes_nothing(tokenizer: Tokenizer) -> None:
-    """It is nobody's: a base model without a template is no model at fault."""
+    """It is no model's: a base model without a template is no model at fault."""
     assert turn_end(ChatTemplate(), tokenizer) == TurnEnd()

@@ -154,7 +154,7 @@ def test_a_free_answer_is_text_or_calls_that_fit(babbler: Babbler, name: str) ->
 
 
 def test_reasoning_may_come_first_and_must_end_where_the_prompt_began_it(babbler: Babbler) -> None:
-    """And calls come behind it."""
+    """And calls come after it."""
     call = '<tool_call>\n{"name": "rest", "arguments": {}}\n</tool_call>'
     rules = CallRules(TOOLS, needs_call=True)
     free = call_constraint(Reading(FORMATS["hermes"], SCHEMAS), rules, babbler.added)

@@ -119,7 +119,7 @@ def test_a_call_that_the_limit_cut_off_is_not_told() -> None:
 @pytest.mark.parametrize(("name", "marker"), [("json", ""), ("mistral", "[TOOL_CALLS]")])
 @pytest.mark.parametrize("rest", ["", ",", ', {"name": "co', ', {"name": "count", "arguments": {"n": 3}'])
 def test_calls_of_a_list_are_told_up_to_where_it_is_cut_off(name: str, marker: str, rest: str) -> None:
-    """What is behind the last whole one is dropped, as it is for a single call."""
+    """What is after the last whole one is dropped, as it is for a single call."""
     whole = read(name, [f"{marker}[{CALL}, {CALL}]"])
     assert len(whole) == 4
     assert without_ids(read(name, [f"{marker}[{CALL}, {CALL}{rest}"], is_cut=True)) == without_ids(whole)

@@ -71,7 +71,7 @@ async def test_beams_are_those_of_transformers_in_fewer_passes(num_prompts: int)
 
 
 async def test_every_surface_says_the_same() -> None:
-    """Tokens come once, behind rounds that have none; the figures count passes and guesses."""
+    """Tokens come once, after rounds that have none; the figures count passes and guesses."""
     prompt = OPENINGS[0]
     async with rest_stack() as rest:
         [answer] = await found(rest.stack, [prompt])

@@ -1,4 +1,4 @@
-"""A draft service with a cascade behind a real gateway: every token is plain decoding's, and no block is lost."""
+"""A draft service with a cascade and a real gateway: every token is plain decoding's, and no block is lost."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -58,7 +58,7 @@ async def test_tokens_are_those_of_plain_decoding(cascade: Mapping[str, object])
 
 @pytest.mark.parametrize("rule", [types_pb2.ACCEPTANCE_RULE_RATIO, *slow(types_pb2.ACCEPTANCE_RULE_BLOCK)])
 async def test_rules_with_laws_say_the_same_with_a_cascade(rule: int) -> None:
-    """The same proposals with the same laws meet the same uniforms, so that not one token differs."""
+    """The same proposals with the same distributions meet the same uniforms, so that not one token differs."""
     said = []
     for cascade in ({}, *CASCADES[:3]):
         async with running_stack(draft=LARGE, draft_options=cascade, gateway=PATIENT) as stack:

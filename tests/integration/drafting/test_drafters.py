@@ -1,4 +1,4 @@
-"""Whoever guesses, alone or together: under `match` real services say what plain decoding says with the same seed.
+"""Whatever guesses, alone or together: under `match` real services say what plain decoding says with the same seed.
 
 Sixteen requests at once, of which half are greedy and half have prompts that repeat themselves. Everything is asked
 twice, because a memory of the first answers proposes the whole second ones. One draft service has a model of random
@@ -121,7 +121,7 @@ async def plain(stack: RunningStack) -> list[tuple[int, ...]]:
 
 
 def check_books(answer: Answer) -> None:
-    """What rounds and figures say of guesses fits together, and every row is told exactly once."""
+    """What rounds and figures say of guesses fits together, and every row is reported exactly once."""
     figures, counted, accepted = answer.completion.speculation, Counter[str](), Counter[str]()
     for each in answer.rounds:
         facts = each.facts
@@ -155,7 +155,7 @@ async def test_no_drafter_changes_a_token(stack: RunningStack, plain: list[tuple
     for answer in (*once, *again, *alone):
         check_books(answer)
     if "draft_count" in drafters or drafters.get("shape") == FIXED:
-        # A row that several guess is told as one's own, and lookups know what was said the first time.
+        # A row that several guess is reported as one's own, and lookups know what was said the first time.
         told = {each.drafter for answer in (*once, *again) for each in answer.completion.speculation.drafters}
         assert told >= {drafters.get("drafter", ""), *drafters.get("drafters", [])} - {""}
 
@@ -194,14 +194,14 @@ async def test_no_prediction_changes_a_token(
 
 
 async def test_a_datastore_proposes(stack: RunningStack) -> None:
-    """How a tale went on, to those who tell it and have no memory of their own; its table, to those who leave it."""
+    """How a tale went on, for drafters that go on with it and have no memory; its table, for those that leave it."""
 
     def reader(number: int) -> dict[str, str]:
         return {"text": TALES[number], "cache_salt": f"reader {number}"}
 
     numbers = range(len(TALES))
     plain = await ask(stack, "", numbers, own=reader, enabled=False)
-    # Beside a draft, which makes every round an asked one: alone a target may be ahead of whoever looks.
+    # Beside a draft, which makes every round an asked one: alone a target may be ahead of a test that looks.
     told = await ask(stack, "", numbers, own=reader, drafters=["random", "lookup"], draft_count=4)
     assert token_ids(told) == token_ids(plain)
     for answer in told:
@@ -242,7 +242,8 @@ async def test_other_rules_end_and_keep_their_books(
 
 @pytest.mark.slow
 async def test_deaths_of_either_service_change_no_token(tmp_path: Path) -> None:
-    """The first draft dies twice and the target once under sixteen requests of all kinds; nobody holds anything then.
+    """The first draft dies twice and the target once under sixteen requests of all kinds; no process holds anything
+    then.
 
     All blocks of all services are free at last, which the stack looks at when it is closed.
     """

@@ -132,7 +132,7 @@ async def test_a_target_killed_within_an_unasked_stretch_costs_time_and_no_token
 
 
 async def test_both_drafts_can_serve_one_gateway() -> None:
-    """By name, or as the gateway likes: the same tokens, and rounds with K of either are told apart by their way."""
+    """By name, or as the gateway likes: the same tokens, and rounds with K of either are distinguished by their way."""
     async with served(Stack(TARGET, DRAFT, hosted_draft=DRAFT)) as (stub, supervisor, _):
         plain, _, _ = await answer(stub, temperature=0.8, draft_count=0)
         ways = {}
@@ -151,7 +151,7 @@ async def test_both_drafts_can_serve_one_gateway() -> None:
 
 
 async def test_drafters_that_need_no_model_of_their_own(tmp_path: Path) -> None:
-    """Lookahead, and PaSS with embeddings that nobody trained: tokens of plain decoding, on a new target too."""
+    """Lookahead, and PaSS with embeddings that were never trained: tokens of plain decoding, on a new target too."""
     rows = torch.randn(3, 384, generator=torch.Generator().manual_seed(4))
     head = write_head(tmp_path / "pass", {"drafter": "pass"}, {"pass_embeddings": 0.05 * rows})
     async with served(Stack(TARGET, None, head=str(head), lookahead=True)) as (stub, supervisor, addresses):

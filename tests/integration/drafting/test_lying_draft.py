@@ -86,7 +86,7 @@ async def lied() -> AsyncIterator[Lied]:
 
 
 # Which requests hear a lie, and every how many of the lies is told.
-SHARES = [(("tree", "ratio"), 5), pytest.param(("tree", "named", "auto", "ratio"), 1, marks=pytest.mark.slow)]
+SHARES = [(("tree", "ratio"), 5), pytest.param(("tree", "named", "auto", "ratio"), 1, marks=pytest.mark.grid)]
 
 
 async def told(here: Lied, lie: Lie, asked: tuple[str, ...]) -> tuple[str, ...]:
@@ -99,7 +99,7 @@ async def told(here: Lied, lie: Lie, asked: tuple[str, ...]) -> tuple[str, ...]:
         await here.link.settled(1.0)
         return ("auto",)
     if lie.path[0].containing_type is model_pb.RollbackResponse.DESCRIPTOR:
-        # Whoever is late is taken back.
+        # A draft that is late is taken back.
         here.draft.manner = silent
         return ("named",)
     return tuple(asked)

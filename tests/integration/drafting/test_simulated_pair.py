@@ -78,7 +78,7 @@ async def test_blocks_prefixes_and_preemption_are_the_real_ones() -> None:
 
 
 async def test_every_report_names_it() -> None:
-    """Model, device and numerics; its busy time is that of its law, and log-probabilities are those of its peaks."""
+    """Model, device and numerics; its busy time is its formula's, and log-probabilities are those of its peaks."""
     async with running_stack(*PAIR, gateway=PATIENT, kv_tokens=2048) as stack:
         answer = await stack.generate(
             text=PROMPTS[0], max_tokens=12, seed=1, draft_count=4, temperature=0.8, logprob_count=2

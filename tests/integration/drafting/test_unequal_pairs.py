@@ -16,7 +16,7 @@ SIZES: dict[str, Any] = {"dtype": "float32", "kv_tokens": 2048}
 
 
 def narrow(source: Path, folder: Path, vocab_size: int) -> Path:
-    """Writes the same model with fewer rows of padding behind the tokenizer's ids."""
+    """Writes the same model with fewer rows of padding after the tokenizer's ids."""
     write_tiny_model(folder, "qwen2", vocab_size=vocab_size)
     tensors = load_file(source / "model.safetensors")
     name = "model.embed_tokens.weight"

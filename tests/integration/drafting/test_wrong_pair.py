@@ -11,7 +11,7 @@ from outrider.process.children import ServiceFailed, Supervisor
 
 @pytest.mark.slow
 async def test_a_draft_of_another_vocabulary_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    """Whoever named both is told with 78 which model does not fit, and in what it differs; no gateway is started."""
+    """A user who named both learns with 78 which model does not fit, and in what it differs; no gateway is started."""
     draft = write_tiny_model(tmp_path / "stranger", "llama", vocab_size=257)
     async with Supervisor(lambda _sentence: None, lambda _name, _line: None) as supervisor:
         with pytest.raises(ServiceFailed) as caught:

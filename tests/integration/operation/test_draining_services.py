@@ -49,7 +49,7 @@ async def opened(role: str, channel: grpc.aio.Channel) -> Any:
 
 
 async def drained(process: asyncio.subprocess.Process, channel: grpc.aio.Channel) -> None:
-    """Sends SIGTERM and waits until those who watch the health have been told."""
+    """Sends SIGTERM and waits until those who watch the health know of it."""
     watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
     assert (await watch.read()).status == STATUS.SERVING
     process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Almost right messages over real links: answered or refused by name, nothing kept, and nobody else disturbed."""
+"""Almost right messages over real links: answered or refused by name, nothing kept, and no other session disturbed."""
 
 import asyncio
 from collections.abc import Iterable, Iterator
@@ -122,7 +122,7 @@ def attacked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @GARBAGE
 @given(chance=st.randoms())
 def test_garbage_harms_nobody(attacked: Attacked, chance: Random) -> None:
-    """Whatever is sent beside it or on another link, a session's answers are the same, and nothing stays behind."""
+    """Whatever is sent beside it or on another link, a session's answers are the same, and nothing stays."""
     expected = attacked.runner.run(attacked.bystander([]))
     garbage = conversation(chance, MESSAGES[attacked.role])
     assert attacked.runner.run(attacked.bystander(garbage)) == expected

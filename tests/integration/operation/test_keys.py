@@ -20,7 +20,7 @@ PROMPT = "Once upon a time there was a little girl named Lily who loved to play 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningStack]:
-    """The embedded pair behind a gateway that lets two names in."""
+    """The embedded pair with a gateway that lets two names in."""
     path = write_keys(tmp_path_factory.mktemp("keys") / "keys.toml", alice={}, bob={})
     async with running_stack(gateway={"api_keys": path}) as running:
         yield running
@@ -62,7 +62,7 @@ async def test_two_keys_share_no_cached_prefix(stack: RunningStack, salt: str | 
 
 
 async def test_two_keys_share_no_memory_of_answers(stack: RunningStack) -> None:
-    """What one was told is looked up for nobody else: the same guesses are found by the one that said it before."""
+    """What one got is looked up for no other: the same guesses are found by the one that said it before."""
     looked_up = Speculation(draft_count=4, drafter="lookup")
     said = [await ask(stack, name, speculation=looked_up, cache_salt="memory") for name in ("alice", "bob", "alice")]
     new, other, again = (answer.result.speculation.accepted_tokens for answer in said)

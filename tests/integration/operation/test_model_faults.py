@@ -1,4 +1,4 @@
-"""What is wrong with a model is the model's fault: told at its start, or a 500 that names it, never a client's 400."""
+"""What is wrong with a model is the model's fault: named at its start, or by a 500, never a client's 400."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(model: Path) -> ModelServiceSettings:
-    """Of a service with a model."""
+    """Settings of a service with a model."""
     return ModelServiceSettings(str(model), kv_tokens=1024)
 
 

@@ -116,7 +116,7 @@ async def test_measurements_come_in_with_the_authority(
 
 
 async def test_certificates_are_replaced_under_load(stack: RunningStack, folder: Path, tmp_path: Path) -> None:
-    """Requests that run go on with all their tokens, new connections get the new ones, and nobody sees an error."""
+    """Requests that run go on with all their tokens, new connections get the new ones, and no client sees an error."""
     expected = await said(stack)
     renewed = tmp_path / "renewed"
     shutil.copytree(folder / "authority", renewed / "authority")

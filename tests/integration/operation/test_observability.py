@@ -100,7 +100,7 @@ async def _use(stub: GenerationServiceStub) -> tuple[pb.Completion, str]:
 
 
 async def _roll_back(channel: grpc.aio.Channel) -> None:
-    """Of a session that nobody knows, which is a call like any other."""
+    """Rolls back a session that is unknown, which is a call like any other."""
     fence = types_pb2.Fence(session_id=b"?" * 16, epoch=1, base_len=1)
     assert (await ModelServiceStub(channel).Rollback(model_service_pb2.RollbackRequest(fence=fence))).cached_len == 0
 
@@ -144,7 +144,7 @@ async def test_services_and_gateway_count_the_same(live: Live) -> None:
     verdicts = sum(sample.value for sample in gateway["outrider_round_outcomes_total"].samples)
     jobs = {name: metrics["outrider_job_compute_seconds"].samples for name, metrics in (("t", target), ("d", draft))}
     counts = {name: next(s.value for s in found if s.name.endswith("_count")) for name, found in jobs.items()}
-    # Of the client that left the target may have computed a verdict or two that nobody read, and less is impossible.
+    # Of the client that left the target may have computed a verdict or two that was not read, and less is impossible.
     assert counts["t"] >= verdicts > 0
     assert counts["d"] >= gateway["outrider_spec_decode_num_drafts_total"].samples[0].value > 0
     rollbacks = {each.name: each.value for each in target["outrider_rollback_compute_seconds"].samples}

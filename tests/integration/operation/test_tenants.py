@@ -42,7 +42,7 @@ async def ask(stack: RunningStack, number: int, salt: str, **fields: Any) -> Ans
 
 
 def told(answer: Answer) -> list[Any]:
-    """Everything that a client is told, but for times, what depends on them, and sizes of messages that name times."""
+    """Everything that a client gets, but for times, what depends on them, and sizes of messages that name times."""
     rounds = [
         (
             [(token.token_id, token.origin, token.row, token.drafter, token.draft_logprob) for token in each.tokens],
@@ -77,7 +77,7 @@ async def gateway() -> AsyncIterator[RunningStack]:
 
 
 async def without_another(*, salt: str = "A", **fields: Any) -> list[Answer]:
-    """The tenant's requests, one behind the other, and nobody else's."""
+    """The tenant's requests, one after the other, and no other tenant's."""
     async with gateway() as stack:
         return [await ask(stack, number, salt, **fields) for number in range(len(TEXTS))]
 
@@ -119,7 +119,7 @@ async def test_another_tenant_changes_nothing() -> None:
 
 
 def strangers(answer: Answer, prompt: Sequence[int]) -> list[int]:
-    """Guesses behind committed tokens that do not follow these tokens anywhere else in the request's own text."""
+    """Guesses after committed tokens that do not follow these tokens anywhere else in the request's own text."""
     text, found = [*prompt], []
     for each in answer.rounds:
         key, end = text[-KEY_LEN:], len(text)
@@ -132,7 +132,7 @@ def strangers(answer: Answer, prompt: Sequence[int]) -> list[int]:
 
 
 async def test_guesses_come_from_the_tenants_own_texts() -> None:
-    """Of sixteen requests at once, those of a tenant that never asked before are told nothing that others said."""
+    """Of sixteen requests at once, those of a tenant that never asked before get nothing that others said."""
     tokenizer = tokenizers.Tokenizer.from_file(f"{TARGET}/tokenizer.json")
     prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in OPENINGS[:8]]
 
@@ -155,7 +155,7 @@ async def test_guesses_come_from_the_tenants_own_texts() -> None:
 
 
 async def test_a_request_without_speculation_leaves_no_trace() -> None:
-    """Neither one that switches it off nor one without guesses is remembered, whoever sent it."""
+    """Neither one that switches it off nor one without guesses is remembered, whichever client sent it."""
     async with gateway() as stack:
         for fields in ({"enabled": False}, {"draft_count": 0}):
             for number in range(len(TEXTS)):

@@ -107,7 +107,7 @@ def test_more_than_fits_is_refused_by_name(attacked: Attacked, max_tokens: int) 
 @given(faults=st.tuples(*FAULTS.values()))
 @settings(MANY, max_examples=5)
 def test_good_requests_work_among_faults(attacked: Attacked, faults: tuple[Fault, ...]) -> None:
-    """While one fault of each field is refused, a good request says what it says alone, and nothing stays behind."""
+    """While one fault of each field is refused, a good request says what it says alone, and nothing stays."""
     expected = attacked.answer(good_request())
     assert len(expected) == good_request().max_tokens
 
@@ -120,7 +120,7 @@ def test_good_requests_work_among_faults(attacked: Attacked, faults: tuple[Fault
 
     assert attacked.runner.run(among_faults()) == [expected] * 4
     attacked.runner.run(attacked.stack.quiet())
-    # Each good request has a session in either service, so that the count above can tell.
+    # Each good request has a session in either service, so that the count above shows it.
     assert len(attacked.held) >= 2 * 5
 
 

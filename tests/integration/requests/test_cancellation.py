@@ -1,4 +1,4 @@
-"""Requests that nobody wants any more leave nothing behind, wherever they were when they were cancelled."""
+"""Requests that are not wanted any more leave nothing, wherever they were when they were cancelled."""
 
 import asyncio
 import random

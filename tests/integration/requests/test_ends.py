@@ -24,7 +24,7 @@ MARK = "<|mark|>"
 
 
 async def with_and_without(stack: RunningStack, **fields: Any) -> Answer:
-    """The answer to a request, which is the same whoever guesses."""
+    """The answer to a request, which is the same whatever guesses."""
     request = {"text": PROMPT, "seed": 5, "temperature": 0.9, "max_tokens": 60, **fields}
     plain = await stack.generate(**request, enabled=False)
     for guessing in ({"draft_count": 7}, {}):
@@ -49,7 +49,7 @@ def in_template(folder: Path) -> None:
 
 
 def nowhere(_: Path) -> None:
-    """Its name says enough."""
+    """Makes no model: its name says enough."""
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_a_stop_that_names_a_special_token_ends_there(marked: RestStack) -> None:
-    """As a stop string does for clients, and as a stop token for the target: nothing is drawn behind it."""
+    """As a stop string does for clients, and as a stop token for the target: nothing is drawn after it."""
     whole = await with_and_without(marked.stack, ignore_eos=True)
     end = whole.token_ids.index(COMMA)
     for stops in ([MARK], ["no such text", MARK], [MARK, "<|endoftext|>"]):
@@ -207,7 +207,7 @@ DOORS = [
 
 
 def choices(path: str, reply: dict[str, Any]) -> list[tuple[str, str, str | None]]:
-    """Text, why it ended, and the string that ended it where that is told."""
+    """Text, why it ended, and the string that ended it where that is reported."""
     if path == "/v1/messages":
         return [("".join(part["text"] for part in reply["content"]), reply["stop_reason"], reply["stop_sequence"])]
     texts = [each["text"] if "text" in each else each["message"]["content"] for each in reply["choices"]]

@@ -31,7 +31,7 @@ async def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(model: str) -> AsyncIterator[RestStack]:
-    """That target behind a gateway."""
+    """A stack of that target with a gateway."""
     async with rest_stack(target=model, draft=None) as running:
         yield running
 

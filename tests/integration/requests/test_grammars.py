@@ -77,7 +77,7 @@ def check_shape(name: str, answer: Answer) -> None:
         assert sample.text in given["choices"]
 
 
-@pytest.mark.parametrize("temperature", [1.0, *slow(0.0)])
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.0, marks=pytest.mark.grid)])
 async def test_guesses_change_no_token(temperature: float) -> None:
     """Six grammars, greedily and drawn, with chains of every length and trees, several at once."""
     async with running_stack() as stack:

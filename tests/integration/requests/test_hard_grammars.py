@@ -53,7 +53,7 @@ async def end_of(stack: RunningStack, speculation: Speculation, options: Mapping
 
 @pytest.mark.parametrize("temperature", [0.0, *slow(1.0)])
 async def test_equal_requests_end_equally(temperature: float) -> None:
-    """Ten times each: one after another, side by side, among others, with chains, trees and lookups, and behind a
+    """Ten times each: one after another, side by side, among others, with chains, trees and lookups, and after a
     restart of the target.
     """
     async with running_stack(gateway=PATIENT) as stack:

@@ -76,7 +76,7 @@ LEARNED: dict[str, dict[str, Any]] = {
 async def test_no_key_serves_two_draws_of_a_request(
     monkeypatch: pytest.MonkeyPatch, rule: str, fields: dict[str, Any]
 ) -> None:
-    """Whoever guesses: target and draft together."""
+    """Whichever guesses: target and draft together."""
     number = getattr(types_pb2, f"ACCEPTANCE_RULE_{rule}")
     async with running_stack() as stack:
         ledger = Ledger(monkeypatch)
@@ -116,7 +116,7 @@ async def test_a_request_that_fixes_its_guesses_repeats_itself() -> None:
 
 
 def test_keys_are_made_where_the_list_says() -> None:
-    """Whoever makes keys elsewhere has to be written into the decision, and into the ledger above."""
+    """Code that makes keys elsewhere has to be written into the decision, and into the ledger above."""
     root = Path(noise.__file__).parents[2]
     makers = {
         str(path.relative_to(root))

@@ -105,7 +105,7 @@ async def check_rows(stack: RunningStack, some: Sequence[Row]) -> int:
 
 @pytest.mark.parametrize("rule", ["match", *slow("ratio", "block", "lenient", "typical")])
 async def test_every_parameter_under_every_rule(rule: str) -> None:
-    """Nothing crashes, counts and ends are right, nothing is left behind, and tokens are those of the rule."""
+    """Nothing crashes, counts and ends are right, nothing is left, and tokens are those of the rule."""
     wanted = rows(rule)
     parts = [wanted[start : start + AT_A_TIME] for start in range(0, len(wanted), AT_A_TIME)]
     async with running_stack(gateway=PATIENT) as stack:

@@ -65,7 +65,7 @@ def check(number: int, made: Made, text: str) -> None:
 
 
 async def answered(numbers: range) -> list[bool]:
-    """The same of all answers to the schemas of these numbers."""
+    """Result of `ended` for every answer to the schemas of these numbers."""
     slots = asyncio.Semaphore(AT_A_TIME)
     async with running_stack() as stack:
 

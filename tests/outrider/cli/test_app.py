@@ -79,7 +79,7 @@ def outcome(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Told:
-    """Runs a command line in this process; tells its exit code, stdout and stderr."""
+    """Runs a command line in this process; returns its exit code, stdout and stderr."""
     return lambda line: (outcome(monkeypatch, *line.split()), *capfd.readouterr())
 
 
@@ -380,7 +380,7 @@ def test_options_must_be_text(option: str) -> None:
     ],
 )
 def test_values_that_cannot_be_read(option: str, value: str) -> None:
-    """The parser tells them, with the option's name and the code of all wrong usage."""
+    """The parser names them, with the option's name and the code of all wrong usage."""
     code, output, notes = run_outrider("generate", "Hi", option, value)
     assert (code, output) == (64, "")
     assert option in notes

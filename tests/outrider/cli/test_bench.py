@@ -1,4 +1,4 @@
-"""`outrider bench`: what its child is told."""
+"""`outrider bench`: the arguments that its child gets."""
 
 import sys
 

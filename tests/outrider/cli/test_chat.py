@@ -65,7 +65,7 @@ async def test_each_line_is_a_turn(gateway: ScriptedGateway) -> None:
     ],
 )
 async def test_the_first_error_ends_it(gateway: ScriptedGateway, lines: bytes, code: int, sentence: str) -> None:
-    """Where nobody can answer, one sentence and its exit code are all."""
+    """Where no gateway can answer, one sentence and its exit code are all."""
     assert await run_command("--address", gateway.address, stdin=lines) == (code, "", f"outrider: {sentence}\n")
 
 
@@ -97,7 +97,7 @@ def test_options_without_an_effect_are_refused() -> None:
 
 
 async def test_a_stack_of_its_own() -> None:
-    """Started for the conversation and gone behind it; the second turn finds the first in the prefix cache."""
+    """Started for the conversation and gone after it; the second turn finds the first in the prefix cache."""
     lines = b"Tell me about the fox.\nAnd what did the wolf say to the king in the forest?\n"
     code, output, notes = await run_command("--max-tokens", "12", "--draft-count", "4", "--json", stdin=lines)
     first, second = [json.loads(line) for line in output.splitlines()]

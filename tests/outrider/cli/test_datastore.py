@@ -64,7 +64,7 @@ def test_what_is_built_can_be_used(texts: Path) -> None:
 
 
 def test_what_is_in_it_is_shown(texts: Path, run: Run) -> None:
-    """Facts, and behind a text what it would propose; as text and as an object."""
+    """Facts, and after a text what it would propose; as text and as an object."""
     out = texts / "store"
     build = ("build", "--tokenizer", MODEL, "--out", out)
     code, built, _ = run(*build, "--json", texts / "one.txt", texts / "two.jsonl", texts / "one.txt")

@@ -45,7 +45,7 @@ FINDINGS = [ok("a", "It is."), warning("b", "It is slow.", "Hurry."), failed("c"
 
 @pytest.fixture
 def free_port() -> Iterator[int]:
-    """A port that nobody else gets while it is held, and on which nobody listens."""
+    """A port that no other process gets while it is held, and on which none listens."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
@@ -106,7 +106,7 @@ def test_the_self_test_demands_equal_ids(speculative: Sample, plain: Sample, sta
 
 
 def test_an_answer_without_a_word_is_a_warning() -> None:
-    """And what was answered is told."""
+    """The answer is reported, too."""
     finding = with_answer(ok("self test", "Equal."), answered(1, text="Paris\n it is."))
     assert (finding.status, finding.sentence) == (
         Status.OK,
@@ -136,7 +136,7 @@ async def test_a_self_test_without_an_answer_keeps_its_code(free_port: int) -> N
     ],
 )
 def test_who_may_answer_as_a_gateway(answerer: Answerer | None, code: int) -> None:
-    """Nobody is unavailable, somebody else is a wrong address."""
+    """No listener is unavailable, a stranger is a wrong address."""
     assert gateway_finding("h:1", answerer).exit_code == code
 
 
@@ -151,7 +151,7 @@ def test_versions_of_both_sides_are_compared() -> None:
 
 
 def test_a_draft_that_does_not_fit_is_a_warning() -> None:
-    """Whoever wonders why nothing is guessed reads it there."""
+    """A user who wonders why nothing is guessed reads it there."""
     services = {"target": {"configured": True, "up": True, "model": "big"}, "draft": {"configured": True, "up": False}}
     services["draft"]["state"] = "misfit"
     found = rest_finding("h:1", {"gateway": {"version": "1"}, **services}, "1")
@@ -191,14 +191,14 @@ async def test_strangers_are_told_as_such() -> None:
 
 
 async def test_a_free_port(free_port: int) -> None:
-    """Nobody answers, it can be bound, and 0 needs no look."""
+    """No process answers, it can be bound, and 0 needs no look."""
     assert await who_answers(f"127.0.0.1:{free_port}") is None
     found = await check_ports({"--port": free_port, "--target-port": 0})
     assert found == [ok("ports", f"{free_port} is free.")]
 
 
 async def test_a_port_that_cannot_be_had(free_port: int) -> None:
-    """It fails, because `up` would, though nobody answers there."""
+    """It fails, because `up` would, though no process answers there."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         found = await check_ports({"--port": free_port, "--target-port": held.getsockname()[1]})
@@ -219,7 +219,7 @@ async def checked(address: str, rest_address: str | None = None) -> list[Finding
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_running_gateway_passes(stack: RunningStack) -> None:
-    """Reachable, its models told, and the same ids with and without speculation."""
+    """Reachable, its models named, and the same ids with and without speculation."""
     assert stack.gateway is not None
     found = await checked(stack.gateway.address, stack.gateway.rest_address)
     assert [(each.check, each.status) for each in found] == [
@@ -240,7 +240,7 @@ async def test_the_address_of_rest_is_told_from_that_of_grpc(stack: RunningStack
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_address_of_a_service_is_not_that_of_a_gateway(stack: RunningStack) -> None:
-    """Told at once, with nothing asked of it."""
+    """Reported at once, with nothing asked of it."""
     [finding] = await checked(stack.target.address)
     assert (finding.status, finding.exit_code) == (Status.FAILED, 78)
     assert "the target service" in finding.sentence
@@ -248,7 +248,7 @@ async def test_the_address_of_a_service_is_not_that_of_a_gateway(stack: RunningS
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_gateway_without_its_draft_passes_with_a_warning(stack: RunningStack) -> None:
-    """The ids are the same; what is missing is told."""
+    """The ids are the same; what is missing is named."""
     assert stack.gateway is not None
     await stack.stop_draft()
     found = await checked(stack.gateway.address)
@@ -278,7 +278,7 @@ def test_a_missing_model_fails_without_starting_anything(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_nothing_is_downloaded(tmp_path: Path) -> None:
-    """Nobody asks the hub for a draft that is not here: what needs it is skipped with the reason, nothing failed."""
+    """The hub is not asked for a draft that is not here: what needs it is skipped with the reason, nothing failed."""
     with socket.create_server(("127.0.0.1", 0)) as hub:
         place = f"http://127.0.0.1:{hub.getsockname()[1]}"
         environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": place, "HF_HUB_OFFLINE": "0"}

@@ -143,7 +143,7 @@ def test_broken_files_are_named(tmp_path: Path, name: str, content: bytes, words
 
 
 def test_a_folder_without_weights(tmp_path: Path) -> None:
-    """Told as what it lacks."""
+    """Reported as what it lacks."""
     copied(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelRefused, match="no safetensors weights"):
@@ -256,7 +256,7 @@ async def test_a_model_without_an_end_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_default_that_nobody_could_have_is_a_warning(tmp_path: Path) -> None:
-    """Of the target, whose defaults count; a draft's are for nobody."""
+    """Of the target, whose defaults count; a draft's are not used."""
     folder = copied(tmp_path)
     (folder / "generation_config.json").unlink()
     (folder / "generation_config.json").write_text('{"temperature": -1, "top_p": 0.9}')

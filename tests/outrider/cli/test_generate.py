@@ -247,7 +247,7 @@ async def test_the_port_of_rest_is_no_gateway_for_this() -> None:
 
 
 async def test_a_full_disk_is_a_sentence(gateway: ScriptedGateway) -> None:
-    """It is nobody's bug, so there is no traceback."""
+    """It is no bug of ours, so there is no traceback."""
     script = f'{sys.executable} -c "{COMMAND[2]}" generate Hello --address {gateway.address} >/dev/full'
     code, _, notes = await run_command(script, command=("bash", "-c"))
     assert (code, notes) == (74, "outrider: The output cannot be written: the disk or the quota is full.\n")
@@ -276,7 +276,7 @@ async def test_an_answer_over_the_limit_is_a_sentence(gateway: ScriptedGateway) 
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 async def test_signal_cancels_the_call(gateway: ScriptedGateway, number: signal.Signals, expected: int) -> None:
-    """The call is cancelled on the way out, and the exit code tells of the signal."""
+    """The call is cancelled on the way out, and the exit code names the signal."""
     process = await asyncio.create_subprocess_exec(
         *COMMAND, "wait", "--address", gateway.address, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -289,7 +289,7 @@ async def test_signal_cancels_the_call(gateway: ScriptedGateway, number: signal.
 
 
 async def test_an_interrupt_that_was_ignored_stays_so(gateway: ScriptedGateway) -> None:
-    """It is meant for somebody else then; SIGTERM behind it is what ends the call."""
+    """It is meant for somebody else then; SIGTERM after it is what ends the call."""
     pipe = asyncio.subprocess.PIPE
     command = (*BEHIND_IGNORED_INTERRUPTS, *COMMAND, "wait", "--address", gateway.address)
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
@@ -318,7 +318,7 @@ def events_of(index: int, num_rounds: int) -> list[Round | Result]:
 
 
 def test_the_first_sample_waits_for_nothing() -> None:
-    """Its events pass at once, and those of the second only behind its end."""
+    """Its events pass at once, and those of the second only after its end."""
     in_order = InOrder()
     [one, end], [other, other_end] = events_of(0, 1), events_of(1, 1)
     assert list(in_order.take(other)) == []

@@ -68,7 +68,7 @@ def test_a_path_that_is_no_folder_is_told_with_its_option(option: str, tmp_path:
 
 
 def test_command_lines() -> None:
-    """Each service is told its own model, threads and address, and to stop with its stdin."""
+    """Each service gets its own model, threads and address, and to stop with its stdin."""
     target = model_launch("target", PAIR)
     argv = replace(target, listen="127.0.0.1:7").argv
     assert argv[1:4] == ("-P", "-m", "target_service")
@@ -89,7 +89,7 @@ def test_command_lines() -> None:
 
 
 def test_the_draft_may_have_a_dtype_and_a_top_n_of_its_own() -> None:
-    """It takes the target's dtype and its own default unless told otherwise; the target hears of neither."""
+    """It takes the target's dtype and its own default unless an option says otherwise; the target hears of neither."""
     stack = replace(PAIR, dtype="float32")
     for role in ("target", "draft"):
         words = model_launch(role, stack).command
@@ -102,7 +102,7 @@ def test_the_draft_may_have_a_dtype_and_a_top_n_of_its_own() -> None:
 
 
 def test_a_cascade_is_the_draft_s_alone() -> None:
-    """With its depth; without one nobody is told anything."""
+    """With its depth; without one no service hears of any."""
     stack = replace(PAIR, cascade="lookup", cascade_depth=2)
     target, draft = (model_launch(role, stack).command for role in ("target", "draft"))
     assert "--cascade" not in target
@@ -122,7 +122,7 @@ def test_what_guesses_in_the_target_s_process_is_told_to_the_target_alone() -> N
 
 
 def test_an_offline_stack_downloads_nothing() -> None:
-    """The hub's library in each of its processes is told; any other stack has the environment that there is."""
+    """The hub's library in each of its processes knows of it; any other stack has the environment that there is."""
     launches = [model_launch("target", PAIR), model_launch("draft", PAIR), gateway_launch(PAIR, "127.0.0.1:7", None)]
     assert [each.environment for each in launches] == [{}] * 3
     offline = replace(PAIR, offline=True)

@@ -80,7 +80,7 @@ def test_a_wheel_with_another_hash_is_not_installed(drafts: Path, tmp_path: Path
 
 
 def test_without_the_package_the_tales_are_served(drafts: Path) -> None:
-    """One sentence says why; whoever asked for the assistant gets that sentence as the error."""
+    """One sentence says why; a user who asked for the assistant gets that sentence as the error."""
     require(drafts, "0" * 64)
     found = choose_pair(None, fetches=True)
     assert (found.target, found.draft, found.head) == ("target", "draft", None)

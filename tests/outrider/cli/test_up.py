@@ -67,7 +67,7 @@ class Terminal(io.StringIO):
     """A stream that says that it is a terminal."""
 
     def isatty(self) -> bool:
-        """Says so."""
+        """Says that it is a terminal."""
         return True
 
 
@@ -164,7 +164,7 @@ def test_lines_tell_all_of_the_table_without_drawing_one() -> None:
 
 
 def counts(tokens: float, evaluated: float = 20.0, accepted: float = 15.0) -> Counts:
-    """What a gateway tells."""
+    """Figures that a gateway serves."""
     text = METRICS.format(tokens=tokens).replace("evaluated_tokens_total 20.0", f"evaluated_tokens_total {evaluated}")
     parsed = parse_counts(text.replace("accepted_tokens_total 15.0", f"accepted_tokens_total {accepted}"))
     assert parsed is not None
@@ -219,7 +219,7 @@ class Metrics(BaseHTTPRequestHandler):
         self.wfile.write(METRICS.format(tokens=float(next(self.scrapes))).encode())
 
     def log_message(self, *_: object) -> None:
-        """Says nothing."""
+        """Writes no line about a request."""
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def metrics() -> Iterator[str]:
 
 
 async def shown(rest: str | None) -> str:
-    """What a table shows until it has been drawn twice behind a death."""
+    """What a table shows until it has been drawn twice after a death."""
     output = io.StringIO()
     display = TableDisplay(Console(file=output, width=80, force_terminal=True, color_system=None))
     for change in LIFE[:3]:
@@ -260,12 +260,12 @@ async def test_the_table_shows_processes_and_the_gateway_s_work(metrics: str) ->
 
 
 async def test_without_metrics_the_services_are_asked() -> None:
-    """Where nobody answers either, the table is drawn all the same."""
+    """Where no process answers either, the table is drawn all the same."""
     assert "Ctrl-C stops it." in await shown(None)
 
 
 async def test_the_last_table_says_that_everything_has_stopped() -> None:
-    """Behind Ctrl-C no process is said to serve, with the id of one that is gone, and nothing is left to stop."""
+    """After Ctrl-C no process is said to serve, with the id of one that is gone, and nothing is left to stop."""
     output = io.StringIO()
     display = TableDisplay(Console(file=output, width=80, force_terminal=True, color_system=None))
     for change in LIFE:

@@ -64,7 +64,7 @@ class Up:
         raise AssertionError(f"no child runs {module}")
 
     async def until_quiet(self) -> None:
-        """Waits until neither service holds a session or a block; the gateway was told where they are."""
+        """Waits until neither service holds a session or a block; the gateway knows where they are."""
         words = command_line(self.child("gateway"))
         for flag in ("--target", "--draft"):
             async with open_channel(words[words.index(flag) + 1]) as channel:
@@ -110,7 +110,7 @@ async def ask(address: str) -> tuple[list[int], Result]:
 
 
 async def generated(*arguments: str) -> dict[str, Any]:
-    """The first sample that `outrider generate` with a stack of its own tells as JSON."""
+    """The first sample that `outrider generate` with a stack of its own prints as JSON."""
     options = ("--max-tokens", "16", "--seed", "5", "--temperature", "0.8", "--json", *arguments)
     process = await start("generate", "Once upon a time", *options)
     output, notes = await asyncio.wait_for(process.communicate(), READY_S)
@@ -149,7 +149,7 @@ async def test_generate_is_a_function_of_its_seed() -> None:
 
 @pytest.mark.slow
 async def test_generate_under_another_rule_and_with_another_draft() -> None:
-    """The rule, what the draft is told and log-probabilities come through a stack of its own."""
+    """The rule, what the draft gets and log-probabilities come through a stack of its own."""
     options = ("--rule", "ratio", "--draft-dtype", "float32", "--top-n", "8", "--draft-count", "4")
     answer = await generated(*options, "--samples", "2", "--logprobs", "2", "--echo")
     assert (answer["rule"], answer["follows_target"], len(answer["token_ids"])) == ("ratio", True, 16)
@@ -270,7 +270,7 @@ async def test_taken_port_is_told_before_anything_starts() -> None:
 
 @pytest.mark.parametrize("signals", [1, 2])
 async def test_interrupted_start_leaves_nothing(signals: int) -> None:
-    """Ctrl-C while models load, once or twice: no service stays behind, and `up` exits 0."""
+    """Ctrl-C while models load, once or twice: no service stays, and `up` exits 0."""
     process = await start("up", *FREE_PORTS)
     up = Up(process, "")
     children = await up.await_children(2)

@@ -23,7 +23,7 @@ def terminal(output: io.StringIO, *, colour: bool) -> TerminalView:
 
 
 def test_pipe_gets_samples_under_headings() -> None:
-    """One behind the other, and the figures of each in the notes."""
+    """One after the other, and the figures of each in the notes."""
     output, notes = io.StringIO(), io.StringIO()
     show_two_samples(PlainView(output, notes))
     assert output.getvalue() == f"[Sample 1 of 2]\n{TEXT}\n[Sample 2 of 2]\n{TEXT}\n"
@@ -113,7 +113,7 @@ def test_control_characters_become_pictures() -> None:
 
 
 def test_rejected_guesses_are_struck_through() -> None:
-    """Before what the target said instead, else behind the tokens; the legend tells of them, a pipe never sees them."""
+    """Before what the target said instead, else after the tokens; the legend names them, a pipe never sees them."""
     screen, output = io.StringIO(), io.StringIO()
     shown(terminal(screen, colour=True), REJECTED, rejected=True)
     struck = "\x1b[2;9;31m"
@@ -168,7 +168,7 @@ def test_guesses_behind_a_stop_string_hang_on_the_last_token_that_is_told() -> N
 
 
 def test_chains_are_not_drawn_as_trees() -> None:
-    """With rows told or not, their guesses are struck through in the text, and nothing is below it."""
+    """With rows reported or not, their guesses are struck through in the text, and nothing is below it."""
     token = GeneratedToken(6, Origin.ACCEPTED, " upon", row=1, drafter="model")
     chained = Round((token,), " upon", rejected=(RejectedToken(70, " in", row=2, parent=1, drafter="model"),))
     assert list(trees((*REJECTED, chained))) == []

@@ -1,4 +1,4 @@
-"""A client that is closed while somebody reads, and whoever asks it afterwards, against a gateway that never ends."""
+"""A client that is closed while somebody reads, and calls of it afterwards, against a gateway that never ends."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -37,7 +37,7 @@ async def result_of(stream: AsyncStream) -> object:
 async def test_closing_ends_a_task_that_reads(
     gateway: ScriptedGateway, read: Callable[[AsyncStream], Awaitable[object]]
 ) -> None:
-    """With an error of the client: nobody cancelled the task."""
+    """With an error of the client: no caller cancelled the task."""
     client = AsyncClient(gateway.address)
     stream = client.generate("wait")
     await anext(stream)
@@ -51,7 +51,7 @@ async def test_closing_ends_a_task_that_reads(
 
 
 async def test_closing_is_an_error_for_a_task_group(gateway: ScriptedGateway) -> None:
-    """The group tells it, instead of taking its task for one that was cancelled."""
+    """The group raises it, instead of taking its task for one that was cancelled."""
 
     async def close_while_a_group_reads() -> None:
         client = AsyncClient(gateway.address)
@@ -67,7 +67,7 @@ async def test_closing_is_an_error_for_a_task_group(gateway: ScriptedGateway) ->
 
 
 async def test_a_time_limit_of_asyncio_stays_one(gateway: ScriptedGateway) -> None:
-    """TimeoutError, though the call is cancelled by it; reading on is told why it ended."""
+    """TimeoutError, though the call is cancelled by it; reading on raises why it ended."""
     async with AsyncClient(gateway.address) as client:
         stream = client.generate("wait")
         await anext(stream)
@@ -79,7 +79,7 @@ async def test_a_time_limit_of_asyncio_stays_one(gateway: ScriptedGateway) -> No
 
 
 async def test_closing_ends_a_thread_that_reads(gateway: ScriptedGateway) -> None:
-    """The same without an event loop: the gateway still answers, so its loss is not what is told."""
+    """The same without an event loop: the gateway still answers, so its loss is not what is reported."""
     client = Client(gateway.address)
     stream = client.generate("wait")
     await asyncio.to_thread(next, stream)

@@ -191,7 +191,7 @@ def test_a_prompt_is_text_or_a_list(prompt: Any) -> None:
 
 @pytest.mark.parametrize("messages", [None, 5, "Hi", {"role": "user", "content": "Hi"}])
 def test_a_conversation_is_a_list(messages: Any) -> None:
-    """One message is told as what it is, and not by its letters or keys."""
+    """One message is named as what it is, and not by its letters or keys."""
     with pytest.raises(
         InvalidRequest, match=r"^messages is .+, but must be a list, each a mapping with role and content"
     ):

@@ -45,7 +45,7 @@ def outcome_of(client: Client, prompt: str, **options: Any) -> OutriderError:
 
 
 async def async_outcome_of(address: str, prompt: str, **options: Any) -> OutriderError:
-    """The same in asyncio."""
+    """Error that a request ends with in asyncio."""
     async with AsyncClient(address) as client:
         with pytest.raises(OutriderError) as raised:
             await client.generate(prompt, **options).result()
@@ -180,7 +180,7 @@ async def test_time_runs_out(gateway: ScriptedGateway) -> None:
 
 
 async def test_nobody_answers(gateway: ScriptedGateway) -> None:
-    """One sentence with the way out; a loss behind the gateway is told as it is."""
+    """One sentence with the way out; the loss of one of its services is reported as it is."""
     sentence = "Nothing answers on 127.0.0.1:1 (any more); `outrider up` starts a stack."
     error = await blocking("127.0.0.1:1", lambda client: outcome_of(client, "Hello"))
     assert (type(error), error.message) == (PeerLost, sentence)

@@ -78,7 +78,7 @@ async def test_without_tools_nothing_is_a_call(stack: RecitingStack) -> None:
 
 
 async def test_a_message_that_has_begun_goes_on(stack: RecitingStack) -> None:
-    """Behind its text, in the middle of a thought as well; not where another turn is to begin."""
+    """After its text, in the middle of a thought as well; not where another turn is to begin."""
     async with AsyncClient(stack.gateway.address) as client:
         asked, whole = ChatMessage(role="user", content="How is the weather?"), ANSWER.partition("</think>\n\n")[2]
         for begun, reasoning, text in (("<think>\nWhere", "?", whole), (ANSWER.partition(" ask")[0], "", whole[1:])):

@@ -79,7 +79,7 @@ def test_places_are_sorted_by_what_stands_before_them() -> None:
 
 
 def test_tables_are_counts(tmp_path: Path) -> None:
-    """Of 1,000 tokens: the most frequent behind each, never across documents; of equals the lower id."""
+    """Of 1,000 tokens: the most frequent after each, never across documents; of equals the lower id."""
     documents = random_documents(40, 26, alphabet=12, seed=4)
     assert sum(map(len, documents)) > 1000
     after = store_of(tmp_path, documents).tables.after
@@ -105,7 +105,7 @@ def test_a_row_of_the_table_has_what_there_is(tmp_path: Path) -> None:
 
 
 def test_nothing_matches_across_documents(tmp_path: Path) -> None:
-    """Neither before a place nor behind it."""
+    """Neither before a place nor after it."""
     store = store_of(tmp_path, [[1, 2, 3], [4, 5, 6, 7], []])
     assert store.find(array("i", [1, 2, 3])) == []
     assert store.find(array("i", [2, 3, 4])) == []
@@ -140,7 +140,7 @@ def test_ids_beyond_16_bits(tmp_path: Path) -> None:
 
 
 def test_the_file_is_only_read(tmp_path: Path) -> None:
-    """Whoever may read it can use it; its digest is that of what it holds."""
+    """A process that may read it can use it; its digest is that of what it holds."""
     store_of(tmp_path, random_documents(5, 30))
     (tmp_path / "store").chmod(0o400)
     store = Datastore.open(tmp_path / "store", VOCABULARY)

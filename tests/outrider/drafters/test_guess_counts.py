@@ -84,7 +84,7 @@ def test_row_seconds_are_medians_with_lines_between() -> None:
 
 
 def test_a_bad_first_sample_is_forgotten() -> None:
-    """A size that nobody has tried for long counts as unknown."""
+    """A size that was not tried for long counts as unknown."""
     seconds = RowSeconds()
     seconds.add(4, 90.0)
     for _ in range(FORGET_STEPS):

@@ -26,7 +26,7 @@ def longest_by_hand(token_ids: list[int], length: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("num_ids", [1, 2, 4, 30])
 def test_the_longest_repetition_is_found(num_ids: int) -> None:
-    """While a text grows, is cut, goes on otherwise, and has guesses behind it: the index is that of its log."""
+    """While a text grows, is cut, goes on otherwise, and has guesses after it: the index is that of its log."""
     dice, index, text = random.Random(num_ids), TextIndex(), [0, 0]
     for _ in range(300):
         if dice.random() < 0.2:
@@ -50,6 +50,6 @@ def test_the_end_is_no_repetition_of_itself() -> None:
 
 
 def test_a_period_goes_on() -> None:
-    """Behind the end what was copied is copied on."""
+    """After the end what was copied is copied on."""
     assert continue_from([7, 1, 2, 3, 1, 2], 2, 5) == [3, 1, 2, 3, 1]
     assert continue_from([5, 5, 5], 1, 4) == [5, 5, 5, 5]

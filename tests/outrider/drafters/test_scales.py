@@ -26,7 +26,7 @@ def gumbel(chance: random.Random) -> float:
 
 
 def round_of(chance: random.Random, assumed: float, true: float) -> tuple[TokenTree, list[int]]:
-    """A row with four children whose values assume one scale, behind each of which stand as many; what is true."""
+    """A row with four children whose values assume one scale, after each of which stand as many; what is true."""
     scores = [sorted((2.5 * chance.gauss(0, 1) for _ in range(4)), reverse=True) for _ in range(2)]
     shares = [shares_of(each, assumed) for each in scores]
     tree = TokenTree(
@@ -41,7 +41,7 @@ def round_of(chance: random.Random, assumed: float, true: float) -> tuple[TokenT
 @pytest.mark.parametrize("spec", [HOT, COLD])
 @pytest.mark.parametrize("true", [0.25, 0.6, 1.4])
 def test_the_scale_becomes_the_true_one(spec: object, true: float) -> None:
-    """Where the law holds: after 3,000 rounds within 15 %, which is four times what is left of the noise."""
+    """Where the formula holds: after 3,000 rounds within 15 %, which is four times what is left of the noise."""
     scales, chance = Scales(), random.Random(int(100 * true))
     for _ in range(3000):
         scales.learn(spec, *round_of(chance, scales.of(spec), true))  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ def test_buckets_learn_by_themselves() -> None:
 
 
 def test_only_rows_that_were_visited_count() -> None:
-    """A tree of two depths whose second is never reached, and tokens behind its end, move the scale as one row does."""
+    """A tree of two depths whose second is never reached, and tokens after its end, move the scale as one row does."""
     one, two = Scales(), Scales()
     one.learn(HOT, TokenTree((5, 6), (0, 0), values=(0.6, 0.2)), [9])
     two.learn(HOT, TokenTree((5, 7, 6), (0, 1, 0), values=(0.6, 0.5, 0.2)), [9, 7, 7])
@@ -106,7 +106,7 @@ def test_rates_make_a_shape_whatever_was_accepted(taken: int) -> None:
 
 
 def test_accepted_rows_count_as_deep_as_tokens_go() -> None:
-    """The first child of both rows of a chain was right; what stands behind its end, or aside, says nothing."""
+    """The first child of both rows of a chain was right; what stands after its end, or aside, says nothing."""
     one, two, chain = Ranks(), Ranks(), TokenTree((5, 6), (0, 1))
     one.learn(HOT, Purpose.TOKEN, chain, [5, 6, 9])
     for _ in range(2):

@@ -136,7 +136,7 @@ def test_noise_keyed_by_rows_would_be_noticed(runner: ModelRunner, monkeypatch: 
 
 
 def test_collapsed_scores_would_be_noticed(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault B17: behind the argmax of temperature 0 there is no second child, and the tree is a chain."""
+    """The planted fault B17: after the argmax of temperature 0 there is no second child, and the tree is a chain."""
     wanted = spec(SAMPLINGS["greedy"])
     assert not fresh_tree(runner, wanted, 8, TreeShape()).is_chain
     monkeypatch.setattr(tree_drafter, "before_argmax", lambda draw_input: draw_input)
@@ -144,7 +144,7 @@ def test_collapsed_scores_would_be_noticed(runner: ModelRunner, monkeypatch: pyt
 
 
 def test_an_end_is_a_leaf(runner: ModelRunner) -> None:
-    """A token that ends the request is guessed, and nothing behind it; a stop token as well."""
+    """A token that ends the request is guessed, and nothing after it; a stop token as well."""
     wanted = spec(SAMPLINGS["plain"])
     free = fresh_tree(runner, wanted, 12, TreeShape())
     inner = sorted({free.token_ids[parent - 1] for parent in free.parents if parent})
@@ -163,12 +163,12 @@ def test_expansions_fix_the_shape(runner: ModelRunner, expansions: tuple[int, ..
         tree = fresh_tree(runner, ruled(spec(sampling), rule), 9, TreeShape(expansions=expansions))
         for row, depth in enumerate(tree.depths):
             count = expansions[depth] if depth < len(expansions) else 0
-            # Under a law with one token there is one child to draw.
+            # Under a distribution with one token there is one child to draw.
             assert len(tree.children(row)) == count or (rule is Rule.RATIO and not sampling["temperature"])
 
 
 def test_a_static_shape_depends_on_no_guess(runner: ModelRunner) -> None:
-    """It is the best one for the rates by rank, whatever tokens there are; at temperature 0 a law has one child."""
+    """It is the best one for the rates by rank, whatever the tokens; at temperature 0 a distribution has one child."""
     for sampling, rule in itertools.product(SAMPLINGS.values(), (Rule.MATCH, Rule.RATIO)):
         rates = FIRST_RATES[sampling["temperature"] > 0][: 8 if sampling["temperature"] or rule is Rule.MATCH else 1]
         for shape in (TreeShape(is_static=True), TreeShape(4, 2, max_width=2, is_static=True)):
@@ -211,7 +211,7 @@ def test_the_last_place_is_the_deepest(runner: ModelRunner) -> None:
 def test_siblings_are_drawn_one_after_the_other_without_replacement(
     runner: ModelRunner, rule: Rule, sampling: str
 ) -> None:
-    """Each from the law of the one before without its token, with noise of its own lane; values are not known."""
+    """Each from the distribution of the one before without its token, with its own lane's noise; values are unknown."""
     wanted = ruled(spec(SAMPLINGS[sampling]), rule)
     tree = fresh_tree(runner, wanted, 12, TreeShape(expansions=(3, 2)))
     numbers = [0] * 3

@@ -50,7 +50,7 @@ async def test_a_job_returns_or_raises_where_it_is_awaited() -> None:
 
 
 async def test_tasks_join_the_next_step_and_leave_when_done() -> None:
-    """Nobody waits for anybody else's end."""
+    """No task waits for another's end."""
     machine = Machine()
     gate = threading.Event()
     first, second = Counting(3, "first"), Counting(1, "second")
@@ -100,7 +100,7 @@ async def test_jobs_run_in_order_even_when_nobody_waits() -> None:
 
 
 async def test_closing_fails_what_is_active_and_refuses_what_comes() -> None:
-    """Nobody waits for ever."""
+    """No caller waits for ever."""
     machine = Machine()
     task = Counting(10**9)
     worker = DeviceWorker[Counting](machine.advance)
@@ -126,7 +126,7 @@ async def test_a_job_that_breaks_its_promise_harms_nobody() -> None:
 
 @pytest.mark.parametrize("piece", ["job", "step"])
 async def test_a_device_that_finishes_nothing_is_stalled(piece: str) -> None:
-    """For as long as the job or step under way takes, whatever waits behind it; idleness is no stall."""
+    """For as long as the job or step under way takes, whatever waits after it; idleness is no stall."""
     clock, machine = Clock(), Machine()
     entered, gate = threading.Event(), threading.Event()
     worker, task = DeviceWorker[Counting](machine.advance, clock_ns=clock), Counting(1)
@@ -169,7 +169,7 @@ async def test_a_thread_that_does_not_begin_is_stalled() -> None:
 
 
 async def test_tasks_that_cannot_step_wait_for_a_job() -> None:
-    """They are asked again and again, and behind every job; the device is not stalled, and nothing is lost."""
+    """They are asked again and again, and after every job; the device is not stalled, and nothing is lost."""
     machine, has_room = Machine(), threading.Event()
     num_refused = []
 

@@ -97,7 +97,7 @@ async def test_a_step_of_many_parts_is_no_stall() -> None:
 
 
 def test_a_fault_of_its_own_ends_one_task() -> None:
-    """Unless it has ended already: then there is nobody to tell."""
+    """Unless it has ended already: then there is no caller to inform."""
     running, done = Counting(1), Counting(1, done=True)
     for task in (running, done):
         with own_fault(task):

@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def branched(runner: ModelRunner, prompt_len: int) -> tuple[Session, list[Session]]:
-    """A session behind a forward with a tree, and a fork for each path but the last."""
+    """A session after a forward with a tree, and a fork for each path but the last."""
     session = runner.open(random_ids(prompt_len, vocab_size=300), 1)
     session.reserve(len(TREE))
     finish(runner, Feed(session, TREE))
@@ -30,7 +30,7 @@ def branched(runner: ModelRunner, prompt_len: int) -> tuple[Session, list[Sessio
 @pytest.mark.parametrize("prompt_len", [5, 15, 16, 17, 30])
 @pytest.mark.parametrize("last", PATHS)
 def test_forks_have_what_they_would_have_computed(folder: Path, prompt_len: int, last: tuple[int, ...]) -> None:
-    """Whatever the session goes on with, and whoever of them writes next."""
+    """Whatever the session goes on with, and whichever of them writes next."""
     runner = ModelRunner.load(str(folder), dtype="float32", kv_tokens=512)
     session, forks = branched(runner, prompt_len)
     session.keep(last)

@@ -67,7 +67,7 @@ def grow(runner: ModelRunner, session: Session, tree: TokenTree, steps: list[int
 
 
 def state_of(runner: ModelRunner, session: Session, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of all committed tokens and of the rows behind them."""
+    """Keys and values of all committed tokens and of the rows after them."""
     return runner.cache.gather(session.table.slots(0, len(session) + num_rows))
 
 
@@ -157,7 +157,7 @@ def test_a_row_at_its_number_would_be_noticed(runner: ModelRunner, monkeypatch: 
 
 
 def test_rows_that_do_not_lie_there_are_refused(runner: ModelRunner) -> None:
-    """What counts as computed is what the session's own tree begins with, behind cached tokens."""
+    """What counts as computed is what the session's own tree begins with, after cached tokens."""
     session = runner.open(random_ids(10), 1)
     tree = TokenTree((7, 8, 9), (0, 0, 1))
     with pytest.raises(ValueError, match="do not lie computed"):
@@ -174,7 +174,7 @@ def test_rows_that_do_not_lie_there_are_refused(runner: ModelRunner) -> None:
 
 
 def test_rows_that_were_computed_once_more_are_the_same(runner: ModelRunner) -> None:
-    """A step that is made again, because what came behind it failed, changes nothing."""
+    """A step that is made again, because what came after it failed, changes nothing."""
     prompt, tree = random_ids(18), TREE
     session = runner.open(prompt, 1)
     grow(runner, session, tree, [0, 3, 8])
@@ -223,7 +223,7 @@ def test_the_next_tokens_go_down_the_tree(runner: ModelRunner, token_ids: tuple[
 
 
 def test_a_tail_that_differs_leaves_the_tree(runner: ModelRunner) -> None:
-    """A tree stands behind the tokens that it was computed behind, and behind no others."""
+    """A tree stands after the tokens that it was computed after, and after no others."""
     session = runner.open(random_ids(30), 1)
     finish(runner, Feed(session, TREE))
     session.replace_tail(29, [3, 22])

@@ -151,7 +151,7 @@ def test_expansions_fix_the_shape() -> None:
 
 
 def test_a_static_shape_is_filled_level_by_level() -> None:
-    """Only rows that have children are expanded, values are the shape's, and nothing stands behind a leaf."""
+    """Only rows that have children are expanded, values are the shape's, and nothing stands after a leaf."""
     shape = static_shape([0.6, 0.2, 0.1], 12, 4)
     filling, steps = Filling(shape), 0
     while wanted := filling.frontier():

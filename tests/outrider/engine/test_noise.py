@@ -42,7 +42,7 @@ def test_keys_are_those_of_the_vectors() -> None:
 
 
 def test_keys_of_rounds_are_those_of_the_vectors() -> None:
-    """Seeds as extreme, and positions at the beginning of a round and behind it."""
+    """Seeds as extreme, and positions at the beginning of a round and after it."""
     for each in VECTORS["rounds"]:
         purpose = Purpose(each["purpose"])
         assert round_key(each["seed"], each["base_len"], each["position"], purpose) == each["key"]
@@ -191,7 +191,7 @@ def of_round(base_len: int, position: int, purpose: int) -> int:
 
 
 def test_rounds_are_independent() -> None:
-    """Consecutive rounds, the positions and purposes in them and the ids behind pass the same tests."""
+    """Consecutive rounds, the positions and purposes in them and the ids after pass the same tests."""
     assert faults(words_of_rounds(of_round)) == []
 
 

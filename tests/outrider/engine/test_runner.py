@@ -1,4 +1,4 @@
-"""The ragged tree forward: bitwise the same logits and caches, however the work is cut up and whoever shares it."""
+"""The ragged tree forward: bitwise the same logits and caches, however the work is cut up and whatever shares it."""
 
 import functools
 import itertools

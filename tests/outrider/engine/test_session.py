@@ -18,7 +18,7 @@ def pool() -> BlockPool:
 
 
 def open_session(pool: BlockPool, *token_ids: int) -> Session:
-    """A session over a cache whose keys tell their slot."""
+    """A session over a cache whose keys are their slot."""
     cache = KVCache(1, pool.num_blocks * pool.block_size, 1, 1, torch.float32, torch.device("cpu"))
     cache.keys[0][:] = torch.arange(len(cache.keys[0]))[:, None, None]
     return Session(BlockTable(pool, cache), token_ids, 1)

@@ -1,4 +1,4 @@
-"""Who gets rows of a step, and how many rows of prompts it may have beside those who run."""
+"""Rows of a step: which feeds get them, and how many rows of prompts there may be beside those that run."""
 
 from collections.abc import Callable
 
@@ -62,7 +62,7 @@ def test_owners_of_prompts_have_equal_shares() -> None:
 
 
 def test_owners_take_turns_where_a_row_for_each_is_too_much() -> None:
-    """Ten owners and four rows a step: whoever waited longest is next, so all have been served after ten steps."""
+    """Ten owners and four rows a step: the one that waited longest is next, so all have been served after ten steps."""
     feeds = make_feeds(*((500, 0, 0) for _ in range(10)))
     for owner, feed in enumerate(feeds):
         feed.session.owner = owner
@@ -79,7 +79,7 @@ def test_a_tree_waits_for_its_last_token() -> None:
 
 
 def test_no_feed_starves() -> None:
-    """Whoever waited longest is first: a wide tree among many steps is served within two forwards, a prompt as well."""
+    """The longest wait is first: a wide tree among many steps is served within two forwards, a prompt as well."""
     feeds = make_feeds((5, 4, 60), (900, 0, 0), *((5, 4, 0) for _ in range(200)))
     served = [0] * len(feeds)
     for forward in range(1, 5):
@@ -98,7 +98,7 @@ def test_wanted_prefixes_are_bounded_and_others_are_not() -> None:
 
 
 def test_a_wanted_prefix_leaves_room_for_the_root_and_the_tree() -> None:
-    """Whatever the bound, tokens are drawn behind them; a prefix that is too long comes in parts."""
+    """Whatever the bound, tokens are drawn after them; a prefix that is too long comes in parts."""
     assert share_rows(make_feeds((9, 8, 5), prefixed={0}), 512, 1) == [6]
     assert share_rows(make_feeds((9, 7, 5), prefixed={0}), 512, 1) == [7]
     assert share_rows(make_feeds((9, 6, 5), prefixed={0}), 512, 1) == [1]
@@ -158,7 +158,7 @@ def test_everybody_comes_to_an_end(
 
 
 class Device:
-    """Steps that take as long as a law of (rows of prompts, others) says, and the pace that is learnt from them."""
+    """Steps that take as long as a formula of (rows of prompts, others) says, and the pace that is learnt from them."""
 
     def __init__(self, law: Callable[[int, int], float]) -> None:
         self.law = law
@@ -194,7 +194,7 @@ def prompts() -> list[Feed]:
 
 
 def test_a_prompt_alone_takes_the_whole_step() -> None:
-    """Nobody else runs, so nobody has a pace to keep."""
+    """No other session runs, so none has a pace to keep."""
     device = Device(cpu)
     assert [device.step(prompts())[0] for _ in range(3)] == [512] * 3
 

@@ -27,7 +27,7 @@ def load(folder: Path, max_rows: int = 512, taps: tuple[int, ...] = TAPS) -> Mod
 
 
 def features(runner: ModelRunner, session: Session) -> Tensor:
-    """Those of the cached tokens, [tokens, taps, H]."""
+    """Features of the cached tokens, [tokens, taps, H]."""
     slots = torch.from_numpy(session.table.slots(0, session.cached_len).copy())
     return runner.cache.features[slots].view(session.cached_len, len(runner.cache.taps), -1)
 

@@ -41,7 +41,7 @@ def read(file: Path) -> None:
 
 
 def refusal(file: Path) -> str:
-    """What is said of a file by whoever would load it, or read its tokenizer; little memory is taken for it."""
+    """What is said of a file by code that would load it, or read its tokenizer; little memory is taken for it."""
     tracemalloc.start()
     try:
         with pytest.raises(ModelRefused) as caught:
@@ -61,7 +61,7 @@ def at(place: int, data: bytes) -> Callable[[bytes], bytes]:
 
 
 def behind(name: str, skipped: int, data: bytes) -> Callable[[bytes], bytes]:
-    """The same, so many bytes behind the first place where a name stands."""
+    """A fault that writes data so many bytes after the first place where a name stands."""
     return lambda content: at(content.index(name.encode()) + len(name) + skipped, data)(content)
 
 

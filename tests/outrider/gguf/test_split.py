@@ -36,7 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def split(whole: Path) -> Path:
-    """The same in three parts, of which the first has what the model says of itself and no tensor."""
+    """The file in three parts, of which the first has what the model says of itself and no tensor."""
     folder = whole.parent / "split"
     folder.mkdir()
     metadata, tensors = metadata_of(whole.parent / "model"), tensors_of(whole.parent / "model", F32)
@@ -67,7 +67,7 @@ def copied(split: Path, tmp_path: Path) -> Path:
 
 
 def logits(model: Path) -> torch.Tensor:
-    """Of some random tokens."""
+    """Logits of some random tokens."""
     return all_logits(ModelRunner.load(str(model), dtype="float32", kv_tokens=512), random_ids(20, 300), 12)[0]
 
 

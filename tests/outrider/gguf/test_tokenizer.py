@@ -76,7 +76,7 @@ def test_transformers_reads_the_same_tokens(tmp_path: Path) -> None:
     ],
 )
 def test_words_are_cut_as_the_name_says(tmp_path: Path, name: str, words: list[str]) -> None:
-    """Digits, contractions, runs of spaces, lines and marks tell the pre-tokenizers apart."""
+    """Digits, contractions, runs of spaces, lines and marks distinguish the pre-tokenizers."""
     tokenizer = read_tokenizer(file_of(tmp_path, pre=name))
     text = "It's 1984a   5\n\nx\u0301."
     assert tokenizer.pre_tokenizer is not None
@@ -145,7 +145,7 @@ def sentence_piece(path: Path, **changes: Any) -> GgufFile:
 
 
 def merged(text: str) -> list[str]:
-    """SentencePiece's own law, one merge after another: of all neighbours the pair with the best score, leftmost."""
+    """SentencePiece's own rule, one merge after another: of all neighbours the pair with the best score, leftmost."""
     pieces = list(SPACE + text.replace(" ", SPACE))
     while True:
         scores = [PIECES.get(one + two, -np.inf) for one, two in pairwise(pieces)]

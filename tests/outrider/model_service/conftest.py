@@ -1,4 +1,4 @@
-"""A tiny target behind a server on a free port."""
+"""A tiny target with a server on a free port."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace

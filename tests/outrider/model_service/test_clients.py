@@ -103,7 +103,7 @@ async def serving(running: RunningModelService, folder: Path, kind: type[ClientT
 
 
 async def test_only_those_who_are_named_may_ask(served: Served[TargetClient], folder: Path) -> None:
-    """Any other one, though the authority has signed its certificate, is told so, and so is the log; but for health."""
+    """Any other one, though the authority signed its certificate, learns so, and so does the log; but for health."""
     info = await ModelServiceStub(served.channels["gateway-b"]).GetModelInfo(pb.GetModelInfoRequest())
     assert info.role == pb.SERVICE_ROLE_TARGET
     with capture_logs() as logs:
@@ -131,7 +131,7 @@ async def test_only_those_who_are_named_may_ask(served: Served[TargetClient], fo
 
 
 async def test_a_session_is_its_opener_s(served: Served[TargetClient]) -> None:
-    """Whoever else names its id is refused, whatever the message, and nothing happens to it; links of its own go on."""
+    """Another client that names its id is refused, whatever the message, and nothing happens to it; own links go on."""
     owner = served.client("gateway")
     await owner.open(SPEC)
     _, _, first = await owner.verdict()

@@ -12,7 +12,7 @@ from outrider.rpc.fencing import Fence
 
 @dataclass
 class Clock:
-    """A clock that stands still until it is told to go on."""
+    """A clock that stands still until it is moved on."""
 
     now: float = 100.0
 
@@ -32,7 +32,7 @@ class Lodger:
     task: object = None
 
     def stop_job(self) -> bool:
-        """Counts."""
+        """Counts the stops."""
         self.stopped += 1
         return False
 
@@ -133,7 +133,7 @@ def test_leaving_counts_for_the_owner_alone(table: LeaseTable[Lodger], beds: lis
 
 
 def test_a_close_of_an_older_epoch_has_no_say(table: LeaseTable[Lodger], beds: list[str]) -> None:
-    """The session belongs to whoever opened it last."""
+    """The session belongs to the link that opened it last."""
     taken(table, beds, "a", owner="link").epoch = 3
     table.close(Fence(b"a", 2, 1), "link")
     table.close(Fence(b"a", 3, 1), "another link")
@@ -174,7 +174,7 @@ def test_only_as_many_as_needed_are_evicted(table: LeaseTable[Lodger], beds: lis
 
 
 def test_a_full_pool_without_leases_is_full(table: LeaseTable[Lodger], beds: list[str]) -> None:
-    """The error reaches the one who asked, and nobody is evicted."""
+    """The error reaches the one who asked, and none is evicted."""
     taken(table, beds, "a")
 
     def bed() -> None:
@@ -202,7 +202,7 @@ def test_an_id_is_held_once(table: LeaseTable[Lodger], beds: list[str]) -> None:
 
 
 def test_how_leases_end_is_counted(table: LeaseTable[Lodger], beds: list[str], clock: Clock) -> None:
-    """Early for want of room, late because nobody came; one that is taken up or closed counts as neither."""
+    """Early for want of room, late because no gateway came; one that is taken up or closed counts as neither."""
     for name in ("evicted", "expired", "taken up", "closed"):
         taken(table, beds, name, owner=name)
         table.leave(name)
@@ -219,7 +219,7 @@ def test_how_leases_end_is_counted(table: LeaseTable[Lodger], beds: list[str], c
 
 
 def test_leases_give_way_when_there_are_too_many_sessions(beds: list[str], clock: Clock) -> None:
-    """The longest lease first, whatever room its session takes; without a lease, nobody, and no further one is held."""
+    """The longest lease first, whatever room its session takes; without a lease, none, and no further one is held."""
     table = LeaseTable[Lodger](10.0, clock, max_sessions=3)
     for name in ("a", "b", "c"):
         taken(table, beds, name, owner=name)

@@ -209,7 +209,7 @@ class Gateway:
         return {}
 
     async def send_initial_metadata(self, metadata: Sequence[object]) -> None:
-        """There is nobody who would look at it."""
+        """There is no reader that would look at it."""
 
     async def _sent(self) -> AsyncIterator[Message]:
         while (frame := await self.frames.get()) is not None:
@@ -217,7 +217,7 @@ class Gateway:
             yield frame
 
     async def write(self, frame: target_pb.TargetServiceLinkResponse) -> None:
-        """Takes a frame."""
+        """Takes a frame of answers."""
         await self.may_read.wait()
         self.answers += frame.responses
 
@@ -382,7 +382,7 @@ async def test_a_draining_service_ends_each_link_when_it_has_no_session(
 
 
 class Held(GrammarEngine):
-    """Compiles when it is told to."""
+    """Compiles when it is released."""
 
     def __init__(self, folder: Path) -> None:
         write_tokenizer(folder, 257)
@@ -391,7 +391,7 @@ class Held(GrammarEngine):
         self.may_compile = threading.Event()
 
     def get(self, text: str, salt: bytes = b"") -> Grammar:
-        """As that of every engine, later."""
+        """Grammar like that of every engine, later."""
         assert self.may_compile.wait(PATIENCE_S)
         return super().get(text, salt)
 
@@ -416,7 +416,7 @@ def opening_under(client: TargetClient, grammar: str, epoch: int = 1) -> Any:
 
 
 async def test_an_open_with_a_new_grammar_holds_up_nobody_else(compiling: tuple[TargetClient, Held]) -> None:
-    """Only what is behind it in its own session waits, and comes behind it."""
+    """Only what is after it in its own session waits, and comes after it."""
     client, grammars = compiling
     other, third = client.beside(), client.beside()
     text = LLMatcher.grammar_from_regex("[a-c]{30}")
@@ -430,12 +430,12 @@ async def test_an_open_with_a_new_grammar_holds_up_nobody_else(compiling: tuple[
     grammars.may_compile.set()
     assert grammars.tokenizer.id_to_token((await client.verdict())[2]) in "abc"
     await client.send(other.stepping(1, 7))
-    # The third one was closed, behind its open.
+    # The third one was closed, after its open.
     assert (await client.link.frame()).session_count == 2
 
 
 async def test_a_grammar_that_cannot_be_compiled_refuses_its_open(compiling: tuple[TargetClient, Held]) -> None:
-    """What comes behind that is of another epoch, and taken."""
+    """What comes after that is of another epoch, and taken."""
     client, grammars = compiling
     good = LLMatcher.grammar_from_regex("[a-c]{30}")
     await client.send(opening_under(client, "start: nothing"), opening_under(client, good, epoch=2))
@@ -448,7 +448,7 @@ async def test_a_grammar_that_cannot_be_compiled_refuses_its_open(compiling: tup
 async def test_a_bug_while_a_grammar_is_compiled_ends_its_session_alone(
     compiling: tuple[TargetClient, Held], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it says is for the log; nobody waits for ever."""
+    """What it says is for the log; no caller waits for ever."""
     client, grammars = compiling
     other = client.beside()
     monkeypatch.setattr(grammars, "get", lambda *asked: dict[object, Grammar]()[asked])

@@ -1,4 +1,4 @@
-"""The figures of a service: what its parts count is what a scrape tells, at that moment."""
+"""The figures of a service: what its parts count is what a scrape says, at that moment."""
 
 from prometheus_client import generate_latest
 from support.observability import families, findings
@@ -42,7 +42,7 @@ COUNTS = ServiceCounts(
 
 
 class Device:
-    """A device with three jobs waiting, and half a second behind."""
+    """A device with three jobs waiting, and stalled for half a second."""
 
     num_waiting = 3
     stalled_us = 500_000

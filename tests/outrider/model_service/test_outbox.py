@@ -59,7 +59,7 @@ async def test_nobody_is_woken_before_the_device_rests() -> None:
 
 
 async def test_an_outbox_is_bounded() -> None:
-    """What one session or all have too much is dropped; the session is told once, the link in an error."""
+    """What one session or all have too much is dropped; the session is named once, the link in an error."""
     outbox: Outbox = Outbox(Outboxes())
     for number in range(MAX_UNSENT_OF_SESSION + 9):
         outbox.put(_answer(b"flooded", number))

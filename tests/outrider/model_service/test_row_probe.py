@@ -19,7 +19,7 @@ def runner(tmp_path: Path) -> ModelRunner:
 
 
 def test_rows_of_our_engine_are_independent(runner: ModelRunner) -> None:
-    """Every row of every comparison has the same bits, and no block stays behind."""
+    """Every row of every comparison has the same bits, and no block stays taken."""
     assert compare(runner) == [Comparison(name, rows, rows) for name, rows in ROWS.items()]
     assert runner.pool.num_used == 0
 

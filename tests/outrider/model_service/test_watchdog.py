@@ -21,22 +21,22 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 @dataclass
 class Life:
-    """What happened when; `stalled_s` tells for how long the device has stalled at a time."""
+    """What happened when; `stalled_s` says for how long the device has stalled at a time."""
 
     stalled_s: Callable[[float], float]
     now_s: float = 0.0
     diary: list[tuple[float, object]] = field(default_factory=list)
 
     async def sleep(self, delay_s: float) -> None:
-        """Time passes."""
+        """Lets time pass."""
         self.now_s += delay_s
 
     async def say_unwell(self) -> None:
-        """Remembers."""
+        """Remembers that it was called."""
         self.diary.append((self.now_s, "unwell"))
 
     def end(self, code: int) -> None:
-        """Remembers."""
+        """Remembers the code."""
         self.diary.append((self.now_s, code))
 
     async def watch(self, limit_s: float) -> list[tuple[float, object]]:

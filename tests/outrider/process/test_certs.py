@@ -33,7 +33,7 @@ def named_in(certificate: x509.Certificate) -> list[str]:
 
 
 def test_the_command_writes_a_folder_for_each(tmp_path: Path) -> None:
-    """Each has its certificate, its key for nobody else, and the authority that signed it, and says who it is first."""
+    """Each has its certificate, its key for no other user, and the signing authority, and says who it is first."""
     ended = subprocess.run(
         [sys.executable, "-c", START, "certs", str(tmp_path), "--host", "target=10.0.0.7", "--days", "2", "--json"],
         capture_output=True,
@@ -77,7 +77,7 @@ def test_one_more_name() -> None:
 
 
 def test_whatever_has_a_certificate_gets_a_new_one_with_its_names(tmp_path: Path) -> None:
-    """Those of an earlier call and those that are new, and each is told; a stranger's certificate is left alone."""
+    """Those of an earlier call and those that are new, and each is named; a stranger's certificate is left alone."""
     strangers = tmp_path / "stranger"
     strangers.mkdir()
     leaf = trustme.CA().issue_cert("a.example")

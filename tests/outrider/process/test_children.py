@@ -24,7 +24,7 @@ from outrider.process.children import (
     misses,
 )
 
-# Serves where it is told to until its stdin ends.
+# Serves where its arguments say until its stdin ends.
 SERVES = """
 import concurrent.futures, os, signal, sys, grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -122,7 +122,7 @@ async def test_starts_and_stops_in_order(record: Record) -> None:
 
 
 async def test_refusal_carries_sentence_and_code(supervisor: Supervisor, record: Record) -> None:
-    """A child that exits 78 ends the start with its code and last sentence, told once, and takes the others along."""
+    """A child that exits 78 ends the start with its code and last sentence, said once, and takes the others along."""
     serving = launch(SERVES, "draft")
     with pytest.raises(ServiceFailed, match="kind that cannot be truncated") as failure:
         await supervisor.start(serving, launch(REFUSES, "target"))
@@ -146,7 +146,7 @@ async def test_serving_is_what_the_child_says(supervisor: Supervisor) -> None:
 
 
 def test_free_ports_differ_and_can_be_taken() -> None:
-    """Nobody is given the same port again, and who names it has it."""
+    """No process is given the same port again, and one that names it has it."""
     ports = [free_port("127.0.0.1") for _ in range(20)]
     assert len(set(ports)) == len(ports)
     for port in ports:
@@ -170,7 +170,7 @@ async def test_lines_without_an_end_are_not_held(supervisor: Supervisor, record:
 
 
 async def test_dead_service_comes_back_on_its_port(supervisor: Supervisor, record: Record) -> None:
-    """SIGKILL twice: each time the service is back on the same address, and each death and return is told."""
+    """SIGKILL twice: each time the service is back on the same address, and each death and return is reported."""
     [address] = await supervisor.start(launch(SERVES, "draft"))
     watching = asyncio.create_task(supervisor.watch())
     for _ in range(2):
@@ -215,7 +215,7 @@ async def test_only_silence_is_a_hang() -> None:
 
 
 async def test_keeps_trying_when_a_restart_fails(supervisor: Supervisor, record: Record, tmp_path: Path) -> None:
-    """A service that cannot come back at once is tried again, and the reason is told each time."""
+    """A service that cannot come back at once is tried again, and the reason is reported each time."""
     mark = tmp_path / "mark"
     once = f"import os, sys\nif os.path.exists('{mark}'): os.remove('{mark}'); sys.exit('The disk is busy.')\n"
     await supervisor.start(launch(once + SERVES, "target"))
@@ -314,7 +314,7 @@ async def test_a_taken_port_is_told_by_the_child_alone(supervisor: Supervisor, r
 
 
 async def test_a_restart_keeps_all_ports(supervisor: Supervisor, record: Record) -> None:
-    """Also that of the metrics, which was any free one, so that whoever scrapes it goes on."""
+    """Also that of the metrics, which was any free one, so that its scraper goes on."""
     child = Launch("target", (sys.executable, "-c", SERVES_METRICS), further=ANYWHERE)
     await supervisor.start(child)
     before = dict(supervisor.addresses("target"))
@@ -346,7 +346,7 @@ async def test_a_child_that_cannot_be_started_is_tried_again(
 
 
 async def test_a_watch_that_fails_begins_again(record: Record) -> None:
-    """Whatever it is: a service that nobody watches would stay dead."""
+    """Whatever it is: a service that is not watched would stay dead."""
     faults = iter([RuntimeError("cannot start a thread")])
 
     def observe(change: Change) -> None:

@@ -56,7 +56,7 @@ def test_any_answer_is_a_sign_of_life(service: tuple[health.HealthServicer, str]
 
 
 async def test_a_refused_certificate_is_a_sign_of_life_too(tmp_path: Path) -> None:
-    """One that has expired ends no process; but where nobody speaks, a certificate makes no difference."""
+    """One that has expired ends no process; but where no process answers, a certificate makes no difference."""
     certificates = issue(tmp_path, "target")
     shown = shown_by(certificates, "target")
     words = (shown.ca, shown.cert, shown.key)

@@ -43,7 +43,7 @@ async def logged(stderr: int) -> bytes:
 
 
 async def test_json_holds_the_traceback_without_locals() -> None:
-    """A log that leaves the machine tells where it went wrong, and nothing of what users wrote."""
+    """A log that leaves the machine says where it went wrong, and nothing of what users wrote."""
     lines = (await logged(asyncio.subprocess.PIPE)).decode().splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["handler failed", "library failed"]
     for line in lines:
@@ -68,7 +68,7 @@ async def test_terminal_shows_the_traceback_without_locals() -> None:
 
 
 def test_what_is_bound_is_on_every_line_and_comes_back() -> None:
-    """An inner value hides an outer one, a request has one id whoever binds it, and afterwards nothing is left."""
+    """An inner value hides an outer one, a request has one id whatever binds it, and afterwards nothing is left."""
     with capture_logs([merge_contextvars]) as lines:
         with telemetry.bound(session="outer"), telemetry.request_scope() as request_id:
             with telemetry.bound(session="inner", request_id="own"), telemetry.request_scope() as own:

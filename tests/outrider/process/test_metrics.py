@@ -42,7 +42,7 @@ async def served() -> AsyncIterator[RunningMetrics]:
 
 
 def lines(running: RunningMetrics, query: str = "", accept: str = "") -> list[str]:
-    """The samples."""
+    """Samples of a scrape, line by line."""
     request = urllib.request.Request(f"http://{running.address}/metrics{query}", headers={"accept": accept})
     with urllib.request.urlopen(request) as answer:
         wanted = "application/openmetrics-text" if accept == OPEN_METRICS else "text/plain"
@@ -58,7 +58,7 @@ async def test_all_formats_have_the_same_samples(accept: str) -> None:
 
 
 async def test_some_series_can_be_asked_for_by_name() -> None:
-    """As Prometheus's clients do, also of collectors that do not tell their names."""
+    """As Prometheus's clients do, also of collectors that do not state their names."""
     async with served() as running:
         assert lines(running, "?name[]=waiting") == ["waiting 3.0"]
         assert lines(running, "?name[]=nothing") == []
@@ -98,7 +98,7 @@ async def test_connections_that_ask_nothing_lock_nobody_out() -> None:
 
 
 async def test_a_connection_that_asks_nothing_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does one that stops in the middle of its question, and nobody writes about it."""
+    """Nor does one that stops in the middle of its question, and no line is written about it."""
     monkeypatch.setattr(MetricsConnection, "timeout", 0.05)
     async with served() as running:
         for said in (b"", b"GET /metrics HTTP/1.1\r\nhost: x"):

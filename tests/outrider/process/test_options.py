@@ -85,7 +85,7 @@ def test_settings_come_from_flags_and_variables(words: str, variables: dict[str,
     ],
 )
 def test_settings_outside_their_limits_do_not_exist(changes: dict[str, Any], sentence: str) -> None:
-    """Whoever makes them."""
+    """Whatever code makes them."""
     with pytest.raises(InvalidRequest, match=sentence):
         replace(Own("a:1"), **changes)
 
@@ -100,7 +100,7 @@ def ended(app: typer.Typer, *words: str, monkeypatch: pytest.MonkeyPatch) -> int
 
 @dataclass(frozen=True)
 class Limits:
-    """Settings."""
+    """Settings with limits."""
 
     limit: Annotated[float, Setting("Whatever.", above(0))] = 1.0
 
@@ -182,7 +182,7 @@ def test_options_that_exclude_each_other() -> None:
 
 @dataclass(frozen=True)
 class Size:
-    """A group."""
+    """A group of two options."""
 
     max_width: Annotated[int | None, typer.Option(metavar="N")] = None
     tall: Annotated[bool, typer.Option("--tall")] = False
@@ -195,7 +195,7 @@ def command_with(seen: list[object]) -> typer.Typer:
     @app.command()
     @grouped
     def show(name: str, *, size: Size, loud: Annotated[bool, typer.Option("--loud")] = False) -> None:
-        """Shows."""
+        """Shows its arguments."""
         seen.extend((name, size, loud))
 
     return app
@@ -255,7 +255,7 @@ class Told:
     exit_code: int = 2
 
     def format_message(self) -> str:
-        """As it was given."""
+        """Sentence as it was given."""
         return self.message
 
 
@@ -340,7 +340,7 @@ def test_a_full_output_is_told_in_one_sentence(words: str) -> None:
 
 @pytest.mark.parametrize("words", ["--words Hi", "--help", "--rich"])
 def test_an_output_without_a_reader_is_141(words: str) -> None:
-    """Nobody is there to be told, so nothing is said."""
+    """There is no reader, so nothing is said."""
     # The reader has ended before the program begins: it cannot do so while the other side holds its pipe.
     line = f"exec 3> >(exec 0<&-; exec true); wait $!; program {words} >&3"
     assert shell(line) == (141, "", "")

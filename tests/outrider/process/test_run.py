@@ -121,7 +121,7 @@ async def test_an_interrupt_that_was_ignored_stays_so(spawn: Spawn) -> None:
 
 
 async def test_a_service_that_has_stopped_is_gone(spawn: Spawn) -> None:
-    """Nobody waits until the interpreter and what it has loaded are taken apart."""
+    """The parent need not wait until the interpreter and what it has loaded are taken apart."""
     child = await spawn("import atexit\natexit.register(sys.stderr.write, 'taken apart')")
     await until_listening(child)
     child.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Standard streams that cannot be written, with real processes: nobody fails or waits, and what was lost is told."""
+"""Standard streams that cannot be written, with real processes: no writer fails or waits, and losses are reported."""
 
 import json
 import os
@@ -43,7 +43,7 @@ RUN = "\nrun_app(main)\n"
 
 
 def started(work: str, redirections: str = "", line: str = "") -> "subprocess.Popen[str]":
-    """A process that does the work, with its streams as a shell makes them, perhaps behind a line of it."""
+    """A process that does the work, with its streams as a shell makes them, perhaps after a line of it."""
     command = f'{line} exec "{sys.executable}" -c "$PROGRAM" {redirections}'
     pipe = subprocess.PIPE
     return subprocess.Popen(
@@ -68,13 +68,13 @@ def ended(work: str, redirections: str = "", line: str = "") -> tuple[int, str, 
     [("2>/dev/full", ""), ("2>&3", "exec 3> >(exec 0<&-; exec true); wait $!;"), ("2</dev/null", "")],
 )
 def test_lines_that_cannot_be_written_are_counted(redirections: str, line: str) -> None:
-    """On a full disk, without a reader, and on what cannot be written at all; whoever says them goes on."""
+    """On a full disk, without a reader, and on what cannot be written at all; the writer goes on."""
     code, output, _ = ended("def work():\n    say(5)\n    sys.stdout.write('done')\n", redirections, line)
     assert (code, output) == (5, "done")
 
 
 def test_whatever_is_written_leaves_in_order() -> None:
-    """Nothing, bytes, parts of lines, and what a status line of a terminal leaves behind."""
+    """Nothing, bytes, parts of lines, and what a status line of a terminal leaves."""
     work = """
 def work():
     from rich.console import Console
@@ -105,7 +105,7 @@ def test_closed_streams_are_nobody_else_s() -> None:
 
 
 def test_nobody_waits_for_a_reader() -> None:
-    """A pipe that is full holds up its writer's thread alone; what has no room is lost, and told to who reads again."""
+    """A pipe that is full holds up its writer's thread alone; what has no room is lost, and that is reported later."""
     work = """
 def work():
     for number in range(4000):
@@ -127,7 +127,7 @@ def work():
 
 
 async def test_what_was_lost_is_said_when_there_is_room_again(tmp_path: Path) -> None:
-    """Without another line having to come, and on a line of its own behind one that was torn."""
+    """Without another line having to come, and on a line of its own after one that was torn."""
     log, say = tmp_path / "log", "def work():\n    for line in sys.stdin: say(int(line)); print('said', flush=True)\n"
     with started(say, f"2>>{log}", "ulimit -S -f 1;") as process:
         assert process.stdin is not None

@@ -37,7 +37,7 @@ class Servicer(ModelServiceServicer):
         self.handle = handle
 
     async def GetModelInfo(self, request: object, context: object) -> pb.GetModelInfoResponse:  # noqa: N802
-        """Unary."""
+        """Answers one message with one."""
         await self.handle()
         return pb.GetModelInfoResponse(model_name="m")
 
@@ -49,7 +49,7 @@ class Streamer(TargetServiceServicer):
         self.handle = handle
 
     async def Link(self, request_iterator: AsyncIterator[object], context: grpc.aio.ServicerContext) -> None:  # noqa: N802
-        """Bidirectional."""
+        """Answers every message of a stream."""
         async for _ in request_iterator:
             await context.write(target_pb.TargetServiceLinkResponse(numerics_id="n" * 1024))
             await self.handle()
@@ -65,7 +65,7 @@ class Harness:
         """What handlers do when nothing is to go wrong."""
 
     async def start(self, listen: str = "127.0.0.1:0") -> channels.RunningServer:
-        """Serves."""
+        """Serves on an address; the test stops it."""
 
         async def handle() -> None:
             await self.handle()
@@ -164,7 +164,7 @@ async def test_details_follow_the_error_model(harness: Harness, channel: grpc.ai
 async def test_no_python_text_leaves(
     harness: Harness, channel: grpc.aio.Channel, read_error: Callable[..., Awaitable[grpc.aio.AioRpcError]]
 ) -> None:
-    """An exception that nobody planned is INTERNAL, without its text."""
+    """An unexpected exception is INTERNAL, without its text."""
     harness.fail(ValueError("the secret prompt"))
     error = await read_error(channel)
     assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "internal error")
@@ -285,7 +285,7 @@ async def test_an_address_has_one_owner(server: channels.RunningServer, harness:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
 async def test_a_held_port_is_for_those_who_share_it(host: str) -> None:
-    """Several servers have it beside each other, and nobody else, even while none of them is there."""
+    """Several servers have it beside each other, and no other process, even while none of them is there."""
     address, held = channels.hold(f"{host}:0")
     name, _, port = address.rpartition(":")
     place, family = (name.strip("[]"), int(port)), held.family
@@ -305,7 +305,7 @@ async def test_a_held_port_is_for_those_who_share_it(host: str) -> None:
 
 
 async def test_a_shared_port_cannot_be_held() -> None:
-    """Whoever shares it already would take a part of the connections."""
+    """A server that shares it already would take a part of the connections."""
     with socket.create_server(("127.0.0.1", 0), reuse_port=True) as listener, pytest.raises(channels.AddressTaken):
         channels.hold(f"127.0.0.1:{listener.getsockname()[1]}")
     with pytest.raises(channels.AddressTaken):
@@ -320,7 +320,7 @@ async def test_an_address_is_a_host_and_a_port(harness: Harness, listen: str) ->
 
 
 async def test_health_lists_all_services(server: channels.RunningServer, channel: grpc.aio.Channel) -> None:
-    """Each with the status that who asks for it alone is told."""
+    """Each with the status that a question for it alone gets."""
     stub, statuses = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckResponse
     names = {"", "outrider.v1.ModelService", "outrider.v1.TargetService"}
     for status in (statuses.SERVING, statuses.NOT_SERVING):

@@ -1,4 +1,4 @@
-"""Connections to a server of gRPC are fewer than descriptors, and whoever asks for nothing makes room for others."""
+"""Connections to a server of gRPC are fewer than descriptors, and one that asks for nothing makes room for others."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -31,7 +31,7 @@ class Servicer(ModelServiceServicer):
         self.goes_on, self.waiting, self.asked = asyncio.Event(), 0, 0
 
     async def GetModelInfo(self, request: object, context: object) -> pb.GetModelInfoResponse:  # noqa: N802
-        """Waits."""
+        """Waits until it is released."""
         self.waiting += 1
         await self.goes_on.wait()
         return pb.GetModelInfoResponse()
@@ -82,7 +82,7 @@ async def test_who_asks_for_nothing_makes_room(monkeypatch: pytest.MonkeyPatch, 
             for _ in range(3):
                 for _ in range(2 * FEW):
                     _, writer = await asyncio.open_connection(host, int(port))
-                    # A writer that nobody has any more closes its connection.
+                    # A writer without references closes its connection.
                     life.callback(writer.close)
                     writer.write(begun)
                 await eventually(lambda: is_served(address))
@@ -93,7 +93,7 @@ async def test_who_asks_for_nothing_makes_room(monkeypatch: pytest.MonkeyPatch, 
 
 
 async def test_calls_without_a_key_are_answered_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a few, however many a connection has sent; after many it is ended. With a key it is nobody's burden."""
+    """After a few, however many a connection has sent; after many it is ended. With a key it is no burden."""
     monkeypatch.setattr(crowd, "REFUSED_BURST", 4)
     monkeypatch.setattr(crowd, "REFUSED_PER_S", 0.01)
     monkeypatch.setattr(crowd, "MAX_REFUSED", 40)

@@ -1,4 +1,4 @@
-"""Errors that gRPC makes itself, told apart from those that a service of ours raised."""
+"""Errors that gRPC makes itself, distinguished from those that a service of ours raised."""
 
 from collections.abc import AsyncIterator
 
@@ -33,7 +33,7 @@ HOUSE = (gateway_main.__name__.partition(".")[0], outrider_up.__name__.partition
 
 
 class LosesItsPeer(ModelServiceServicer):
-    """Passes on that somebody behind it went away."""
+    """Passes on that one of its services went away."""
 
     async def GetModelInfo(self, request: object, context: object) -> pb.GetModelInfoResponse:  # noqa: N802
         """Always fails."""

@@ -26,7 +26,7 @@ class RefusesTheUnknown(ModelServiceServicer):
     """Knows sessions of a name, and nothing of a model."""
 
     async def GetModelInfo(self, request: object, context: object) -> pb.GetModelInfoResponse:  # noqa: N802
-        """Nothing to tell."""
+        """A handler without an answer."""
         return pb.GetModelInfoResponse()
 
     async def Rollback(self, request: pb.RollbackRequest, context: object) -> pb.RollbackResponse:  # noqa: N802

@@ -1,4 +1,4 @@
-"""A budget of memory is never exceeded, is given in order, and none of it is lost, whoever leaves meanwhile."""
+"""A budget of memory is never exceeded, is given in order, and none of it is lost, whatever leaves meanwhile."""
 
 import asyncio
 from random import Random
@@ -37,7 +37,7 @@ async def test_a_budget_is_never_exceeded_and_comes_back() -> None:
 
 
 async def test_who_waits_is_served_in_order_and_not_for_ever() -> None:
-    """A long one does not starve behind smaller ones that come later; where nothing comes free it is told so."""
+    """A long one does not starve because of smaller ones that come later; where nothing comes free it learns so."""
     memory, order = Memory(8 * LONG, wait_s=60), list[int]()
 
     async def hold(number: int, num_bytes: int) -> None:
@@ -67,7 +67,7 @@ async def test_one_holder_leaves_half_to_the_others() -> None:
         await one.take(7 * LONG)
         waiting = asyncio.create_task(two.take(2 * LONG))
         await asyncio.sleep(0)
-        # Whoever waits for itself is in nobody's way.
+        # A share that waits for itself is in no other's way.
         await three.take(7 * LONG)
         await four.take(100)
         assert not waiting.done()

@@ -1,4 +1,4 @@
-"""Reflection: what a server tells about its services, and when."""
+"""Reflection: what a server shows of its services, and when."""
 
 import grpc
 import pytest
@@ -28,7 +28,7 @@ async def test_services_are_described_on_request() -> None:
 
 
 async def test_without_the_request_nothing_is_described() -> None:
-    """Whoever did not ask for it does not show the insides."""
+    """A server without the option does not show the insides."""
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await reflected(reflects=False)
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -159,7 +159,7 @@ async def test_a_refusal_is_a_sentence(folder: Path, kind: str, capfd: pytest.Ca
 
 
 def test_where_nobody_is_nothing_is_wrong_with_tls(folder: Path) -> None:
-    """A port that nobody serves refuses everybody alike."""
+    """A port that is not served refuses everybody alike."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
@@ -259,7 +259,7 @@ def test_an_alert_is_a_sentence(folder: Path, version: ssl.TLSVersion, kind: str
 
 @pytest.mark.parametrize("kind", KEYS)
 async def test_keys_that_grpc_does_not_take_are_refused(folder: Path, tmp_path: Path, kind: str) -> None:
-    """At the start, and when a certificate is replaced by such a one, which then nobody takes up."""
+    """At the start, and when a certificate is replaced by such a one, which then is not taken up."""
     unfit = self_signed(tmp_path, kind)
     with pytest.raises(InvalidRequest, match=r"^tls.cert is .* must be a certificate (whose key is RSA|that gRPC can)"):
         TlsFiles(unfit)
@@ -273,7 +273,7 @@ async def test_keys_that_grpc_does_not_take_are_refused(folder: Path, tmp_path: 
 
 
 class Unfit(TlsFiles):
-    """Files that fit, but which gRPC does not take for a reason that nobody has foreseen."""
+    """Files that fit, but which gRPC does not take for a reason that was not foreseen."""
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Those of something that is no certificate."""

@@ -88,7 +88,7 @@ class Oracle:
 
 
 def junk(chance: random.Random, vocabulary_size: int, within: Guess) -> Guess:
-    """Guesses of another guesser with random rows among them, each behind any row so far."""
+    """Guesses of another guesser with random rows among them, each after any row so far."""
 
     def guess(record: BeamRecord) -> TokenTree:
         tree = within(record)
@@ -104,7 +104,7 @@ def junk(chance: random.Random, vocabulary_size: int, within: Guess) -> Guess:
 
 
 def last_rows(guess: Guess, limit: int) -> Guess:
-    """The same guesses without rows deeper than `limit` tokens behind the prompt."""
+    """A guess without rows deeper than `limit` tokens after the prompt."""
 
     def cut(record: BeamRecord) -> TokenTree:
         tree, num_beams = guess(record), len(record.live)

@@ -18,7 +18,7 @@ Guesses = Callable[[DraftTask, int], Sequence[int]]
 
 
 class ToyCheaper(CheaperDraft):
-    """Says what it is told to."""
+    """A guesser that says what it is given."""
 
     def __init__(self, guesses: Guesses) -> None:
         CheaperDraft.__init__(self)

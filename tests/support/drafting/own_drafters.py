@@ -11,12 +11,12 @@ from outrider.token_tree import TokenTree
 from target_service.own_drafts import NO_PROPOSAL, OwnProposal
 
 Guesses = Callable[[SessionSpec, Sequence[int], int], Sequence[int]]
-"""Guesses for a session behind its tokens, so many."""
+"""Guesses for a session after its tokens, so many."""
 
 
 @dataclass(eq=False)
 class ToyDraft:
-    """A session, whose proposal needs `steps` steps; `begun` are the lengths behind which it was asked for guesses."""
+    """A session, whose proposal needs `steps` steps; `begun` are the lengths after which it was asked for guesses."""
 
     guesses: Guesses
     spec: SessionSpec
@@ -86,5 +86,5 @@ def adversary(tokens: Sequence[int], vocabulary_size: int) -> Guesses:
 
 
 def dice(vocabulary_size: int) -> Guesses:
-    """Says anything, the same behind the same tokens."""
+    """Says anything, the same after the same tokens."""
     return lambda spec, token_ids, count: random.Random(repr(token_ids)).choices(range(vocabulary_size), k=count)

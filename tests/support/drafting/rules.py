@@ -35,7 +35,7 @@ RuleFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], ChainOutcome]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
-    """Target distributions and the draft's weights, both [V + 1, V]: row v behind token v, the last row behind the
+    """Target distributions and the draft's weights, both [V + 1, V]: row v after token v, the last row after the
     prefix.
     """
 
@@ -44,7 +44,7 @@ class Pair:
 
     @property
     def num_tokens(self) -> int:
-        """V."""
+        """Number of tokens, V."""
         return self.target.shape[1]
 
     @property
@@ -116,7 +116,7 @@ def _edges(rule: RuleFunction, pair: Pair, chain: tuple[int, ...]) -> list[float
 def _successes(
     rule: RuleFunction, pair: Pair, chain: tuple[int, ...], place: int, uniforms: Floats
 ) -> npt.NDArray[np.bool_]:
-    """Whether a test succeeds with each uniform: it decides where those before it succeed and those behind it fail."""
+    """Whether a test succeeds with each uniform: it decides where those before it succeed and those after it fail."""
     every = np.full((len(uniforms), len(chain)), 1 - 2.0**-53)
     every[:, :place] = 2.0**-60
     every[:, place] = uniforms
@@ -156,7 +156,7 @@ RULES_WITH_LAWS = tuple(rule for rule in Rule if rule.needs_distributions)
 
 
 def drafted(runner: ModelRunner, spec: SessionSpec, count: int, noise: float = 0.3, top_n: int = 32) -> TokenTree:
-    """A chain behind the spec's tokens, from the runner's own logits with noise on them: most tokens are accepted.
+    """A chain after the spec's tokens, from the runner's own logits with noise on them: most tokens are accepted.
 
     Drawn from its distributions, and with them, where the spec's rule needs them, and else with the target's own noise.
     """
@@ -180,7 +180,7 @@ def drafted(runner: ModelRunner, spec: SessionSpec, count: int, noise: float = 0
 
 
 def logits_behind(runner: ModelRunner, token_ids: list[int]) -> Tensor:
-    """The one row of logits [1, V] behind these tokens."""
+    """The one row of logits [1, V] after these tokens."""
     session = runner.open(token_ids, 1)
     result = runner.forward([Feed(session)])
     session.free()
@@ -212,7 +212,7 @@ Key = Callable[[Words, int, int], Words]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Language:
-    """Logits [V + 1, V] of both models: row v behind token v, the last row behind the prompt."""
+    """Logits [V + 1, V] of both models: row v after token v, the last row after the prompt."""
 
     target: Tensor
     draft: Tensor
@@ -227,7 +227,7 @@ class Language:
 
     @property
     def num_tokens(self) -> int:
-        """V."""
+        """Number of tokens, V."""
         return self.target.shape[1]
 
     def scores(self, logits: Tensor) -> Tensor:
@@ -245,22 +245,22 @@ class Language:
 
 
 def draft_key(seeds: Words, base_len: int, position: int) -> Words:
-    """Of the draft's own draw."""
+    """Key of the draft's own draw."""
     return round_keys(seeds, base_len, position, Purpose.DRAFT)
 
 
 def acceptance_key(seeds: Words, base_len: int, position: int) -> Words:
-    """Of the uniform that decides about a draft token."""
+    """Key of the uniform that decides about a draft token."""
     return round_keys(seeds, base_len, position, Purpose.ACCEPTANCE)
 
 
 def residual_key(seeds: Words, _base_len: int, position: int) -> Words:
-    """Of the token in the place of a rejected one."""
+    """Key of the token in the place of a rejected one."""
     return noise_keys(seeds, position, Purpose.RESIDUAL)
 
 
 def token_key(seeds: Words, _base_len: int, position: int) -> Words:
-    """Of the target's own token."""
+    """Key of the target's own token."""
     return noise_keys(seeds, position, Purpose.TOKEN)
 
 
@@ -326,7 +326,7 @@ class Rounds:
         return torch.cat([self.play(*part, base_len) for part in parts])
 
     def play(self, seeds: Tensor, last: Tensor, base_len: int) -> Tensor:
-        """One round of the requests with these seeds: what it commits [B, K + 1], -1 behind the last token."""
+        """One round of the requests with these seeds: what it commits [B, K + 1], -1 after the last token."""
         rows = self.draft(seeds, last, base_len)
         committed = torch.full_like(rows, -1)
         counts = self.sent_counts(rows[:, 1:])
@@ -336,7 +336,7 @@ class Rounds:
         return committed
 
     def draft(self, seeds: Tensor, last: Tensor, base_len: int) -> Tensor:
-        """The last committed token and the chain behind it, [B, K + 1]."""
+        """The last committed token and the chain after it, [B, K + 1]."""
         rows = [last]
         for position in range(base_len, base_len + self.draft_count):
             keys = self.keys(self.draft_key, base_len, position)[seeds]
@@ -364,17 +364,17 @@ class Rounds:
         return torch.from_numpy(np.stack([first_uniforms(each.tolist()) for each in keys], axis=1))
 
     def drawn(self, rows: Tensor, seeds: Tensor, base_len: int) -> Tensor:
-        """The target's own token behind each row [B, R], as plain decoding draws it."""
+        """The target's own token after each row [B, R], as plain decoding draws it."""
         keys = [self.keys(self.token_key, base_len, base_len + place)[seeds] for place in range(rows.shape[1])]
         return OPS.draw(self.scores[rows.flatten()], torch.stack(keys, dim=1).flatten()).view_as(rows)
 
     def decide(self, rows: Tensor, uniforms: Tensor) -> ChainOutcome:
-        """The rule's answer about chains rows[:, 1:] behind the tokens rows[:, 0]."""
+        """The rule's answer about chains rows[:, 1:] after the tokens rows[:, 0]."""
         distributions = pick(self.distributions, rows[:, :-1])
         return self.rule(self.target_probs[rows], rows[:, 1:], distributions.token_ids, distributions.weights, uniforms)
 
     def next_keys(self, seeds: Tensor, accepted: Tensor, base_len: int, draft_count: int) -> Tensor:
-        """Of the draw behind the accepted tokens: a correction, or behind all of them the target's own token."""
+        """Keys of the draw after the accepted tokens: a correction, or after all of them the target's own token."""
         ways = [self.keys(self.residual_key, base_len, base_len + count)[seeds] for count in range(draft_count)]
         ways.append(self.keys(self.token_key, base_len, base_len + draft_count)[seeds])
         return torch.stack(ways, dim=1).gather(1, accepted)[:, 0]
@@ -385,10 +385,10 @@ class Rounds:
 
 
 class MatchRounds(Rounds):
-    """The same under `match`: the draft draws with the target's noise, and the target's own draws decide."""
+    """Rounds under `match`: the draft draws with the target's noise, and the target's own draws decide."""
 
     def draft(self, seeds: Tensor, last: Tensor, base_len: int) -> Tensor:
-        """The last committed token and the chain behind it, [B, K + 1]."""
+        """The last committed token and the chain after it, [B, K + 1]."""
         rows = [last]
         for position in range(base_len, base_len + self.draft_count):
             keys = self.keys(self.token_key, base_len, position)[seeds]
@@ -413,7 +413,7 @@ def chain(token_ids: tuple[int, ...]) -> TokenTree:
 
 
 def pick(distributions: DraftDistributions, rows: Tensor) -> DraftDistributions:
-    """The distributions behind these tokens."""
+    """The distributions after these tokens."""
     return DraftDistributions(distributions.token_ids[rows], distributions.weights[rows])
 
 
@@ -441,7 +441,7 @@ Entries = list[TokenLogprob]
 
 
 def asking(spec: SessionSpec, count: int = COUNT) -> SessionSpec:
-    """The same request with all log-probabilities."""
+    """A copy of a request that asks for all log-probabilities."""
     return replace(spec, logprob_count=count, prompt_logprobs=True)
 
 
@@ -455,7 +455,7 @@ def entries_of(answers: Sequence[SessionAnswer], spec: SessionSpec) -> tuple[Ent
 
 
 def all_entries(answers: Sequence[SessionAnswer], spec: SessionSpec) -> Entries:
-    """The prompt's entries, and those of the committed tokens behind them."""
+    """The prompt's entries, and those of the committed tokens after them."""
     prompt, output = entries_of(answers, spec)
     return prompt + output
 

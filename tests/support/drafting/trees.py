@@ -38,8 +38,8 @@ def parents_of(expansions: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreePair:
-    """Distributions of a target [V + 1, V] and weights of drafters [M, V + 1, V]: row v behind token v, the last row
-    behind the prefix.
+    """Distributions of a target [V + 1, V] and weights of drafters [M, V + 1, V]: row v after token v, the last row
+    after the prefix.
     """
 
     target: Floats
@@ -47,7 +47,7 @@ class TreePair:
 
     @classmethod
     def random(cls, num_tokens: int = 6, support: int = 3, num_drafters: int = 2, seed: int = 5) -> "TreePair":
-        """Drafters know `support` of the tokens, others behind each token; the target has most of all."""
+        """Drafters know `support` of the tokens, others after each token; the target has most of all."""
         dice = np.random.default_rng(seed)
         rows = (num_drafters, num_tokens + 1, num_tokens)
         known = dice.random(rows).argsort(axis=2) < support
@@ -58,7 +58,7 @@ class TreePair:
 
     @property
     def num_tokens(self) -> int:
-        """V."""
+        """Number of tokens, V."""
         return self.target.shape[1]
 
     def distribution(self, length: int) -> Floats:
@@ -127,7 +127,7 @@ def certain(pair: TreePair, _branch: int, above: Ints, earlier: list[Ints], _cou
 
 
 def two_drafters(pair: TreePair, branch: int, above: Ints, earlier: list[Ints], _count: int) -> Ints:
-    """The root's children by turns of two drafters, each of which goes on behind its own; equal ones stay apart."""
+    """The root's children by turns of two drafters, each of which goes on after its own; equal ones stay apart."""
     by_turns = (branch if (above >= 0).any() else len(earlier)) % 2
     return pair.weights[by_turns, above]
 
@@ -210,7 +210,7 @@ def thresholds(rule: TreeRule, probs: TreeProbs) -> Floats:
             uniforms[:, row - 1] = middle = (low + high) / 2
             passed = np.isin(rule(probs, uniforms).rows, below)
             low, high = np.where(passed, middle, low), np.where(passed, high, middle)
-        # A search cannot tell 1 from the number before it.
+        # A search cannot distinguish 1 from the number before it.
         found[:, row - 1] = np.where(high == 1, 1, low)
     return found
 
@@ -293,7 +293,7 @@ class TreeRounds(Rounds):
         }
 
     def play(self, seeds: Tensor, last: Tensor, base_len: int) -> Tensor:
-        """One round of the requests with these seeds: what it commits [B, D + 1], -1 behind the last token."""
+        """One round of the requests with these seeds: what it commits [B, D + 1], -1 after the last token."""
         token_ids, distributions = self.draft_trees(seeds, last, base_len)
         rows = torch.cat((last[:, None], token_ids), dim=1)
         uniforms = np.stack(
@@ -338,7 +338,7 @@ class TreeRounds(Rounds):
         return torch.stack(token_ids, dim=1), distributions
 
     def lane_keys(self, seeds: Tensor, base_len: int, row: int, purpose: Purpose) -> Tensor:
-        """Of the draw or the test of a row."""
+        """Keys of the draw or the test of a row."""
         position, lane = base_len + self.tree.depths[row] - 1, self.lanes[purpose][row - 1]
         return lane_keys_of_all(base_len, position, purpose, lane, self.num_seeds)[seeds]
 

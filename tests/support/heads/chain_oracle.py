@@ -1,6 +1,6 @@
 """What MLP speculators, Medusa, BPD and Hydra compute, once more: numpy in float64, by the files' own names.
 
-Nothing here knows the engine. Where authors write a law in two ways, this is the other one.
+Nothing here knows the engine. Where authors write a formula in two ways, this is the other one.
 """
 
 import json
@@ -19,7 +19,7 @@ _erf = np.vectorize(math.erf)
 def chain_logits(
     folder: Path, tensors: Tensors, embedding: Floats, output: Floats, features: Floats, own: list[int]
 ) -> Floats:
-    """Logits [k, V] of the guesses behind own [k]: the last committed token, then guesses.
+    """Logits [k, V] of the guesses after own [k]: the last committed token, then guesses.
 
     The tensors are those of the folder's file. features [n - 1, H] are f of the positions before that token; embedding
     and output are the target's.

@@ -72,7 +72,7 @@ class HeadOracle:
         return bool(self.config.get("eagle_config", {}).get(name, self.config.get(name, default)))
 
     def features(self, token: int) -> Array:
-        """The state behind a token of the text."""
+        """The state after a token of the text."""
         last = self.target.num_layers
         if self.family != "eagle3" or not self.switch("use_aux_hidden_state", default=True):
             return self.target.boundaries[last, token]

@@ -1,4 +1,4 @@
-"""Kangaroo's adapter: a tiny random one as its authors would write it, and its law in numpy and float64."""
+"""Kangaroo's adapter: a tiny random one as its authors would write it, and its formulas in numpy and float64."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def write_kangaroo(folder: Path, vocab_size: int, **config: object) -> Path:
 
 
 def kangaroo_logits(folder: Path, tensors: dict[str, Array], output: Array, states: Array) -> Array:
-    """Logits [tokens, V] behind all tokens, of which states [tokens, H] enter the exit layer, by the file's tensors."""
+    """Logits [tokens, V] after all tokens, of which states [tokens, H] enter the exit layer, by the file's tensors."""
     config = json.loads((folder / "config.json").read_text())
 
     def norm(x: Array, name: str) -> Array:

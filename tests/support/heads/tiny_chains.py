@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.engine.heads.head import TargetParts
 from outrider.engine.ops import Ops
 
-# No multiples of a register: 48 and 51 leave something over behind whole vectors.
+# No multiples of a register: 48 and 51 leave something over after whole vectors.
 HIDDEN, VOCAB, NUM_LAYERS, CONTEXT_LEN, INNER = 48, 300, 2, 96, 51
 Written = tuple[dict[str, Any], dict[str, Tensor], str]
 

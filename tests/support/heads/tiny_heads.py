@@ -240,7 +240,7 @@ def mimo(folder: Path, *, modules: int = 1) -> Path:
     index["weight_map"] |= dict.fromkeys(tensors, "mtp.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     config = json.loads((folder / "config.json").read_text())
-    # What the real one has, too: code of its own, which nobody runs.
+    # What the real one has, too: code of its own, which is never run.
     config |= {"architectures": ["MiMoForCausalLM"], "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
     config |= {"model_type": "mimo", "num_nextn_predict_layers": modules}
     (folder / "config.json").write_text(json.dumps(config))

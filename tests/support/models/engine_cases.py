@@ -84,7 +84,7 @@ def assert_like_fresh(runner: ModelRunner, session: Session) -> None:
 
 
 def close(runner: ModelRunner, *sessions: Session) -> None:
-    """Frees sessions and checks that no block is left behind."""
+    """Frees sessions and checks that no block is left taken."""
     for session in sessions:
         session.free()
     runner.pool.check_integrity()

@@ -17,7 +17,7 @@ NUM_LAYERS = 4
 
 
 def write_layered_model(folder: Path) -> Path:
-    """Its upper half changes little, so that the lower one guesses well; returns the folder."""
+    """Writes a model whose upper half changes little, so that the lower one guesses well; returns the folder."""
     sizes = {"context_len": 640, "num_hidden_layers": NUM_LAYERS}
     write_tiny_model(folder, "llama", VOCABULARY_SIZE, **sizes)
     tensors = load_file(folder / "model.safetensors")

@@ -74,7 +74,7 @@ def logits_and_reach(
 
 
 def logprobs_and_reach(model: transformers.PreTrainedModel, token_ids: Sequence[int]) -> tuple[Tensor, float]:
-    """The same of what a model says about the token behind each position."""
+    """Log-probabilities of the token after each position by a model, and how far rounding may carry them."""
 
     @torch.no_grad()
     def compute() -> Tensor:
@@ -114,7 +114,7 @@ def all_logits(runner: ModelRunner, token_ids: list[int], prompt_len: int) -> tu
 
 def worst_difference(folder: Path, length: int = 40, prompt_len: int = 30, stepped: bool = False) -> float:
     """Largest difference of a logit between us and transformers, from the last row of the prompt on, in parts of how
-    far rounding may carry it: not above 1 for the same law.
+    far rounding may carry it: not above 1 for the same distribution.
     """
     runner = ModelRunner.load(str(folder), dtype="float32", kv_tokens=1024)
     token_ids = random_ids(length, runner.config.vocab_size)

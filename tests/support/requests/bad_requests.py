@@ -1,6 +1,6 @@
 """Requests with one fault each, by the field that is at fault: out of range, NaN, infinite, huge, or of the wrong kind.
 
-Each fault tells what a refusal of it must name. Knows no gateway.
+Each fault says what a refusal of it must name. Knows no gateway.
 """
 
 import math
@@ -247,7 +247,7 @@ def shaped(field: str, value: object, **constraint: Any) -> Fault:
 
 
 def shapes(kind: str, *texts: str) -> Faults:
-    """Those of one kind, by their text."""
+    """Faults of one kind of shape, by their text."""
     return st.sampled_from([shaped(f".{kind}", text, **{kind: text}) for text in ("", *texts)])
 
 

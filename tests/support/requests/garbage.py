@@ -1,4 +1,4 @@
-"""Messages that are almost right: valid ones in which some fields hold what nobody should send.
+"""Messages that are almost right: valid ones in which some fields hold what no peer should send.
 
 A service must answer or refuse each of them with a documented status and a sentence of its own, keep nothing, and
 serve everybody else as before.

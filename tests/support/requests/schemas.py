@@ -50,7 +50,7 @@ PATTERNS = (
     r"^\S+@\w+\.(com|org)$",
 )
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
-# Keywords that say nothing about the shape of an answer by itself, and what nobody can enforce token by token.
+# Keywords that say nothing about the shape of an answer by itself, and what cannot be enforced token by token.
 UNENFORCED: dict[str, Any] = {
     "uniqueItems": True,
     "contains": {"type": "string"},
@@ -171,7 +171,7 @@ class Maker:
             made["required"] = required
         match self.random.randrange(6):
             case 0:
-                # How many there are can be counted only behind those that are there in any case.
+                # How many there are can be counted only after those that are there in any case.
                 counted = {"required": names, "maxProperties": len(names) + 2}
                 made |= {"patternProperties": {"^x-[a-z]{1,4}$": self.text()}, "additionalProperties": False, **counted}
             case 1:
@@ -181,7 +181,7 @@ class Maker:
         return made
 
     def union(self, depth: int) -> Schema:
-        """One of several kinds, told apart by a constant, by type, or not at all."""
+        """One of several kinds, distinguished by a constant, by type, or not at all."""
         kinds = [self.random.choice(WORDS[:4]) + str(number) for number in range(self.random.randint(2, 3))]
         match self.random.randrange(3):
             case 0:
@@ -208,7 +208,7 @@ class Maker:
         """A definition by its name: one that is there already, or a new one, which may hold itself."""
         if not self.definitions or self.random.random() < 0.5:
             name = f"part{len(self.definitions)}"
-            # Whoever refers to it meanwhile finds its name.
+            # A schema that refers to it meanwhile finds its name.
             self.definitions[name] = {}
             itself = {"$ref": f"#/$defs/{name}"}
             inner = self.object(depth)

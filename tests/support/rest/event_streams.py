@@ -51,7 +51,7 @@ class EventStream:
         return "".join(part["text"] if "text" in part else part["delta"].get("content") or "" for part in parts)
 
     def finish_reasons(self, index: int = 0) -> list[str]:
-        """Those that were said of an answer."""
+        """Finish reasons that were said of an answer."""
         return [part["finish_reason"] for part in self.of_choice(index) if part["finish_reason"] is not None]
 
 

@@ -9,7 +9,7 @@ def path_of(body: bytes) -> str:
 
 
 def filled(begin: bytes, unit: bytes, end: bytes) -> bytes:
-    """As many units as a body may have."""
+    """A body with as many units as it may have."""
     return begin + unit * ((MAX_BYTES - len(begin) - len(end)) // len(unit)) + end
 
 

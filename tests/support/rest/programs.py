@@ -61,7 +61,7 @@ async def work(folder: Path, steps: tuple[str, ...], command: list[str | Path], 
 async def litellm_proxy(
     program: Path, folder: Path, base_url: str, model: str, providers: Iterable[str]
 ) -> AsyncIterator[str]:
-    """Starts it on a free port and tells its URL; its models are named by what it takes the gateway for."""
+    """Starts it on a free port and returns its URL; its models are named by what it takes the gateway for."""
     link = {"api_base": base_url, "api_key": "none"}
     models = [{"model_name": each, "litellm_params": {"model": f"{each}/{model}", **link}} for each in providers]
     config, notes = folder / "config.json", folder / "notes.txt"

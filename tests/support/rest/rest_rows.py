@@ -54,7 +54,7 @@ def structure_of(constraint: generation_pb.Constraint) -> dict[str, Any]:
 
 
 def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The same parameters for a conversation."""
+    """Parameters of a body, for a conversation."""
     changed = {name: value for name, value in body.items() if name not in {"prompt", "echo", "logprobs"}}
     told = {"logprobs": True, "top_logprobs": body["logprobs"]} if "logprobs" in body else {}
     return {**changed, **told, "messages": [{"role": "user", "content": "Tell me of a king and his daughters."}]}

@@ -41,7 +41,7 @@ class RestStack:
 
     @property
     def admission(self) -> Admission:
-        """Who runs and who waits."""
+        """Admission of the gateway, with what runs and waits."""
         assert self.stack.gateway is not None
         return self.stack.gateway.frontend.admission
 
@@ -69,7 +69,7 @@ class RestStack:
         return read_events(await self.ask_bytes(path, **body))
 
     async def quiet(self) -> None:
-        """Waits until nobody runs, nobody waits and no service holds anything."""
+        """Waits until no request runs, none waits and no service holds anything."""
         await eventually(lambda: self.admission.running == self.admission.waiting == 0)
         await self.stack.quiet()
 
@@ -97,7 +97,7 @@ def said(text: str) -> dict[str, Any]:
 async def exchange(address: str, sent: bytes, *, ends: bool = False) -> bytes:
     """Sends bytes as they are and reads one response, or until the server closes.
 
-    `ends` closes our half of the connection behind them.
+    `ends` closes our half of the connection after them.
     """
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -113,7 +113,7 @@ async def exchange(address: str, sent: bytes, *, ends: bool = False) -> bytes:
 
 
 async def _all_of(reader: asyncio.StreamReader) -> bytes:
-    """What comes until the other side closes or cuts us off; a response that tells its length ends with it."""
+    """What comes until the other side closes or cuts us off; a response that states its length ends with it."""
     received = b""
     async with asyncio.timeout(PATIENCE_S):
         with suppress(ConnectionError):

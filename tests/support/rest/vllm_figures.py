@@ -44,7 +44,7 @@ class SpeculativeDecoding(BaseModel):
 
     @model_validator(mode="after")
     def steps_agree(self) -> Self:
-        """The lists by step and by length tell the same counts."""
+        """The lists by step and by length give the same counts."""
         accepted, drafted = self.per_step_accepted, self.per_step_drafted
         if accepted is not None and drafted is not None:
             assert len(accepted) == len(drafted) == self.num_spec_steps
@@ -77,7 +77,7 @@ def read_metrics(reply: dict[str, Any]) -> PerRequestMetrics:
 
 
 def positions(figures: SpeculativeDecoding) -> list[int]:
-    """How often each place of a proposal was accepted, as vLLM's counters by position tell it."""
+    """How often each place of a proposal was accepted, as vLLM's counters by position have it."""
     histogram = figures.acceptance_histogram
     reached = [sum(histogram[place:]) for place in range(1, len(histogram))]
     assert all(one >= other for one, other in pairwise(reached))

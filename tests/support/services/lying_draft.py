@@ -1,4 +1,4 @@
-"""A real draft behind a server that changes what it says: any field of any message, and what messages come at all."""
+"""A real draft with a server that changes what it says: any field of any message, and what messages come at all."""
 
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -129,7 +129,7 @@ Manner = Callable[[Frame, Context], AsyncIterator[Frame | bytes]]
 
 
 async def silent(_frame: Frame, _context: Context) -> AsyncIterator[bytes]:
-    """No answer."""
+    """Sends no answer."""
     return
     yield b""
 
@@ -146,13 +146,13 @@ async def large(frame: Frame, _context: Context) -> AsyncIterator[Frame]:
 
 
 async def flood(frame: Frame, _context: Context) -> AsyncIterator[Frame]:
-    """The same again and again."""
+    """Sends one answer again and again."""
     while True:
         yield frame
 
 
 async def to_others(frame: Frame, _context: Context) -> AsyncIterator[Frame]:
-    """Answers for sessions that nobody has, without end."""
+    """Answers for sessions that do not exist, without end."""
     while True:
         for response in frame.responses:
             response.fence.session_id = bytes(16)
@@ -173,7 +173,7 @@ async def ended(_frame: Frame, context: Context) -> AsyncIterator[Frame]:
 
 
 FAULTY: Sequence[Manner] = (garbage, large, flood, to_others)
-"""Those in which no draft may answer."""
+"""Manners in which no draft may answer."""
 MANNERS: Sequence[Manner] = (*FAULTY, twice, ended, silent)
 
 
@@ -189,7 +189,7 @@ class LyingDraft:
     _calls: set[Any] = field(default_factory=set)
 
     def become(self, lie: Lie | None, manner: Manner | None) -> None:
-        """Begins anew, as another incarnation against which nobody holds anything."""
+        """Begins anew, as another incarnation against which no gateway holds anything."""
         self.lie, self.manner, self.told = lie, manner, 0
         self._life += 1
         for call in self._calls:

@@ -43,13 +43,13 @@ class MarkovModel:
             row[EOS] = 0.02
 
     def draw(self, prefix: Sequence[int], seed: int) -> int:
-        """The token behind a prefix; the same numbers decide for every model, as the shared noise of `match` does."""
+        """The token after a prefix; the same numbers decide for every model, as the shared noise of `match` does."""
         noise = random.Random(f"{seed} {len(prefix)}")
         race = [noise.expovariate(weight) for weight in self._rows[prefix[-1]]]
         return race.index(min(race))
 
     def logprob(self, last: int, token_id: int) -> float:
-        """The log-probability of a token behind another one."""
+        """The log-probability of a token after another one."""
         return math.log(self._rows[last][token_id] / sum(self._rows[last]))
 
 

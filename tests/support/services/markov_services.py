@@ -1,4 +1,4 @@
-"""The twelve-word model behind real gRPC servers that speak the protocol, and that misbehave on request.
+"""The twelve-word model in real gRPC servers that speak the protocol, and that misbehave on request.
 
 The whole gateway over gRPC, in front of the services of the tiny model, whose twelve words a tokenizer knows.
 """
@@ -380,7 +380,7 @@ class DraftServicer(Service, draft_service_pb2_grpc.DraftServiceServicer):  # ty
     def right_answer(
         self, fence: types_pb2.Fence, token_ids: list[int], seed: int, count: int
     ) -> draft_pb.ProposeResponse:
-        """So many guesses behind the tokens."""
+        """Response with so many guesses after the tokens."""
         prefix = list(token_ids)
         for _ in range(count // 2 if self.branching else count):
             prefix.append(self.model.draw(prefix, seed))
@@ -405,7 +405,7 @@ class MarkovDraftSession(Taking):
         self.seed = 0
 
     async def take(self, request: draft_pb.ProposeRequest) -> AsyncIterator[draft_pb.ProposeResponse]:
-        """Answers with guesses behind the tokens."""
+        """Answers with guesses after the tokens."""
         assert request.fence.base_len <= self.service.context_len
         if request.HasField("open"):
             self.service.drafters_wanted.append(request.open.drafter)
@@ -423,7 +423,7 @@ class MarkovDraftSession(Taking):
 
 @dataclass
 class TargetServicer(Service, target_service_pb2_grpc.TargetServiceServicer):  # type: ignore[misc]
-    """Decides with its own draws, and goes on alone within its budget; with `numbered` it tells log-probabilities."""
+    """Decides with its own draws, and goes on alone within its budget; with `numbered` it sends log-probabilities."""
 
     numbered: bool = False
     halted: int = 0
@@ -491,7 +491,7 @@ class MarkovSession(Taking):
             self.token_ids = list(self.session.token_ids)
         self.limit = base_len + 1 + min(step.plain_budget, 15)
         if len(self.token_ids) > base_len:
-            # It went on unasked before it was told not to.
+            # It went on unasked before it was asked not to.
             self.service.halted += 1
             for response in self.unasked.values():
                 yield response
@@ -592,7 +592,7 @@ SEED = 9
 
 @dataclass
 class MarkovStack:
-    """A running gateway and what is behind it."""
+    """A running gateway and its services."""
 
     gateway: RunningGateway
     target: TargetServicer

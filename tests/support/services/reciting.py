@@ -124,7 +124,7 @@ async def reciting_stack(
     digests, size = Vocabulary.read(str(folder)).digests, tokenizer.get_vocab_size()
     shape = {"vocabulary_size": size, "context_len": context_len, "block_count": context_len // 4}
     reciter = Reciter(tokenizer, script)
-    # It says what it says; what is told here lets the gateway ask for calls.
+    # It says what it says; what is stated here lets the gateway ask for calls.
     target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, reciter, digests, grammar_engine=ENGINE, **shape)
     erring = Reciter(tokenizer, script, errs=True)
     draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, erring, digests, **shape)

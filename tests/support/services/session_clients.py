@@ -70,7 +70,7 @@ class Client(ABC):
 
     @abstractmethod
     def begin(self) -> Link:
-        """Begins a link."""
+        """Begins a link to the service."""
 
     @abstractmethod
     def request(self, fence: pb.Fence, **action: Message) -> Message:
@@ -78,7 +78,7 @@ class Client(ABC):
 
     @abstractmethod
     def unknown(self) -> Message:
-        """A message of a session that nobody has opened, which the device answers by asking for tokens."""
+        """A message of a session that is not open, which the device answers by asking for tokens."""
 
     @property
     def call(self) -> "grpc.aio.StreamStreamCall":
@@ -101,7 +101,7 @@ class Client(ABC):
         return response
 
     async def drain(self) -> None:
-        """Reads to the end of the link, which must be a good one; a status comes behind the last answer only."""
+        """Reads to the end of the link, which must be a good one; a status comes after the last answer only."""
         async with asyncio.timeout(PATIENCE_S):
             while await self.call.read() is not grpc.aio.EOF:
                 pass
@@ -149,7 +149,7 @@ class TargetClient(Client):
     """A session of a target service."""
 
     def begin(self) -> Link:
-        """Begins a link."""
+        """Begins a link to the service."""
         return Link(TargetServiceStub(self.channel).Link(), target_pb.TargetServiceLinkRequest)
 
     def request(self, fence: pb.Fence, **action: Message) -> target_pb.VerifyRequest:
@@ -157,7 +157,7 @@ class TargetClient(Client):
         return target_pb.VerifyRequest(fence=fence, **action)
 
     def unknown(self) -> target_pb.VerifyRequest:
-        """A step of a session that nobody has opened."""
+        """A step of a session that is not open."""
         return self.request(pb.Fence(session_id=os.urandom(16), epoch=1, base_len=1), step=target_pb.TargetStep())
 
     def opening(
@@ -191,7 +191,7 @@ class TargetClient(Client):
         await self.send(self.stepping(*arguments, **options))
 
     async def acknowledge(self, epoch: int, base_len: int, plain_budget: int = 0) -> None:
-        """Acknowledges."""
+        """Acknowledges the verdicts up to a length."""
         message = target_pb.Acknowledge(plain_budget=plain_budget)
         await self.send(self.request(self.fence(epoch, base_len), acknowledge=message))
 
@@ -207,7 +207,7 @@ class DraftClient(Client):
     """A session of a draft service."""
 
     def begin(self) -> Link:
-        """Begins a link."""
+        """Begins a link to the service."""
         return Link(DraftServiceStub(self.channel).Link(), draft_pb.DraftServiceLinkRequest)
 
     def request(self, fence: pb.Fence, **action: Message) -> draft_pb.ProposeRequest:
@@ -215,7 +215,7 @@ class DraftClient(Client):
         return draft_pb.ProposeRequest(fence=fence, **action)
 
     def unknown(self) -> draft_pb.ProposeRequest:
-        """An advance of a session that nobody has opened."""
+        """An advance of a session that is not open."""
         return self.request(pb.Fence(session_id=os.urandom(16), epoch=1, base_len=1), advance=draft_pb.DraftAdvance())
 
     async def open(

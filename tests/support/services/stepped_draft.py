@@ -85,7 +85,7 @@ class Draft:
 
     @property
     def held(self) -> DraftState:
-        """The session."""
+        """State of the session in the draft."""
         held = self.table.get(self.session_id)
         assert held is not None
         return held

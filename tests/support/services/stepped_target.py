@@ -61,7 +61,7 @@ class Target:
 
     @property
     def held(self) -> TargetState:
-        """The session."""
+        """State of the session in the target."""
         held = self.table.get(self.session_id)
         assert held is not None
         return held
@@ -140,7 +140,7 @@ def assert_like_fresh(target: Target) -> None:
 
 
 Proposals = list[tuple[list[int], TokenTree]]
-"""What a drafter proposed behind which tokens."""
+"""What a drafter proposed after which tokens."""
 
 
 def storm(own: OwnTarget, spec: SessionSpec, chance: random.Random) -> tuple[list[list[int]], Proposals]:
@@ -190,7 +190,7 @@ def storm(own: OwnTarget, spec: SessionSpec, chance: random.Random) -> tuple[lis
 def check_pure(
     runner: ModelRunner, hosting: Hosting, spec: SessionSpec, proposals: Proposals, shape: TreeShape | None = None
 ) -> None:
-    """Fresh sessions of target and drafter propose the same behind the same tokens, bit for bit."""
+    """Fresh sessions of target and drafter propose the same after the same tokens, bit for bit."""
     for before, tree in proposals:
         session, fresh = runner.open(before, spec.prompt_len), hosting.open(spec, None)
         try:

@@ -108,7 +108,7 @@ async def test_litellms_proxy_translates(rest: RestStack, proxy: str, provider: 
         events = [event async for event in await client.responses.create(**how, stream=True)]
         thinking: dict[str, Any] = {"thinking": {"type": "adaptive"}}
         if provider == "openai":
-            # litellm itself refuses what its list of models does not tell of.
+            # litellm itself refuses what its list of models does not name.
             with pytest.raises(anthropic.BadRequestError, match=r"doesn't support `reasoning.effort`"):
                 await claude.messages.create(**ask, **thinking)
         else:

@@ -56,7 +56,7 @@ async def test_guidellm_counts_what_was_said(rest: RestStack, tmp_path: Path, mo
 @pytest.mark.skipif(not AIPERF.exists(), reason="no environment here: make test-harness makes it")
 async def test_aiperf_counts_what_was_said(rest: RestStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the usage on every chunk; it finds the tokens of every request, and what speculation did."""
-    # Told to be offline it would take the tokenizer's folder for a name on the hub.
+    # In offline mode it would take the tokenizer's folder for a name on the hub.
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     for name, value in {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}.items():

@@ -21,7 +21,7 @@ PATIENCE_S = 240
 
 
 async def ask_library(name: str, base_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the script of the libraries tells."""
+    """Results that the script of the libraries prints."""
     monkeypatch.setenv("NODE_PATH", str(CLIENTS))
     return await run_client(NODE, "npm_clients.cjs", name, base_url, model, json.dumps(SCHEMA))
 

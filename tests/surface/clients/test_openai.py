@@ -175,7 +175,7 @@ TOGETHER = {"drafter": ["model", "lookup"], "draft_count": 4}
 @pytest.mark.parametrize("speculation", [{}, {"drafter": "lookup", "draft_count": 4}, TOGETHER])
 async def test_a_prediction_changes_no_text(client: AsyncOpenAI, speculation: dict[str, Any]) -> None:
     """As text and as parts, right, wrong and half right, whole and streamed; tokens of it that were accepted and that
-    were not are told.
+    were not are reported.
     """
     asked: dict[str, Any] = {**CHAT, "max_completion_tokens": 48}
     text = str((await client.chat.completions.create(**asked)).choices[0].message.content)

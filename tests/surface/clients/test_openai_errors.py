@@ -134,7 +134,7 @@ async def test_lost_target_ends_a_stream_with_an_error() -> None:
 
 
 async def lose_target_in(stream: Any, rest: RestStack) -> None:
-    """Reads a stream whose target goes away behind the third chunk."""
+    """Reads a stream whose target goes away after the third chunk."""
     number = 0
     async for _ in stream:
         number += 1

@@ -31,7 +31,7 @@ def main(base_url: str, model: str) -> None:
         temperature=0.0,
     )
     messages = [ChatMessage(role="user", content=QUESTION)]
-    # What is said of the parameters in the function's own annotations is not told to the model.
+    # What is said of the parameters in the function's own annotations does not reach the model.
     tool = FunctionTool.from_defaults(keep, fn_schema=Pet)
     called = llm.chat_with_tools([tool], chat_history=messages, tool_required=True)
     calls = llm.get_tool_calls_from_response(called)

@@ -85,7 +85,7 @@ def guesses_that_are_right(runner: ModelRunner, hosting: Hosting) -> Iterator[St
 
 
 def rows_of_a_bushy_tree(runner: ModelRunner, hosting: Hosting) -> Iterator[Story]:
-    """What the target has accepted lies in other rows than those behind its tokens."""
+    """What the target has accepted lies in other rows than those after its tokens."""
     tokens = plain(runner, SPEC)
     story = Story(runner, hosting)
     story.ask(SPEC)
@@ -99,7 +99,7 @@ def rows_of_a_bushy_tree(runner: ModelRunner, hosting: Hosting) -> Iterator[Stor
 
 
 def plain_stretches(runner: ModelRunner, hosting: Hosting) -> Iterator[Story]:
-    """Forty tokens without a guess, before and behind which there are some."""
+    """Forty tokens without a guess, before and after which there are some."""
     story = Story(runner, hosting)
     story.ask(SPEC)
     story.go_on(5, *[0] * 40, 5, 1, 5)
@@ -147,10 +147,10 @@ Stories = Callable[[ModelRunner, Hosting], Iterator[Story]]
 
 
 def tell(runner: ModelRunner, stories: Stories, max_rows: int = 512) -> None:
-    """Asserts that every proposal of the stories is a fresh session's; whatever happens, nothing is left behind."""
+    """Asserts that every proposal of the stories is a fresh session's; whatever happens, nothing is left."""
     hosting = host_head(runner, random_head(runner), "")
     assert hosting.runner is not None
-    # Memory that nobody has written may still hold the right states, of the test before.
+    # Memory that was not written may still hold the right states, of the test before.
     states = hosting.runner.cache.features
     states.normal_(0, 3, generator=torch.Generator().manual_seed(1))
     states[:, -1] = 0
@@ -223,7 +223,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Stories]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_would_be_seen(target: ModelRunner, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """Each of these made another engine slower, and nobody noticed."""
+    """Each of these made another engine slower, and it went unnoticed."""
     plant, stories = FAULTS[fault]
     plant(monkeypatch)
     with pytest.raises((AssertionError, ValueError)):
@@ -303,7 +303,7 @@ def test_nothing_is_guessed_past_the_head_s_positions(target: ModelRunner) -> No
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="NO CUDA DEVICE: no test of heads on a GPU here")
 @pytest.mark.parametrize("fuse", Fuse)
 def test_a_head_on_a_gpu_guesses_what_it_guesses_on_the_cpu(folder: Path, fuse: Fuse) -> None:
-    """The first guess behind the same tokens in float32, for nearly all of twenty texts: rounding may turn a tie."""
+    """The first guess after the same tokens in float32, for nearly all of twenty texts: rounding may turn a tie."""
     found = []
     for device in ("cpu", "cuda:0"):
         runner = ModelRunner.load(str(folder), dtype="float32", kv_tokens=4096, device=device)
@@ -323,7 +323,7 @@ def test_a_head_on_a_gpu_guesses_what_it_guesses_on_the_cpu(folder: Path, fuse: 
 
 
 def test_penalties_see_the_guesses_so_far(target: ModelRunner) -> None:
-    """Tokens are those of plain decoding, and a guess is drawn as the target would behind the same text."""
+    """Tokens are those of plain decoding, and a guess is drawn as the target would after the same text."""
     sampling = SPEC.sampling.model_copy(update={"repetition_penalty": 1.8, "presence_penalty": 0.7})
     spec = replace(SPEC, sampling=sampling)
     hosting = host_head(target, random_head(target), "")

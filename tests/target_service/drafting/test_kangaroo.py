@@ -1,4 +1,4 @@
-"""Kangaroo's adapter against numpy, from its file to the guesses behind a target's lower layers."""
+"""Kangaroo's adapter against numpy, from its file to the guesses on top of a target's lower layers."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,7 +93,7 @@ def test_logits_are_those_of_numpy(tmp_path: Path, ops: Ops, max_rows: int) -> N
 
 
 def check_guesses(folder: Path, target: ModelRunner, adapter: Path, prompt_len: int) -> None:
-    """Asserts that behind every guess the next is the best of numpy's logits on transformers' states."""
+    """Asserts that after every guess the next is the best of numpy's logits on transformers' states."""
     model, output = reference(folder), target.parts.output.double().numpy()
     spec = spec_of(random_ids(prompt_len, vocab_size=VOCABULARY_SIZE), prompt_len + 40, eos=())
     own = OwnTarget(target, host(target, adapter))
@@ -114,7 +114,7 @@ def check_guesses(folder: Path, target: ModelRunner, adapter: Path, prompt_len: 
 def test_guesses_are_those_of_the_published_law(
     folder: Path, target: ModelRunner, adapter: Path, prompt_len: int
 ) -> None:
-    """From the files alone, also behind guesses that were right and are committed now."""
+    """From the files alone, also after guesses that were right and are committed now."""
     check_guesses(folder, target, adapter, prompt_len)
 
 
@@ -265,7 +265,7 @@ def test_a_fault_would_be_seen(
     monkeypatch: pytest.MonkeyPatch,
     plant: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
-    """Other guesses than the published law's."""
+    """Other guesses than the published formula's."""
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         check_guesses(folder, target, adapter, 5)

@@ -85,7 +85,7 @@ def toy(guesses: Guesses, steps: int = 1) -> tuple[ToyDrafter, Hosting]:
 def test_tokens_are_those_of_plain_decoding(
     runner: ModelRunner, spec: SessionSpec, count: int, budget: int, kind: str
 ) -> None:
-    """Whoever guesses; an oracle's guesses are all kept, K + 1 tokens a pass, and none of an adversary's."""
+    """Whatever guesses; an oracle's guesses are all kept, K + 1 tokens a pass, and none of an adversary's."""
     tokens = plain(runner, spec)
     guesses = {
         "oracle": oracle(tokens),
@@ -182,7 +182,7 @@ def test_others_do_not_wait_for_a_drafter_that_reads(runner: ModelRunner) -> Non
 
 
 class Broken(ToyDrafter):
-    """Raises."""
+    """Raises in place of a proposal."""
 
     def advance(self, drafts: object) -> None:
         raise RuntimeError("broken")
@@ -196,7 +196,7 @@ class BrokenDraft(ToyDraft):
 
 
 class BrokenEarly(ToyDrafter):
-    """Its sessions raise."""
+    """Drafter whose sessions raise."""
 
     def open(self, spec: SessionSpec, salt: bytes | None) -> ToyDraft:
         return BrokenDraft(self.guesses, spec, self.steps)
@@ -222,7 +222,7 @@ def test_a_storm_changes_no_token_and_no_proposal(
 ) -> None:
     """Rollbacks, opens with newer epochs, repeats, lost caches of both models, K that changes: tokens are plain's.
 
-    And a proposal is a function of tokens, K and noise alone: behind the same tokens it is a fresh session's, with the
+    And a proposal is a function of tokens, K and noise alone: after the same tokens it is a fresh session's, with the
     distributions that it was drawn from. (Under rules with uniforms, what is committed depends on K.)
     """
     runner = ModelRunner.load(str(folder if drafter == HOSTED else wide), dtype="float32", kv_tokens=4096)
@@ -305,7 +305,7 @@ def test_guesses_of_the_target_itself_are_kept_by_a_tree(runner: ModelRunner) ->
 def test_a_storm_leaves_trees_pure(
     runner: ModelRunner, small: ModelRunner, shape: TreeShape, rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What nobody has learned from is a function of tokens, rows, depth and noise alone, distributions included."""
+    """What was not learned from is a function of tokens, rows, depth and noise alone, distributions included."""
     monkeypatch.setattr(Scales, "learn", lambda *_arguments: None)
     monkeypatch.setattr(Ranks, "learn", lambda *_arguments: None)
     hosting, spec = Hosting(HOSTED, HostedModel(small)), ruled(SPEC, rule)
@@ -344,7 +344,7 @@ def test_the_hosted_model_grows_the_trees_of_a_draft_service(runner: ModelRunner
 
 
 def test_what_is_rolled_back_teaches_nothing(runner: ModelRunner, small: ModelRunner) -> None:
-    """Behind a shorter text, and in a session that was freed, there is no proposal to learn from."""
+    """After a shorter text, and in a session that was freed, there is no proposal to learn from."""
     tokens, model = plain(runner, SPEC), HostedModel(small)
     for length, teaches in ((9, True), (8, False), (None, False)):
         before = model._known.scales.of(SPEC)

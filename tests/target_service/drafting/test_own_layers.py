@@ -156,7 +156,7 @@ def steal_between(patch: pytest.MonkeyPatch, own: OwnTarget) -> list[int]:
 def test_rows_that_were_lost_are_computed_again(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, rule: Rule
 ) -> None:
-    """A session that gives way behind its guesses is checked with them, from its tokens alone."""
+    """A session that gives way after its guesses is checked with them, from its tokens alone."""
     spec = ruled(SAMPLED, rule)
     hosting = host_layers(runner, 2)
     undisturbed = OwnTarget(runner, hosting)
@@ -171,7 +171,7 @@ def test_rows_that_were_lost_are_computed_again(
 
 
 def test_a_head_and_lower_layers_can_share_a_target(runner: ModelRunner) -> None:
-    """Each finds the features that it reads, whoever taps them first, and proposes what it would propose alone."""
+    """Each finds the features that it reads, whichever taps them first, and proposes what it would propose alone."""
     hostings = [host_layers(runner, 2), host_head(runner, random_head(runner), "")]
     tokens = plain(runner, SAMPLED)
     for hosting in hostings:

@@ -70,7 +70,7 @@ def test_tokens_are_those_of_plain_decoding(
 
 
 class Knowing(PassChain):
-    """Finds behind every probe what plain decoding says there."""
+    """Finds after every probe what plain decoding says there."""
 
     def __init__(self, probe_ids: Sequence[int], tokens: Sequence[int]) -> None:
         super().__init__(probe_ids)
@@ -84,7 +84,7 @@ class Knowing(PassChain):
 def test_right_guesses_of_probes_are_all_kept(
     runner: ModelRunner, probe_ids: range, count: int, sizes: list[int]
 ) -> None:
-    """Four probes find as many tokens, of which the round behind theirs has those that theirs has not committed."""
+    """Four probes find as many tokens, of which the round after theirs has those that theirs has not committed."""
     tokens = plain(runner, GREEDY)
     own = OwnTarget(runner, Hosting(PASS, ProbeDrafter(partial(Knowing, probe_ids, tokens))))
     answers = own.to_the_end(GREEDY, count)
@@ -99,7 +99,7 @@ def test_the_same_steps_make_the_same_proposals(runner: ModelRunner, rule: Rule,
     """A storm and its repetition: every proposal is a function of what each step has committed before it.
 
     The second finds its prompts in the prefix cache, and its rows beside those of others. Under match, and by nothing
-    but the rule, tokens are plain decoding's; rules that test with laws get chains of certain guesses.
+    but the rule, tokens are plain decoding's; rules that test with distributions get chains of certain guesses.
     """
     spec, told = ruled(replace(COLD, seed=seed), rule), []
     for has_neighbour in (False, True):
@@ -122,7 +122,7 @@ def test_the_same_steps_make_the_same_proposals(runner: ModelRunner, rule: Rule,
 
 
 def test_what_a_round_draws_has_no_part_in_what_its_probes_find(runner: ModelRunner) -> None:
-    """Eight seeds draw several tokens behind the same ones, and all have found the same n-grams."""
+    """Eight seeds draw several tokens after the same ones, and all have found the same n-grams."""
     drawn, found = set(), []
     for seed in range(8):
         own = OwnTarget(runner, lookahead())
@@ -139,7 +139,7 @@ def test_what_a_round_draws_has_no_part_in_what_its_probes_find(runner: ModelRun
 
 
 def going_back(runner: ModelRunner) -> tuple[list[TokenTree], list[TokenTree]]:
-    """Proposals of a session that has gone back, and of a fresh one behind the same tokens."""
+    """Proposals of a session that has gone back, and of a fresh one after the same tokens."""
     own, fresh = OwnTarget(runner, lookahead()), OwnTarget(runner, lookahead())
     try:
         proposals_of(own, GREEDY, [4] * 20)
@@ -244,7 +244,7 @@ def test_a_first_token_keeps_its_newest_n_grams() -> None:
 
 
 def test_guesses_of_a_chain_go_on_behind_what_they_found() -> None:
-    """All are used behind one token, the rest behind tokens that were found, and none behind others."""
+    """All are used after one token, the rest after tokens that were found, and none after others."""
     chain = PassChain((300, 301, 302))
     assert chain.candidates([1, 2]) == []
     assert chain.probes([1, 2]) == TokenTree.chain((300, 301, 302))
@@ -265,7 +265,7 @@ class Fixed(Lookahead):
 
 @pytest.mark.parametrize("rule", Rule)
 def test_candidates_become_a_tree_or_a_chain(runner: ModelRunner, rule: Rule) -> None:
-    """Beginnings in common are one row, and K rows are all there are; a rule that needs laws has the best one alone."""
+    """Beginnings in common are one row, and there are K rows; a rule that needs distributions has the best alone."""
     session = runner.open(PROMPT, 5)
     make: Callable[[], Finder] = Fixed
     draft = ProbeDraft(replace(ruled(SAMPLED, rule), draft_logprobs=True), make)

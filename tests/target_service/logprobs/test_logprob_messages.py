@@ -79,7 +79,7 @@ async def test_the_longest_prompt_has_room(client: TargetClient) -> None:
 
 
 async def test_banned_sequences_do_not_occur(client: TargetClient) -> None:
-    """The greedy answer with its second token forbidden behind the first, and with the first forbidden everywhere."""
+    """The greedy answer with its second token forbidden after the first, and with the first forbidden everywhere."""
     await client.open(SPEC, plain_budget=7)
     first, second, *_ = (await verdicts(client, 8))[2]
     again = client.beside()

@@ -47,7 +47,7 @@ def test_a_prompt_in_chunks_has_the_same_numbers(chunked: Target, expected_promp
 def test_logits_of_a_prompt_are_bounded(
     target: Target, expected_prompt: Entries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With room for ten rows' logits, no forward computes more besides those to draw behind; numbers stay."""
+    """With room for ten rows' logits, no forward computes more besides those to draw after; numbers stay."""
     monkeypatch.setattr(runner_module, "MAX_PREFIX_LOGITS", 10 * VOCABULARY_SIZE)
     forward, sizes = target.runner.forward, []
 

@@ -99,7 +99,7 @@ def test_numbers_do_not_depend_on_proposals_and_neighbours(runner: ModelRunner, 
 
 
 def test_rows_of_a_tree_have_the_numbers_of_their_paths(runner: ModelRunner, target: Target) -> None:
-    """Accepted rows that do not follow each other, and the bonus behind the last of them."""
+    """Accepted rows that do not follow each other, and the bonus after the last of them."""
     spec = asking(spec_of(PROMPT, 40, eos=()))
     expected = plain_tokens(runner, spec)
     target.open(spec)
@@ -136,7 +136,7 @@ def test_numbers_are_those_of_the_text_under_every_rule(
 
 
 def test_an_end_inside_a_proposal_ends_the_numbers(runner: ModelRunner, target: Target) -> None:
-    """No token behind a stop token, and no number."""
+    """No token after a stop token, and no number."""
     expected = plain(runner, spec_of(PROMPT, 40, eos=()))
     stop = expected[7]
     length = expected.index(stop, 5) + 1
@@ -148,7 +148,7 @@ def test_an_end_inside_a_proposal_ends_the_numbers(runner: ModelRunner, target: 
 
 
 def test_who_asks_for_none_pays_nothing(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is computed, and no more logits than are drawn behind."""
+    """Nothing is computed, and no more logits than are drawn after."""
 
     def refuse(*_arguments: object) -> None:
         raise AssertionError("nobody asked")

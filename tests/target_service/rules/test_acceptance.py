@@ -39,7 +39,7 @@ Walker = Callable[[TokenTree, list[int]], Walk]
     ],
 )
 def test_a_chain_is_followed_to_the_first_difference(drawn: list[int], expected: Walk) -> None:
-    """Truth table of the chain 5 6 7: tokens behind a rejection are neither accepted nor evaluated."""
+    """Truth table of the chain 5 6 7: tokens after a rejection are neither accepted nor evaluated."""
     assert walk(TokenTree.chain([5, 6, 7]), drawn) == expected
 
 
@@ -84,7 +84,7 @@ def settled(proposal: list[int], drawn: list[int], spec: SessionSpec = SPEC, bas
 
 @pytest.mark.parametrize(("token_id", "reason"), [(EOS, FinishReason.EOS), (STOP, FinishReason.STOP_TOKEN)])
 def test_an_accepted_end_token_is_the_last_one(token_id: int, reason: FinishReason) -> None:
-    """The verdict is cut behind it: no next token, and the rows behind are not evaluated, though they matched."""
+    """The verdict is cut after it: no next token, and the rows after are not evaluated, though they matched."""
     verdict = settled([5, token_id, 6, 7], [5, token_id, 6, 7, 8])
     assert verdict == TargetVerdict(3, (1, 2), (5, token_id), None, reason, 2)
 
@@ -156,7 +156,7 @@ def drawn_after(prefix: tuple[int, ...], seed: int) -> int:
 
 
 def plain(prefix: tuple[int, ...], seed: int, spec: SessionSpec) -> tuple[tuple[int, ...], FinishReason]:
-    """Plain decoding, told independently: a token at a time until one of the three ends."""
+    """Plain decoding, written independently: a token at a time until one of the three ends."""
     tokens = list(prefix)
     while True:
         token_id = drawn_after(tuple(tokens), seed)

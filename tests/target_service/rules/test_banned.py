@@ -1,4 +1,4 @@
-"""Banned sequences through the target's sessions: never said, whatever is proposed, and nobody else's concern."""
+"""Banned sequences through the target's sessions: never said, whatever is proposed, and no other session's concern."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -61,7 +61,7 @@ def test_proposals_of_banned_tokens_change_nothing(
 
 
 def test_every_branch_of_a_tree_knows_its_own_bans(runner: ModelRunner, target: Target) -> None:
-    """A pair that is banned stays possible behind a sibling of its first token."""
+    """A pair that is banned stays possible after a sibling of its first token."""
     free = said(runner, spec_of(PROMPT, 45, eos=()))
     spec = replace(spec_of(PROMPT, 45, eos=()), banned=((free[6], free[7]),))
     expected = said(runner, spec)

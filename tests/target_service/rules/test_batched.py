@@ -113,7 +113,7 @@ def test_counts_tell_what_was_tested(runner: ModelRunner, rule: Rule) -> None:
 @pytest.mark.parametrize("rule", RULES_WITH_LAWS)
 @pytest.mark.parametrize("bad_row", [1, 2, 3])
 def test_a_row_without_a_draw_is_not_entered(runner: ModelRunner, rule: Rule, bad_row: int) -> None:
-    """Its token is committed when the walk gets there, and nothing behind it; the tokens before it are the same."""
+    """Its token is committed when the walk gets there, and nothing after it; the tokens before it are the same."""
     for number in range(12):
         spec = replace(ruled(SAMPLED, rule), token_ids=(*PROMPT, number), seed=number)
         tree = drafted(runner, spec, 3, noise=0.1)
@@ -130,7 +130,7 @@ def test_a_row_without_a_draw_is_not_entered(runner: ModelRunner, rule: Rule, ba
 
 @pytest.mark.parametrize("rule", RULES_WITH_LAWS)
 def test_a_chain_is_cut_behind_the_token_whose_row_is_bad(runner: ModelRunner, rule: Rule) -> None:
-    """A draft that says what the target says is kept up to that token, with nothing drawn behind it."""
+    """A draft that says what the target says is kept up to that token, with nothing drawn after it."""
     spec = ruled(SAMPLED, rule)
     tree = drafted(runner, spec, 3, noise=0.0, top_n=VOCABULARY_SIZE - 1)
     [walk] = decided(runner, [(spec, tree)], {0: 2})

@@ -122,7 +122,7 @@ def no_residual(rule: RuleFunction) -> RuleFunction:
 
 
 def shifted_rows(rule: RuleFunction) -> RuleFunction:
-    """Each token is tested with the row behind it."""
+    """Each token is tested with the row after it."""
 
     def wrong(probs: Tensor, *rest: Tensor) -> ChainOutcome:
         return rule(torch.cat((probs[:, 1:], probs[:, -1:]), dim=1), *rest)
@@ -153,7 +153,7 @@ def test_one_hot_distributions_are_followed_exactly(name: str) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_certain_guesses_may_be_chosen_by_what_is_committed(name: str) -> None:
-    """As an n-gram pool does: behind each first token others and another number of them, or none."""
+    """As an n-gram pool does: after each first token others and another number of them, or none."""
     pair, guesses = random_pair(4), np.eye(4, dtype=np.int64)[[2, 0, 1, 1]]
     joint = np.zeros((4, 4, 4))
     for first, guess in enumerate(guesses):

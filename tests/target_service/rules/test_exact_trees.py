@@ -63,7 +63,7 @@ def test_distributions_that_agree_keep_every_path(rule: TreeRule, shape: tuple[i
 
 @BY_RULE
 def test_what_the_target_never_says_is_rejected(rule: TreeRule) -> None:
-    """Siblings, and siblings behind them, outside the target's support."""
+    """Siblings, and siblings after them, outside the target's support."""
     pair = TreePair(np.tile([0.0, 0.0, 0.0, 0.25, 0.25, 0.5], (7, 1)), np.tile([7, 2, 1, 0, 0, 0], (1, 7, 1)))
     for scheme in (independent, without_replacement):
         forest = forest_of(pair, (2, 2), scheme)

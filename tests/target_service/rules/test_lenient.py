@@ -5,7 +5,7 @@ import torch
 
 from target_service.rules.lenient import lenient_greedy
 
-# Behind no, one and two draft tokens.
+# After no, one and two draft tokens.
 ROWS = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.4, 0.4, 0.2]]], dtype=torch.float64)
 
 

@@ -51,7 +51,7 @@ def test_a_request_ends_with_as_many_tokens_under_any_rule(runner: ModelRunner, 
 
 @pytest.mark.parametrize("rule", RULES_WITH_LAWS)
 def test_a_chain_may_go_on_behind_an_end(target: Target, rule: Rule) -> None:
-    """The draft does not stop there; the target does, and counts nothing behind it."""
+    """The draft does not stop there; the target does, and counts nothing after it."""
     free = ruled(SPEC, rule)
     target.open(free)
     target.run()

@@ -54,7 +54,7 @@ Wish = tuple[SessionSpec, TokenTree]
 def grown(
     runner: ModelRunner, spec: SessionSpec, parents: Sequence[int], noise: float = 0.3, *, replacement: bool = False
 ) -> TokenTree:
-    """A tree behind the spec's tokens, from the runner's own logits with noise on them: most paths are accepted."""
+    """A tree after the spec's tokens, from the runner's own logits with noise on them: most paths are accepted."""
     dice = torch.Generator().manual_seed(spec.seed)
     tree = TokenTree()
     last: dict[int, int] = {}
@@ -253,7 +253,7 @@ def test_lenience_at_temperature_0_follows_the_most_probable_child(runner: Model
 
 @pytest.mark.parametrize("rule", RULES_WITH_LAWS)
 def test_rows_without_a_draw_are_leaves_that_are_not_entered(runner: ModelRunner, rule: Rule) -> None:
-    """Their token is committed as the last one; nothing behind them is, and nothing beside them changes."""
+    """Their token is committed as the last one; nothing after them is, and nothing beside them changes."""
     seen = set()
     for number in range(40):
         spec = replace(ruled(SAMPLED, rule), token_ids=(*PREFIX, number), seed=number)

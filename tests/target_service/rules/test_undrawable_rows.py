@@ -17,7 +17,7 @@ SPEC = spec_of(PROMPT, 40, eos=())
 
 
 def _spoil(target: Target, monkeypatch: pytest.MonkeyPatch, token_ids: set[int]) -> None:
-    """The model has no logits behind these tokens."""
+    """The model has no logits after these tokens."""
     forward = target.runner.model.forward
 
     def spoiled(plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def test_a_row_that_the_walk_never_reaches_harms_nobody(target: Target, monkeypa
 def test_a_row_that_the_walk_reaches_fails_as_in_plain_decoding(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its token is committed, and the step behind it fails."""
+    """Its token is committed, and the step after it fails."""
     expected = plain(target.runner, SPEC)
     target.open(SPEC)
     target.run()

@@ -1,4 +1,4 @@
-"""Tests of the target service over real links: messages that nobody may send, and what they do not disturb."""
+"""Tests of the target service over real links: messages that no gateway may send, and what they do not disturb."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from outrider.v1 import types_pb2 as pb
 
 
 def fenced(session_id: bytes = bytes(16), epoch: int = 1, base_len: int = 6) -> pb.Fence:
-    """A fence that fits PROMPT, unless told otherwise."""
+    """A fence that fits PROMPT, unless arguments say otherwise."""
     return pb.Fence(session_id=session_id, epoch=epoch, base_len=base_len)
 
 

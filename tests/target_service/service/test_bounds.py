@@ -48,7 +48,7 @@ async def test_links_are_bounded(model: LoadedModel, monkeypatch: pytest.MonkeyP
 
 
 async def test_links_without_a_session_keep_nobody_out(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever they have said: the one that has been silent longest ends, and is told why; a session keeps its link,
+    """Whatever they have said: the one that has been silent longest ends, and learns why; a session keeps its link,
     however long it is silent.
     """
     monkeypatch.setattr(link, "MAX_LINKS", 5)
@@ -96,8 +96,8 @@ async def test_a_service_full_of_idle_links_lets_a_gateway_in(model: LoadedModel
 
 
 async def test_links_that_say_nothing_do_not_stay(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is told why, and they lock nobody out; one that has said something may be idle from then on, as
-    long as nobody needs its place.
+    """Each learns why, and they lock no gateway out; one that has said something may be idle from then on, as
+    long as no other needs its place.
     """
     monkeypatch.setattr(link, "MAX_LINKS", 5)
     running = await start_with(model, SETTINGS)

@@ -40,7 +40,7 @@ async def test_a_broken_link_leaves_a_lease(
 
 
 async def test_a_lease_ends_by_itself(model: LoadedModel) -> None:
-    """Nobody has to come for its blocks; GetModelInfo tells it from an eviction; stopping again changes nothing."""
+    """Its blocks come free by themselves; GetModelInfo counts it apart from evictions; more stops change nothing."""
     running = await start_with(model, replace(SETTINGS, lease_seconds=0.05))
     async with channel_to(running.address) as channel:
         client = TargetClient(channel)

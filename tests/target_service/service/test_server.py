@@ -55,7 +55,7 @@ async def test_every_answer_says_who_answers_and_what_it_cost(
 
 
 async def test_a_close_frees_at_once(client: TargetClient) -> None:
-    """Behind it the blocks are free, even if a job was running; the link goes on."""
+    """After it the blocks are free, even if a job was running; the link goes on."""
     await client.open(spec_of(PROMPT, 900, eos=()), plain_budget=255)
     await client.verdict()
     await client.close(1, 6)
@@ -124,7 +124,7 @@ async def assert_like_fresh(session_id: bytes, service: RunningModelService) -> 
 
 @pytest.mark.parametrize("shares_link", [False, True])
 async def test_eight_sessions_at_once_say_what_they_say_alone(channel: grpc.aio.Channel, shares_link: bool) -> None:
-    """Whoever shares a batch, at whatever point of its answer, changes nothing; nor does who shares a link."""
+    """A session that shares a batch, at whatever point of its answer, changes nothing; nor does who shares a link."""
     shared = TargetClient(channel)
     specs = [spec_of((*PROMPT, 20 + n), 30 + 3 * n, seed=n, eos=(), temperature=0.15 * n) for n in range(8)]
 

@@ -33,7 +33,7 @@ SHARING = CacheHolder(3, True, (7, 8))
 def test_later_sessions_give_way(
     asking: int, num_missing: int, holders: list[CacheHolder], expected: list[int] | None
 ) -> None:
-    """The latest first, idle earlier ones only to the first of the running ones, and nobody for nothing."""
+    """The latest first, idle earlier ones only to the first of the running ones, and none for nothing."""
     assert victims(asking, num_missing, holders) == expected
 
 

@@ -28,7 +28,7 @@ from target_service.sessions import Step, TargetSessions, TargetState
 from target_service.verifier import Verifier, VerifyTask
 
 MAX_LEN = 24
-# One that fits into no other prompt, so that a feed tells whose it is.
+# One that fits into no other prompt, so that a feed shows whose it is.
 CULPRIT_ID = 111
 SPECS = [
     spec_of((5, 17, first, 3, 90), MAX_LEN, seed=first, eos=(), temperature=0.9) for first in (200, CULPRIT_ID, 30, 44)
@@ -153,7 +153,7 @@ async def test_only_the_culprit_ends(runner: ModelRunner, monkeypatch: pytest.Mo
 
 
 async def test_a_verdict_that_cannot_be_given_ends_its_own_session(runner: ModelRunner) -> None:
-    """It does not go on with the verdict behind; the others' verdicts of that forward are given, and only once."""
+    """It does not go on with the verdict after; the others' verdicts of that forward are given, and only once."""
     expected = [plain(runner, spec) for spec in SPECS]
     async with serving(runner) as served:
         raised = list[KeyError]()

@@ -85,7 +85,7 @@ def test_a_session_whose_draft_is_guessing_keeps_its_cache(small: Target) -> Non
 
 
 def test_who_waits_is_weighed_once_for_all_behind_it(small: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a session that was refused, others that lack no less are not weighed in the same step, but in the next."""
+    """After a session that was refused, others that lack no less are not weighed in the same step, but in the next."""
     small.open(spec_of(range(1, 41), 60, eos=()), budget=10)
     small.run()
     answers = Answers()
@@ -122,7 +122,7 @@ def test_a_proposal_without_room_is_decoded_plainly(small: Target, runner: Model
 
 
 def test_what_never_fits_is_refused_at_once(small: Target) -> None:
-    """And costs nobody else's cache."""
+    """And costs no other session's cache."""
     small.open(spec_of(PROMPT, 60, eos=()))
     small.run()
     answers = Answers()

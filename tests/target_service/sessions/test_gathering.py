@@ -17,7 +17,7 @@ BOTH = [(rows, 0.004 + 0.0005 * rows) for rows in (1, 5, 20, 40)]
 
 
 class Named:
-    """A session."""
+    """A session with a name."""
 
 
 class World:
@@ -59,7 +59,7 @@ def test_costs_are_split_into_a_fixed_part_and_rows(
 
 
 def test_nothing_is_fixed_while_all_steps_look_alike() -> None:
-    """So nobody waits before it is known what that would save; nor does a row ever cost less than nothing."""
+    """So no step waits before it is known what that would save; nor does a row ever cost less than nothing."""
     costs = StepCosts()
     assert costs.parts == (0, 0)
     for _ in range(9):

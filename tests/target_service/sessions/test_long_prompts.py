@@ -69,7 +69,7 @@ def test_who_runs_has_a_token_in_every_step(watched: Watched) -> None:
         started_s = watched.now_s
         watched.step()
         read = [watched.cached(each) - had for each, had in zip(prompts, before, strict=True)]
-        # Behind the first of them that is not read no other is read.
+        # After the first of them that is not read no other is read.
         assert all(
             not later for at, each in enumerate(prompts) if watched.cached(each) < 112 for later in read[at + 1 :]
         )
@@ -81,7 +81,7 @@ def test_who_runs_has_a_token_in_every_step(watched: Watched) -> None:
 
 
 def test_alone_a_prompt_is_read_at_once(watched: Watched) -> None:
-    """When nobody runs, and again when whoever ran has ended."""
+    """When no session runs, and again when those that ran have ended."""
     running = watched.open(PROMPT, 40, seed=1)
     for _ in range(3):
         watched.step()

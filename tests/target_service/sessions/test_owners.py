@@ -15,7 +15,7 @@ SPEC = spec_of(PROMPT, 40, eos=())
 
 
 def _open_again(target: Target, budget: int = 0) -> list[SessionAnswer]:
-    """The same open on another link."""
+    """Opens the session again on another link."""
     answers = Answers()
     target.sessions.open(target.fence(1, len(PROMPT)), SPEC, Step(EMPTY, budget, 0), answers)
     return answers
@@ -67,7 +67,7 @@ def test_an_evicted_session_is_in_no_forward(target: Target) -> None:
     target.open(SPEC)
     leased = target.held
     target.table.leave(target.answers)
-    # The link's end would stop the job; this one begins behind it.
+    # The link's end would stop the job; this one begins after it.
     target.step(1, 5)
     other = os.urandom(16)
     step = Step(EMPTY, 0, time.perf_counter_ns())

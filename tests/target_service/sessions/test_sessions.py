@@ -69,7 +69,7 @@ def test_a_repeat_of_a_step_under_way_is_answered_once(target: Target) -> None:
 
 
 def test_a_repeated_open_is_answered_where_it_was_repeated(target: Target) -> None:
-    """Repeated before its verdict or behind it, it is answered to the newer stream, which owns the session then."""
+    """Repeated before its verdict or after it, it is answered to the newer stream, which owns the session then."""
     spec = spec_of(PROMPT, 40, eos=())
     target.open(spec)
     newer = Answers()
@@ -107,7 +107,7 @@ def test_older_epochs_are_dropped(target: Target) -> None:
 
 
 def test_a_newer_epoch_takes_the_session_back(target: Target) -> None:
-    """A rollback may ride in the next step: what lay behind its length is decided anew."""
+    """A rollback may ride in the next step: what lay after its length is decided anew."""
     spec = spec_of(PROMPT, 40, eos=())
     expected = plain(target.runner, spec)
     target.open(spec, budget=6)

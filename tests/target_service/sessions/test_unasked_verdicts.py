@@ -29,7 +29,7 @@ def test_the_budget_counts_from_the_step_and_not_from_the_verdict(target: Target
 
 
 def test_an_acknowledgement_moves_the_limit(target: Target) -> None:
-    """A target that ran into its limit goes on; one that is told 0 does not."""
+    """A target that ran into its limit goes on; one that gets 0 does not."""
     target.open(spec_of(PROMPT, 60, eos=()), budget=2)
     assert len(target.run()) == 3
     target.acknowledge(1, 7, 4)
@@ -54,7 +54,7 @@ def test_an_acknowledgement_without_a_budget_ends_the_stretch_at_once(target: Ta
     target.acknowledge(1, 7, 0)
     assert target.held.task is None
     target.step(1, 7, expected[7:9])
-    # The token behind the seventh had been committed unasked: it is told once more, whatever was proposed.
+    # The token after the seventh had been committed unasked: it is sent once more, whatever was proposed.
     assert [answer.fence.base_len for answer in target.run()][-1] == 7
     target.step(1, 8, expected[8:10])
     [answer] = target.run()
@@ -88,7 +88,7 @@ def test_a_repeated_step_makes_room_in_the_window(target: Target) -> None:
 
 
 def test_a_repeated_step_does_not_disturb_a_target_that_is_going_on(target: Target) -> None:
-    """The job under way goes on to the new limit, and no verdict is given twice behind the repetition."""
+    """The job under way goes on to the new limit, and no verdict is given twice after the repetition."""
     target.open(spec_of(PROMPT, 60, eos=()), budget=6)
     target.device.step(target.verifier.advance)
     target.device.step(target.verifier.advance)

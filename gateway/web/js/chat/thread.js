@@ -40,7 +40,7 @@ export class Thread {
     this.draw();
   }
 
-  // Tells which turns go if the message that is edited is sent.
+  // Shows which turns go if the message that is edited is sent.
   dim() {
     const { turns, editing } = this.conversation;
     const from = editing === null ? turns.length : turns.indexOf(editing);

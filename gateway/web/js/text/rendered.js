@@ -6,7 +6,7 @@ import { blocks, drawBlock, lines } from "./markdown.js";
 const OPEN_BLOCKS = 2;
 
 export class Rendered {
-  // `piece(box, index, text)` appends a part of a token, `again(index)` is told from which token on all are drawn anew.
+  // `piece(box, index, text)` appends a part of a token, `again(index)` gets from which token on all are drawn anew.
   constructor(box, piece, again) {
     this.box = box;
     this.piece = piece;

@@ -95,7 +95,7 @@ async def impatient(words: str) -> AsyncIterator[MarkovStack]:
 
 
 async def test_silence_on_a_stream_of_messages_is_pings(impatient: MarkovStack) -> None:
-    """Which its clients know; nobody is sent a comment there."""
+    """Which its clients know; no client is sent a comment there."""
     impatient.target.reading.clear()
     url = f"http://{impatient.gateway.rest_address}{MESSAGES}"
     async with (

@@ -105,7 +105,7 @@ FILLED = "return time()"
 
 
 def script(prompt: str) -> str:
-    """What fills a gap and goes on behind the stop whose number the prompt has, if it has one; else an answer."""
+    """What fills a gap and goes on after the stop whose number the prompt has, if it has one; else an answer."""
     if "<|fim_prefix|>" not in prompt:
         return ANSWER
     number = re.search(r"# (\d+)", prompt)

@@ -53,7 +53,7 @@ def answered(*rounds: Any, **end: Any) -> dict[str, Any]:
 
 
 def test_events_come_in_openais_order() -> None:
-    """Numbered from 0; an item begins empty, grows, and is told whole before the next one begins."""
+    """Numbered from 0; an item begins empty, grows, and is reported whole before the next one begins."""
     events = told(*ROUNDS, has_calls=True)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert [event["type"] for event in events] == [
@@ -124,7 +124,7 @@ def test_a_response_repeats_its_request() -> None:
     ],
 )
 def test_an_error_in_a_stream_fails_the_response(error: OutriderError, code: str) -> None:
-    """What there is of it is told, and is not complete."""
+    """What there is of it is reported, and is not complete."""
     writer = new_writer()
     events = events_of((ContentDelta("I lo"),))
     frames = [*writer.begin(), *writer.frames(0, events[1]), *writer.failure(error)]

@@ -132,7 +132,7 @@ def test_formats_have_chats_words() -> None:
 
 
 def test_effort_is_chats() -> None:
-    """Which knows what the template makes of it; that it makes nothing of it is told in the name of this body."""
+    """Which knows what the template makes of it; that it makes nothing of it is reported in the name of this body."""
     found = translation(reasoning={"effort": "none"})
     assert found.chat["reasoning_effort"] == "none"
     assert found.names["reasoning_effort"] == "reasoning.effort"

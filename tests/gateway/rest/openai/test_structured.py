@@ -35,7 +35,7 @@ def named(schema: object = SCHEMA, **fields: Any) -> dict[str, Any]:
 
 
 def by_vllm(**fields: Any) -> dict[str, Any]:
-    """The same as structured_outputs."""
+    """Fields as structured_outputs, in vLLM's names."""
     return {"structured_outputs": fields}
 
 
@@ -274,7 +274,7 @@ async def test_an_answer_has_the_shape_that_was_asked_for(
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_what_a_lenient_schema_loses_is_told(tales: httpx.AsyncClient) -> None:
-    """By name, whole and streamed, on both routes; nothing is told where nothing is lost."""
+    """By name, whole and streamed, on both routes; nothing is reported where nothing is lost."""
     schema = {"type": "array", "items": {"enum": ["fox", "sea"]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
     loose = {"type": "array", "prefixItems": [{"type": "string", "format": "colour"}, {"not": {}, "const": 1}]}
     lost = [

@@ -60,7 +60,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def stack(tokenizer: PreTrainedTokenizerFast) -> AsyncIterator[RunningStack]:
-    """A target behind a gateway that has that folder."""
+    """A target with a gateway that has that folder."""
     options = {"tokenizer": tokenizer.name_or_path, "rest_listen": "127.0.0.1:0"}
     async with running_stack(draft=None, gateway=options) as running:
         yield running

@@ -36,7 +36,7 @@ async def test_they_are_those_of_grpc(http: httpx.AsyncClient, markov: MarkovSta
 
 @pytest.mark.parametrize("prompt", [[-1] * 2_000, [[5], [-1] * 2_000]])
 async def test_ids_of_a_prompt_that_is_too_long_are_not_looked_at(http: httpx.AsyncClient, prompt: list[Any]) -> None:
-    """Which would take the time of others; what is wrong with them nobody needs to know."""
+    """Which would take the time of others; what is wrong with them need not be known."""
     reply = await http.post(TEXT, json={"prompt": prompt})
     error = reply.json()["error"]
     assert (reply.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
@@ -45,7 +45,7 @@ async def test_ids_of_a_prompt_that_is_too_long_are_not_looked_at(http: httpx.As
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_stream_joins_to_the_whole(http: httpx.AsyncClient, path: str) -> None:
-    """Also behind a stop string, where tokens bring no text."""
+    """Also after a stop string, where tokens bring no text."""
     fields = {**BODIES[path], "n": 2, "stop": ["moon"]}
     whole = ids_of((await http.post(path, json=fields)).json()["choices"])
     reply = await http.post(path, json={**fields, "stream": True})

@@ -149,7 +149,7 @@ async def test_without_tools_to_call_an_answer_is_text(stack: RecitingStack, fie
 
 
 async def test_reasoning_goes_on_as_reasoning(stack: RecitingStack) -> None:
-    """Where the message that goes on has begun to think; behind its end comes text."""
+    """Where the message that goes on has begun to think; after its end comes text."""
     for begun, expected in (("<think>\nRome", ", then."), ("<think>\nRome, then.\n</think>\n\nAll", None)):
         turns = [*user("Think of Rome"), {"role": "assistant", "content": begun}]
         reply = await stack.http.post(CHAT, json={"messages": turns, "continue_final_message": True})
@@ -215,7 +215,7 @@ async def test_usage_can_be_told_with_every_chunk(stack: RecitingStack) -> None:
 
 
 async def test_what_clients_echo_is_taken_and_named(stack: RecitingStack) -> None:
-    """Arguments as an object too; the header says what nobody looked at, keys of parts that a client made up too."""
+    """Arguments as an object too; the header says what was not looked at, keys of parts that a client made up too."""
     function = {"name": "get_weather", "arguments": {"city": "Paris"}}
     turns = [
         *user("What's the weather?"),

@@ -11,7 +11,7 @@ SIZE = 4
 
 
 def make(num_blocks: int) -> tuple[BlockPool, KVCache]:
-    """A pool and a cache of one layer whose keys tell their slot."""
+    """A pool and a cache of one layer whose keys are their slot."""
     pool = BlockPool(num_blocks, SIZE)
     cache = KVCache(1, num_blocks * SIZE, 1, 2, torch.float32, torch.device("cpu"))
     cache.keys[0][:] = torch.arange(num_blocks * SIZE, dtype=torch.float32)[:, None, None]

@@ -111,7 +111,7 @@ def test_eviction_in_the_middle_changes_no_bit(runner: ModelRunner) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_kind_of_model_finds_its_own_bits(folders: dict[str, Path], name: str, dtype: str) -> None:
-    """Windows mask and free nothing, positions turn by themselves: a cached key is the same for whoever finds it."""
+    """Windows mask and free nothing, positions turn by themselves: a cached key is the same for every session."""
     runner = ModelRunner.load(str(folders[name]), dtype=dtype, kv_tokens=1024)
     prompt = random_ids(90, seed=5, vocab_size=300)
     first = serve(runner, prompt[:70])

@@ -13,7 +13,7 @@ SIZE = 4
 
 
 class Engine:
-    """A pool whose keys tell the token that was computed there, without a model."""
+    """A pool whose keys are the token that was computed there, without a model."""
 
     def __init__(self, num_blocks: int = 8) -> None:
         self.pool = BlockPool(num_blocks, SIZE)
@@ -172,7 +172,7 @@ def test_what_was_used_longest_ago_goes_first_and_tails_before_heads(engine: Eng
 
 
 def test_a_session_goes_on_with_what_others_published(engine: Engine) -> None:
-    """Behind what it has cached itself; a block that it has begun gives way to the full one."""
+    """After what it has cached itself; a block that it has begun gives way to the full one."""
     engine.served(*range(13)).free()
     session = engine.open(*range(6))
     session.take_prefix()
@@ -188,7 +188,7 @@ def test_a_session_goes_on_with_what_others_published(engine: Engine) -> None:
 
 
 def test_a_fork_and_published_blocks(engine: Engine) -> None:
-    """A block that a fork reads is not published behind one that the fork does not hold."""
+    """A block that a fork reads is not published after one that the fork does not hold."""
     session = engine.open(*range(9), salt=None)
     engine.run(session)
     twin = Session(session.table.fork(8), range(8), 1, b"")

@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Text:
-    """f of all positions but the last, the tokens, and guesses behind them."""
+    """f of all positions but the last, the tokens, and guesses after them."""
 
     number: int
     features: Tensor
@@ -167,7 +167,7 @@ def test_many_rows_have_the_bits_of_single_rows(tmp_path: Path) -> None:
 
 @BOTH
 def test_guesses_leave_the_layer_of_hydra_plus_plus_alone(tmp_path: Path, ops_name: str) -> None:
-    """Rows behind guesses store no key, and rows of committed tokens store the bits that they store alone."""
+    """Rows after guesses store no key, and rows of committed tokens store the bits that they store alone."""
     ops = OPS[ops_name]()
     target = tiny_target(ops)
     head = read_head(write_chain(tmp_path, CHAINS["hydra++"]()), target).load(target, CPU, torch.float32, ops)
@@ -200,7 +200,7 @@ def test_facts_say_what_a_head_reads_and_how_far_it_guesses(tmp_path: Path, layo
 
 
 def test_a_layer_of_fewer_positions_shortens_the_text(tmp_path: Path) -> None:
-    """The text behind which Hydra++ guesses ends with its layer's positions."""
+    """The text after which Hydra++ guesses ends with its layer's positions."""
     ops = native()
     target = tiny_target(ops)
     folder = write_chain(tmp_path, tiny_chains.hydra(prefixed=True, max_position_embeddings=40))
@@ -260,7 +260,7 @@ def test_prefixes_of_names_may_be_there_or_not(tmp_path: Path) -> None:
 
 
 def test_notes_name_every_flag_and_whether_it_was_found(tmp_path: Path) -> None:
-    """A default that nobody saw is the usual reason for a head that guesses badly."""
+    """A default that was not seen is the usual reason for a head that guesses badly."""
     target = tiny_target(native())
     notes = {layout: read_head(write_chain(tmp_path / layout, CHAINS[layout]()), target).notes for layout in CHAINS}
     assert notes["mlp"] == (
@@ -433,7 +433,7 @@ REFUSED: dict[str, tuple[Written, str]] = {
 
 @pytest.mark.parametrize(("written", "sentence"), REFUSED.values(), ids=REFUSED)
 def test_one_sentence_refuses_a_file(tmp_path: Path, written: Written, sentence: str) -> None:
-    """What is missing, misshapen or read by nobody, before anything of it computes."""
+    """What is missing, misshapen or never read, before anything of it computes."""
     ops = native()
     target = tiny_target(ops)
     folder = write_chain(tmp_path, written)

@@ -28,7 +28,7 @@ def pickled(folder: Path, name: str = "pytorch_model.bin") -> Path:
 
 
 def logits(folder: Path, theta: float | None = None) -> Tensor:
-    """Of true and drafted rows."""
+    """Logits of true and drafted rows."""
     target = tiny_target()
     head = read_head(folder, target, theta).load(target, CPU, torch.float32, EagerOps())
     known = torch.randn(NUM_LAYERS + 1, 40, HIDDEN, generator=torch.Generator().manual_seed(3))

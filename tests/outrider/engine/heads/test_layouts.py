@@ -126,7 +126,7 @@ def boundaries(length: int, num_layers: int = NUM_LAYERS, hidden: int = HIDDEN) 
 
 
 def computed(folder: Path, ops: Ops | None = None, length: int = LENGTH, theta: float | None = None) -> Tensor:
-    """Our logits."""
+    """Logits that our engine computes."""
     target, ops = tiny_target(), ops or EagerOps()
     head = read_head(folder, target, theta).load(target, CPU, torch.float32, ops)
     token_ids = random_ids(length + DRAFTED, VOCAB)
@@ -142,7 +142,7 @@ class Expected:
 
     @classmethod
     def of(cls, oracle: HeadOracle, token_ids: list[int]) -> "Expected":
-        """Those of a text whose last tokens are drafted."""
+        """Logits and states of a text whose last tokens are drafted."""
 
         def compute() -> Tensor:
             return torch.from_numpy(oracle.logits(token_ids[:-DRAFTED], token_ids[-DRAFTED:]))
@@ -152,7 +152,7 @@ class Expected:
 
 
 def expected(folder: Path, family: str, layer: str, length: int = LENGTH, theta: float | None = None) -> Expected:
-    """The oracle's."""
+    """Results of the oracle."""
     parts = tiny_target()
     arrays = [tensor.double().numpy() for tensor in (parts.embedding, parts.output, boundaries(length))]
     oracle = HeadOracle(folder, Target(*arrays), family, layer, theta)
@@ -249,7 +249,7 @@ def test_what_a_loader_may_lose_changes_logits(tmp_path: Path, name: str, one: W
 
 
 def test_the_halves_of_an_mtp_layer_have_an_order(tmp_path: Path) -> None:
-    """The same tensors mean another head as MiMo's and as speculators': only the publisher tells."""
+    """The same tensors mean another head as MiMo's and as speculators': only the publisher shows which."""
     ours = mtp_speculators(tmp_path / "speculators")
     config = json.loads((ours / "config.json").read_text())
     layer = config["transformer_layer_config"]

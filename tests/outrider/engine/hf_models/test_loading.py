@@ -14,7 +14,7 @@ from outrider.engine.runner import ModelRunner
 
 
 def logits_of(folder: Path, dtype: str = "float32") -> Tensor:
-    """Logits behind a short text."""
+    """Logits after a short text."""
     runner = ModelRunner.load(str(folder), dtype=dtype, kv_tokens=64)
     return fresh(runner, random_ids(9, vocab_size=300))[0]
 
@@ -46,7 +46,7 @@ def test_a_file_that_asks_for_tuples_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_an_index_beside_the_single_file_changes_nothing(tmp_path: Path) -> None:
-    """All weights are of the file that transformers reads, and none of those that were left behind."""
+    """All weights are of the file that transformers reads, and none of those that were left over."""
     folder = write_tiny_model(tmp_path / "tiny", "gpt2", seed=3)
     expected = logits_of(folder)
     tensors = load_file(folder / "model.safetensors")

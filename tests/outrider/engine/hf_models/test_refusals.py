@@ -38,7 +38,7 @@ def gpt2(tmp_path: Path) -> Path:
 
 
 def write_config(folder: Path, config: transformers.PretrainedConfig, architecture: str) -> Path:
-    """A folder with a configuration and weights that nobody may look at."""
+    """A folder with a configuration and weights that must not be looked at."""
     config.architectures = [architecture]
     config.save_pretrained(folder)
     (folder / "model.safetensors").touch()
@@ -150,7 +150,7 @@ def test_attention_that_cannot_be_computed_is_refused(tmp_path: Path, changes: d
 
 
 def test_an_adapter_is_refused(gpt2: Path) -> None:
-    """It would make another model of this one, whose weights nobody has looked at."""
+    """It would make another model of this one, whose weights were not looked at."""
     (gpt2 / "adapter_config.json").write_text("{}")
     assert "is an adapter of another model" in refusal(lambda: find_checkpoint(str(gpt2)))
 

@@ -1,4 +1,4 @@
-"""Who computes which model, and who pays for transformers."""
+"""Which code computes which model, and which processes pay for transformers."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ def test_a_sized_model_is_our_own() -> None:
     ],
 )
 def test_a_model_without_a_sound_configuration_is_refused(tmp_path: Path, text: str | None, words: str) -> None:
-    """One sentence, whoever would compute it."""
+    """One sentence, whatever would compute it."""
     (tmp_path / "model.safetensors").touch()
     if text is not None:
         (tmp_path / "config.json").write_text(text)

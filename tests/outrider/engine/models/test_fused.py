@@ -44,7 +44,7 @@ def runner_of(folder: Path, dtype: torch.dtype, name: str = "", num_threads: int
 
 
 def op_by_op(folder: Path, dtype: torch.dtype) -> ModelRunner:
-    """The same model, whose runner calls one operation after the other."""
+    """A runner of the same model that calls one operation after the other."""
     runner = runner_of(folder, dtype)
     config = runner.config
     runner.model = Transformer(config, load_tensors(folder, config, torch.device("cpu"), dtype), native())

@@ -37,7 +37,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 
 
 def logits(model: Path, dtype: str = "float32") -> torch.Tensor:
-    """Of 40 random tokens, the last ten steps."""
+    """Logits of 40 random tokens, the last ten steps."""
     decoded, _ = all_logits(ModelRunner.load(str(model), dtype=dtype, kv_tokens=1024), random_ids(40, 300), 30)
     return decoded
 
@@ -55,7 +55,7 @@ def test_a_gguf_file_has_the_logits_of_the_same_safetensors(
 
 
 def test_llama_3_embeddings_are_read_from_their_tensor(tmp_path: Path) -> None:
-    """rope_freqs.weight divides the frequencies as Llama 3's law does."""
+    """rope_freqs.weight divides the frequencies as Llama 3's formula does."""
     rope = {"rope_type": "llama3", "rope_theta": THETA, **LLAMA3}
     folder = write_tiny_model(tmp_path / "tiny", "llama", seed=11, rope_parameters=rope, context_len=512)
     law, positions = ModelConfig.read(folder).rope, torch.arange(4)

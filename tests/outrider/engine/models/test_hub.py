@@ -44,7 +44,7 @@ def point_to(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
 
 
 def closed_port() -> str:
-    """An address where nobody listens."""
+    """An address without a listener."""
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         return f"http://127.0.0.1:{server.server_port}"
 
@@ -55,7 +55,7 @@ def hub_that_says(status: int, code: str) -> Iterator[str]:
 
     class Refusing(BaseHTTPRequestHandler):
         def answer(self) -> None:
-            """Says no."""
+            """Answers with a refusal."""
             self.send_response(status)
             self.send_header("X-Error-Code", code)
             self.send_header("Content-Length", "0")
@@ -86,7 +86,7 @@ def write_snapshot(cache: Path, commit: str, revision: str, seed: int = 0) -> Pa
 
 
 def write_gguf_snapshot(cache: Path, *names: str) -> Path:
-    """The same of a repository that has GGUF files alone."""
+    """Writes a snapshot of a repository that has GGUF files alone."""
     model = write_tiny_model(cache.parent / "tiny", "llama")
     folder = cache / "models--some-org--tiny" / "snapshots" / COMMIT
     folder.mkdir(parents=True)
@@ -107,7 +107,7 @@ def refusal(name: str) -> str:
 
 
 def test_what_was_downloaded_is_used_without_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody listens where the hub is, and nobody is asked."""
+    """There is no listener where the hub is, and none is asked."""
     point_to(monkeypatch, closed_port())
     newest = write_snapshot(cache, COMMIT, "main")
     older = write_snapshot(cache, OLDER_COMMIT, "v1", seed=1)
@@ -118,7 +118,7 @@ def test_what_was_downloaded_is_used_without_network(cache: Path, monkeypatch: p
 
 
 def test_gguf_files_of_a_repository_are_used_without_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only one by the id alone, one of several by its name behind it."""
+    """The only one by the id alone, one of several by its name after it."""
     point_to(monkeypatch, closed_port())
     folder = write_gguf_snapshot(cache, "a.gguf")
     assert resolve("some-org/tiny") == resolve("some-org/tiny:a.gguf") == folder / "a.gguf"

@@ -59,7 +59,7 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(params=[True, False], ids=["fused", "single"])
 def model(folder: Path, request: pytest.FixtureRequest) -> Iterator[Model]:
-    """Its forward is one call of the kernels, or goes op by op."""
+    """A model whose forward is one call of the kernels, or goes op by op."""
     runner = ModelRunner.load(str(folder), dtype="float32", kv_tokens=640)
     if not request.param:
         runner.model = runner.model._model  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def test_rows_cannot_go_on_where_nothing_was_stored(model: Model) -> None:
 
 
 def test_taps_of_several_stay_where_they_are(model: Model) -> None:
-    """Whoever taps later has the places behind."""
+    """A later tap has the places after those that there are."""
     assert model.runner.cache.taps == (1, 2, 3)
     model.runner.tap((0, 2))
     assert model.runner.cache.taps == (1, 2, 3, 0)
@@ -168,7 +168,7 @@ def test_what_changes_a_session_drops_its_rows(model: Model, change: Callable[[S
 
 
 def test_rows_follow_a_block_that_is_shared(model: Model) -> None:
-    """Whoever guesses in a block that another reads has a copy of his own, and the other's stays as it is."""
+    """A session that guesses in a block that another reads has a copy of its own, and the other's stays as it is."""
     first = model.read()
     finish(model.runner, Feed(first))
     first.publish(40)

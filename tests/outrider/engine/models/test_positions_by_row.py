@@ -1,4 +1,4 @@
-"""Windows and scaled positions keep the law of the CPU path: a row's bits are its own, however the work is cut up."""
+"""Windows and scaled positions keep the rule of the CPU path: a row's bits are its own, however the work is cut up."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -89,7 +89,7 @@ def fresh(runner: ModelRunner, token_ids: Sequence[int], tree: TokenTree = EMPTY
 
 
 def assert_like_fresh(runner: ModelRunner, session: Session) -> None:
-    """Its cache holds bitwise what a prefill of its tokens in one forward would."""
+    """Asserts that its cache holds bitwise what a prefill of its tokens in one forward would."""
     for kept, expected in zip(kv_state(runner, session), fresh(runner, session.token_ids)[1:], strict=True):
         assert torch.equal(kept, expected)
 

@@ -1,4 +1,4 @@
-"""Simulated models: tokens by a law that looks at the cache, times by another, and books that are the real ones."""
+"""Simulated models: tokens by a hash that looks at the cache, times by a formula, and books that are the real ones."""
 
 import time
 
@@ -68,7 +68,7 @@ def test_rows_of_a_tree_see_their_own_path(runner: ModelRunner) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, WINDOW - 1, WINDOW, WINDOW + 1])
 def test_short_prompts_have_logits_too(runner: ModelRunner, length: int) -> None:
-    """A row that sees fewer tokens than the law looks at."""
+    """A row that sees fewer tokens than the hash looks at."""
     token_ids = random_ids(length, seed=3)
     assert torch.equal(fresh(runner, token_ids)[0], decoded(runner, token_ids, 1)[-1:])
 
@@ -96,7 +96,7 @@ def test_a_draft_names_the_law_s_token_as_often_as_it_says() -> None:
 
 
 def right_choices(model: str) -> tuple[np.ndarray, np.ndarray]:
-    """[SAMPLES, ranks]: which choice is the law's token, and the chances that its logits give to all choices."""
+    """[SAMPLES, ranks]: which choice is the hash's token, and the chances that its logits give to all choices."""
     positions, seen = contexts(SAMPLES)
     ids, heights = decoder(model).choices(positions, seen)
     assert all(len(set(row)) == ids.shape[1] for row in ids[:100].tolist())
@@ -162,7 +162,7 @@ def test_every_seed_draws_the_law_s_token(temperature: float) -> None:
 
 
 def test_a_step_takes_the_time_of_its_law() -> None:
-    """It ends no earlier than the law says, and counts for exactly that long, whatever the host did meanwhile."""
+    """It ends no earlier than the formula says, and counts for exactly that long, whatever the host did meanwhile."""
     runner = ModelRunner.load("sim:h100-8b", kv_tokens=4096)
     session, chain = runner.open(random_ids(30), 1), TokenTree.chain((5, 6, 7))
     assert isinstance(runner.model, SimulatedDecoder)
@@ -189,7 +189,7 @@ def test_facts_say_that_it_is_simulated() -> None:
 
 
 def test_digests_differ_with_the_name_and_vocabularies_do_not() -> None:
-    """A target is told from its draft, and both fit together."""
+    """A target is distinguished from its draft, and both fit together."""
     models = [find_checkpoint(name) for name in ("sim:h100-8b", "sim:h100-1b", "sim:h100-1b@acceptance=0.8")]
     assert len({each.digest() for each in models}) == 3
     assert all(Vocabulary.read(each.folder) == Vocabulary.read(TARGET) for each in models)

@@ -63,7 +63,7 @@ def said(runner: ModelRunner, num_tokens: int = 64) -> list[tuple[int, ...]]:
 
 
 def last_logits(runner: ModelRunner, token_ids: Sequence[int]) -> Tensor:
-    """Logits [V] behind a text."""
+    """Logits [V] after a text."""
     session = runner.open(token_ids, len(token_ids))
     rows = None
     while rows is None:
@@ -74,7 +74,7 @@ def last_logits(runner: ModelRunner, token_ids: Sequence[int]) -> Tensor:
 
 
 def assert_near(runner: ModelRunner, small: ModelRunner, prompt: Sequence[int]) -> None:
-    """Logits behind a text are those of a small model in float32, up to rounding, of its last part where it is long."""
+    """Logits after a text are those of a small model in float32, up to rounding, of its last part where it is long."""
     limit = reach(small.model.weights, lambda: last_logits(small, prompt[-600:]))
     torch.testing.assert_close(last_logits(runner, prompt), last_logits(small, prompt), atol=limit, rtol=0)
 

@@ -165,7 +165,7 @@ class HeadersOnly:
 
 
 def test_refusal_comes_before_any_tensor_is_read(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The headers tell, so a model of any size is refused at once."""
+    """The headers show it, so a model of any size is refused at once."""
     change(tiny, lambda tensors: tensors.pop(NORM))
     monkeypatch.setattr(weights, "safe_open", HeadersOnly)
     with pytest.raises(ModelRefused):

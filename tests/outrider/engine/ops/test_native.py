@@ -132,7 +132,7 @@ def thread_count() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted through /proc")
 def test_threads_end_with_their_object() -> None:
-    """Objects that are gone leave no thread behind."""
+    """Objects that are gone leave no thread."""
     before = thread_count()
     ops = native(num_threads=5)
     assert thread_count() == before + 4

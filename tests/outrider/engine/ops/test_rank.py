@@ -1,4 +1,4 @@
-"""The best tokens of a row under noise, and their shares: the first is the draw, whoever computes it."""
+"""The best tokens of a row under noise, and their shares: the first is the draw, whatever computes it."""
 
 import pytest
 import torch

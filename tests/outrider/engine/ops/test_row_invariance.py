@@ -1,4 +1,4 @@
-"""The law of the CPU path: a row's bits do not depend on the other rows, on chunking, on threads or on the build."""
+"""The rule of the CPU path: a row's bits do not depend on the other rows, on chunking, on threads or on the build."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -94,7 +94,7 @@ def test_heads_that_advance_together_are_independent(name: str, heads_of_a_group
 
 @EACH
 def test_rows_of_the_reference_are_independent(operation: Operation) -> None:
-    """The same law without compiled kernels."""
+    """The same rule without compiled kernels."""
     ops = ReferenceOps()
     whole = operation(ops, slice(0, 40))
     for start, end in ((0, 1), (1, 3), (3, 8), (8, 40)):

@@ -1,4 +1,4 @@
-"""Banned sequences: what they forbid behind a prefix, as a slow reading of the definition says it."""
+"""Banned sequences: what they forbid after a prefix, as a slow reading of the definition says it."""
 
 from collections.abc import Sequence
 
@@ -43,7 +43,7 @@ def test_no_text_ends_with_a_banned_sequence(banned: Sequences, committed: list[
 def test_every_row_of_a_tree_is_masked_by_its_own_path(
     banned: Sequences, committed: list[int], tree: TokenTree, seed: int
 ) -> None:
-    """The support of each row is what plain decoding behind its path would have, and siblings do not matter."""
+    """The support of each row is what plain decoding after its path would have, and siblings do not matter."""
     paths = [tuple(tree.token_ids[step - 1] for step in tree.path(row)) for row in range(len(tree) + 1)]
     rows = [RowContext(SamplingParameters(), committed, path, 1, frozenset(), banned) for path in paths]
     logits = torch.randn(len(rows), NUM_TOKENS, generator=torch.Generator().manual_seed(seed))

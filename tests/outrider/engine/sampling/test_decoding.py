@@ -1,4 +1,4 @@
-"""One forward and a draw behind every row: whoever shares it, each session draws what it would draw alone."""
+"""One forward and a draw after every row: whichever sessions share it, each session draws what it would draw alone."""
 
 from dataclasses import replace
 

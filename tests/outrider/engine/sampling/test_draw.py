@@ -1,4 +1,4 @@
-"""Draws from probabilities, and the scores behind many rows at once."""
+"""Draws from probabilities, and the scores after many rows at once."""
 
 import math
 from dataclasses import replace

@@ -43,7 +43,7 @@ def test_numbers_are_those_of_log_softmax(ops: Ops, num_tokens: int) -> None:
 
 
 def test_padding_counts_in_the_sum_and_is_no_alternative() -> None:
-    """As a model computes it: the share of ids that the tokenizer does not know is nobody's."""
+    """As a model computes it: the share of ids that the tokenizer does not know belongs to none."""
     entry = one([0.0, 1.0, 5.0, 5.0], 1, 20, vocabulary_size=2)
     assert entry.top_token_ids == (1, 0)
     assert entry.logprob == pytest.approx(1.0 - math.log(1 + math.e + 2 * math.exp(5)))
@@ -62,7 +62,7 @@ def test_no_alternatives_are_asked_for() -> None:
 
 
 def test_everything_is_finite_and_at_most_zero() -> None:
-    """A logit of -inf, one far behind the best, and a token that has everything."""
+    """A logit of -inf, one far below the best, and a token that has everything."""
     entry = one([-math.inf, 0.0, -3e38, 3e38], 0, 4)
     assert entry.top_token_ids == (3, 1, 2, 0)
     assert all(math.isfinite(number) and number <= 0 for number in (entry.logprob, *entry.top_logprobs))

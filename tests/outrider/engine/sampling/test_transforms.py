@@ -247,7 +247,7 @@ def test_no_rows_are_no_work() -> None:
 
 
 def test_a_wrong_order_would_be_found() -> None:
-    """Top-p before temperature keeps another support than the documented order does, so the tests can tell them."""
+    """Top-p before temperature keeps another support than the documented order does, so the tests can see it."""
     logits, wanted = random_logits(1, 50, 8), SamplingParameters(temperature=0.3, top_p=0.9)
     right = transform(logits, [row_of(wanted)], 50, OPS)
     first = transform(logits, [row_of(wanted.model_copy(update={"temperature": 1.0}))], 50, OPS)

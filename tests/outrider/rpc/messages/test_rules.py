@@ -64,7 +64,7 @@ def test_settings_out_of_range_are_named(name: str, value: float) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("rule", Rule)
 def test_settings_of_another_rule_are_refused(rule: Rule, name: str) -> None:
-    """Even the default: whoever sets it expects an effect."""
+    """Even the default: a client that sets it expects an effect."""
     if name in SETTINGS.get(rule, ()):
         return
     settings = pb.AcceptanceSettings(**{name: getattr(Acceptance(), name)})

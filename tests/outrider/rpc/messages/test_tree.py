@@ -86,7 +86,7 @@ def test_malformed_distributions_are_refused(message: pb.TokenTree, field: str) 
     assert caught.value.metadata["limit"]
 
 
-# Two tries of one root: 4, 9 and 7 without replacement, 6 without replacement behind the first of them, 9 by itself.
+# Two tries of one root: 4, 9 and 7 without replacement, 6 without replacement after the first of them, 9 by itself.
 FIRST, BEHIND, OTHER = (DraftDistribution(*each) for each in (((4, 9, 7), (5, 3, 2)), ((8, 6), (1, 1)), ((9,), (1,))))
 FOREST = TokenTree(
     (4, 8, 9, 6, 7, 9, 9),
@@ -96,7 +96,7 @@ FOREST = TokenTree(
 
 
 def test_siblings_without_replacement_travel_in_two_bytes() -> None:
-    """What is left out is made again of the sibling before, whoever stands between; equal siblings are sent."""
+    """What is left out is made again of the sibling before, whatever stands between; equal siblings are sent."""
     message = pb.TokenTree.FromString(tree_message(FOREST).SerializeToString())
     assert [bool(each.token_ids) for each in message.distributions] == [True, True, False, False, False, True, True]
     assert tree_from(message, 10, 8) == FOREST
