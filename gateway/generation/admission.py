@@ -24,7 +24,7 @@ EventT = TypeVar("EventT")
 
 
 @dataclass(slots=True, eq=False)
-class Places:
+class Reservation:
     """Places of one request: it has one for each of its samples that runs, and waits for one at a time."""
 
     arrived_s: float
@@ -54,8 +54,8 @@ class Admission:
         self.is_leaving = False
         """Whether the gateway begins to stop, which its readiness says before anybody is turned away."""
         self._clock_s = clock_s
-        self._queue: deque[Places] = deque()  # in the order in which they get places
-        self._entered: set[Places] = set()
+        self._queue: deque[Reservation] = deque()  # in the order in which they get places
+        self._entered: set[Reservation] = set()
         self._left = asyncio.Event()
         # From one place that comes free to the next, as it was lately.
         self._free_s = RETRY_AFTER_S[0]
@@ -108,7 +108,7 @@ class Admission:
             if places.patience is not None:
                 places.patience.reschedule(0.0)
 
-    async def next_of(self, events: AsyncIterator[EventT], places: Places) -> EventT | None:
+    async def next_of(self, events: AsyncIterator[EventT], places: Reservation) -> EventT | None:
         """Next event of a request, None after the last; raises NotReady after `end`."""
         if not self._is_over:
             try:
@@ -141,10 +141,10 @@ class Admission:
             self._num_arriving -= 1
 
     @asynccontextmanager
-    async def entry(self, priority: int = 0) -> AsyncIterator[Places]:
+    async def entry(self, priority: int = 0) -> AsyncIterator[Reservation]:
         """Waits for a request's first place. What it holds when it is left is given back. Raises as `check` does."""
         self.check(priority)
-        places = Places(self._clock_s(), priority)
+        places = Reservation(self._clock_s(), priority)
         self._entered.add(places)
         try:
             await self.take(places)
@@ -158,7 +158,7 @@ class Admission:
             self._entered.remove(places)
             self._left.set()
 
-    async def take(self, places: Places) -> None:
+    async def take(self, places: Reservation) -> None:
         """Waits for one more place, after all that wait and have no greater priority. Raises NotReady when it is the
         first and the gateway stops.
         """
@@ -169,7 +169,7 @@ class Admission:
         if not places.has_begun:
             self._check_open()
 
-    def give_back(self, places: Places) -> None:
+    def give_back(self, places: Reservation) -> None:
         """Gives back one place of a request; does nothing when it has none left."""
         if not places.taken:
             return

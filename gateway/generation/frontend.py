@@ -14,7 +14,7 @@ from typing import Protocol, Self
 
 import structlog
 
-from gateway.generation.admission import Admission, Places
+from gateway.generation.admission import Admission, Reservation
 from gateway.generation.backend import Backend
 from gateway.generation.beams import searched
 from gateway.generation.request import CheckedRequest, GenerationRequest
@@ -175,7 +175,7 @@ class Frontend:
             raise
 
     async def _events(
-        self, contexts: Sequence[RequestContext], places: Places, record: RequestLog
+        self, contexts: Sequence[RequestContext], places: Reservation, record: RequestLog
     ) -> AsyncGenerator[tuple[int, Event], None]:
         if sum(context.request.num_runs for context in contexts) == 1:
             async with aclosing(self._samples(contexts, places)) as samples:
@@ -190,7 +190,7 @@ class Frontend:
                 yield number, event
 
     async def _samples(
-        self, contexts: Sequence[RequestContext], places: Places
+        self, contexts: Sequence[RequestContext], places: Reservation
     ) -> AsyncGenerator[AsyncGenerator[tuple[int, Event], None], None]:
         """The events of each sample, prompt by prompt, as they get places; the request has the first one's already."""
         for number, context in enumerate(contexts):
@@ -203,7 +203,7 @@ class Frontend:
                 yield self._in_place(number, sample, places)
 
     async def _in_place(
-        self, number: int, events: AsyncGenerator[Event, None], places: Places
+        self, number: int, events: AsyncGenerator[Event, None], places: Reservation
     ) -> AsyncGenerator[tuple[int, Event], None]:
         """A sample's events with the number of its request; its place is given back when it ends."""
         try:

@@ -6,7 +6,7 @@ import random
 import pytest
 from support.basics import eventually
 
-from gateway.generation.admission import Admission, Places
+from gateway.generation.admission import Admission, Reservation
 from outrider.errors import NotReady, Overloaded
 
 
@@ -17,7 +17,7 @@ async def hold(admission: Admission, order: list[str], name: str, leave: asyncio
         await leave.wait()
 
 
-async def take_all(admission: Admission, order: list[str], name: str, count: int, opened: list[Places]) -> None:
+async def take_all(admission: Admission, order: list[str], name: str, count: int, opened: list[Reservation]) -> None:
     """Takes one place after the other until asked to leave; the code that looks at `opened` gives them back."""
     async with admission.entry() as places:
         opened.append(places)
@@ -62,7 +62,7 @@ async def test_the_smallest_priority_comes_first() -> None:
 
 async def test_further_samples_of_a_request_wait_behind_smaller_priorities() -> None:
     """One that runs already has no right before them, nor does it keep those of its own priority out."""
-    admission, order, opened, leave = Admission(1, 3), list[str](), list[Places](), asyncio.Event()
+    admission, order, opened, leave = Admission(1, 3), list[str](), list[Reservation](), asyncio.Event()
     tasks = [asyncio.create_task(take_all(admission, order, "large", 3, opened))]
     await eventually(lambda: order == ["large"])
     for name, priority in (("later", 1), ("equal", 0), ("before", -1)):
@@ -79,7 +79,7 @@ async def test_further_samples_of_a_request_wait_behind_smaller_priorities() -> 
 
 async def test_samples_of_large_requests_take_turns_with_others() -> None:
     """A request of one sample waits for its turn, not for the hundred samples of those that came before."""
-    admission, order, opened = Admission(2, 10), list[str](), list[Places]()
+    admission, order, opened = Admission(2, 10), list[str](), list[Reservation]()
     tasks = []
     for name, count in (("large", 50), ("huge", 50), ("small", 1)):
         tasks.append(asyncio.create_task(take_all(admission, order, name, count, opened)))
@@ -104,9 +104,9 @@ async def test_requests_and_samples_are_bounded_whatever_comes() -> None:
     """Samples that run never exceed the places, nor requests that have some or wait the places and the queue; at the
     end nothing is held.
     """
-    chance, admission, opened, served, refused = random.Random(7), Admission(4, 3), list[Places](), [0], [0]
+    chance, admission, opened, served, refused = random.Random(7), Admission(4, 3), list[Reservation](), [0], [0]
 
-    async def sample(places: Places) -> None:
+    async def sample(places: Reservation) -> None:
         for _ in range(chance.randrange(3, 8)):
             await asyncio.sleep(0)
         admission.give_back(places)
@@ -200,7 +200,7 @@ async def test_requests_that_end_together_shared_their_time() -> None:
 
 async def test_a_request_that_runs_and_waits_for_more_leaves_the_queue_to_others() -> None:
     """It counts as waiting only while none of its samples runs."""
-    admission, order, opened, leave = Admission(1, 1), list[str](), list[Places](), asyncio.Event()
+    admission, order, opened, leave = Admission(1, 1), list[str](), list[Reservation](), asyncio.Event()
     large = asyncio.create_task(take_all(admission, order, "large", 3, opened))
     await eventually(lambda: order == ["large"])
     assert admission.waiting == 0
@@ -249,7 +249,7 @@ async def test_who_leaves_the_queue_takes_nothing_along(*, turn_comes_first: boo
 
 async def test_a_closed_queue_turns_away_and_lets_those_who_run_end() -> None:
     """Requests that wait or come go elsewhere; those that have begun keep their places, and get the further ones."""
-    admission, leave, order, opened = Admission(1, 3), asyncio.Event(), list[str](), list[Places]()
+    admission, leave, order, opened = Admission(1, 3), asyncio.Event(), list[str](), list[Reservation]()
     running = asyncio.create_task(take_all(admission, order, "a", 2, opened))
     waiting = [asyncio.create_task(hold(admission, order, name, leave)) for name in "bc"]
     await eventually(lambda: admission.waiting == 2)
