@@ -116,7 +116,7 @@ def test_architectures_that_do_not_fit_are_refused_by_name(
         ({"n_embd": "many"}, "is refused by transformers-5."),
         ({"n_positions": 0}, '"max_position_embeddings" is 0, but must be an integer of at least 1'),
         ({"layer_types": ["full_attention", "mamba"]}, '"layer_types" names linear_attention'),
-        ({"eos_token_id": -1}, "eos_token_id"),
+        ({"eos_token_id": -2}, "eos_token_id"),
         ({"n_layer": 10**9}, '"n_layer" is 1000000000, but at most 4096 are served'),
         ({"num_local_experts": 10**6}, '"num_local_experts" is 1000000, but at most 4096 are served'),
         ({"num_labels": 10**9}, '"num_labels" is 1000000000, but at most 4096 are served'),
