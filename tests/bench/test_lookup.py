@@ -9,7 +9,7 @@ from gateway.lookup.rates import LookupRates
 from gateway.lookup.session import LookupSession
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_all_tables_are_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -24,6 +24,10 @@ def chat_tokenizer(pair: Path, template: str | None = TEMPLATE) -> PreTrainedTok
     return made
 
 
+# Its tokenizer is that of a model that is trained first.
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(name="turns")
 def found_turns(trained: tuple[Path, str]) -> Turns:
     turns = Turns.read(chat_tokenizer(trained[0]), frozenset({0}))

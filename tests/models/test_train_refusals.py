@@ -80,6 +80,7 @@ def test_options_out_of_range_are_refused(corpus: Path, tmp_path: Path) -> None:
     assert refusal(*start, "--from-pair", tmp_path, "--draft-steps", "5").startswith("--draft-steps is '5'")
 
 
+@pytest.mark.slow
 def test_a_pair_that_is_none_is_refused(corpus: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
     """Missing, of different vocabularies, and with rope scaling of its own."""
     start = ("--corpus", corpus, "--out", tmp_path / "out", "--preset", "tiny", "--from-pair")

@@ -137,7 +137,7 @@ async def deviations(
     return found
 
 
-@pytest.mark.parametrize("rule", ["ratio", "block"])
+@pytest.mark.parametrize("rule", [pytest.param("ratio", marks=pytest.mark.grid), "block"])
 async def test_each_repetition_of_a_seed_follows_the_law(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:
@@ -146,7 +146,7 @@ async def test_each_repetition_of_a_seed_follows_the_law(
     assert max(map(abs, await deviations(pair, rule))) < MOST
 
 
-@pytest.mark.parametrize("rule", ["ratio", pytest.param("block", marks=pytest.mark.grid)])
+@pytest.mark.parametrize("rule", [pytest.param("ratio", marks=pytest.mark.grid), "block"])
 async def test_guesses_that_know_the_noise_of_their_seed_are_found(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:

@@ -86,7 +86,7 @@ async def lied() -> AsyncIterator[Lied]:
 
 
 # Which requests hear a lie, and every how many of the lies is told.
-SHARES = [(("tree", "ratio"), 5), pytest.param(("tree", "named", "auto", "ratio"), 1, marks=pytest.mark.grid)]
+SHARES = [(("tree", "ratio"), 9), pytest.param(("tree", "named", "auto", "ratio"), 1, marks=pytest.mark.grid)]
 
 
 async def told(here: Lied, lie: Lie, asked: tuple[str, ...]) -> tuple[str, ...]:

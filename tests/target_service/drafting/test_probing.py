@@ -94,7 +94,7 @@ def test_right_guesses_of_probes_are_all_kept(
 
 
 @pytest.mark.parametrize("rule", [Rule.MATCH, *slow(Rule.RATIO, Rule.BLOCK, Rule.LENIENT, Rule.TYPICAL)])
-@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(each, marks=pytest.mark.grid) for each in (1, 2))])
 def test_the_same_steps_make_the_same_proposals(runner: ModelRunner, rule: Rule, seed: int) -> None:
     """A storm and its repetition: every proposal is a function of what each step has committed before it.
 
