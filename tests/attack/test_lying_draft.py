@@ -1,12 +1,12 @@
 """A draft that lies about every field of every message, beside streams that do no harm: a part of `make test-fuzz`."""
 
 import asyncio
-import os
 from multiprocessing import get_context
 
 import pytest
 from attack.liar import LIES, lie_for
 from attack.streams import OPENINGS, Streams
+from attack.test_attack import IS_LONG
 from support.stack import DRAFT, TARGET
 
 from outrider.cli.local_stack import Addresses, Stack, gateway_launch, metrics_address, model_launch
@@ -18,7 +18,6 @@ from outrider.process.metrics import scraped
 from outrider.token_tree import TreeShape
 
 # Every lie takes a second or more; `make test-slow` has one of 25, and all that is wrong with the call itself.
-IS_LONG = int(os.environ.get("OUTRIDER_FUZZ_MESSAGES", "0")) >= 100_000
 TOLD = [number for number, (_, manner) in enumerate(LIES) if IS_LONG or manner or number % 25 == 0]
 # Of the gateway, over what it holds when all have spoken once.
 MEMORY_MB = 64

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.basics import grid
 from support.runs import start_training, train
 
 from make_draft import app
@@ -67,9 +68,7 @@ def test_a_run_says_what_it_does_and_what_came_of_it(made: tuple[Path, str]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "last_words", ["texts: 1 files", pytest.param("head-overlap: step 2,", marks=pytest.mark.grid)]
-)
+@pytest.mark.parametrize("last_words", ["texts: 1 files", *grid("head-overlap: step 2,")])
 def test_a_killed_run_goes_on_to_the_same_weights(
     corpus: Path, trained: tuple[Path, str], made: tuple[Path, str], tmp_path: Path, last_words: str
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from support.basics import grid
 from support.runs import ROLES, TINY, start_training, train, weights
 
 from outrider.engine.batching import Feed
@@ -52,9 +53,7 @@ def test_engine_and_transformers_load_it_alike(trained: tuple[Path, str], role: 
     assert Vocabulary.read(folder) == Vocabulary.read(trained[0] / "target")
 
 
-@pytest.mark.parametrize(
-    "last_words", ["target-long: step 4,", pytest.param("draft-long: 5 steps", marks=pytest.mark.grid)]
-)
+@pytest.mark.parametrize("last_words", ["target-long: step 4,", *grid("draft-long: 5 steps")])
 def test_a_killed_run_goes_on_to_the_same_weights(
     corpus: Path, trained: tuple[Path, str], tmp_path: Path, last_words: str
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.basics import grid
 from support.runs import TINY_HEAD, start_training, train
 from tokenizers import Tokenizer
 
@@ -73,7 +74,7 @@ def test_a_run_says_what_it_does_and_what_came_of_it(made: Made) -> None:
 
 @pytest.mark.parametrize(
     "last_words",
-    ["head: step 4,", *(pytest.param(each, marks=pytest.mark.grid) for each in ("samples: ", "head-overlap: step 2,"))],
+    ["head: step 4,", *grid("samples: ", "head-overlap: step 2,")],
 )
 def test_a_killed_run_goes_on_to_the_same_weights(
     corpus: Path, trained: tuple[Path, str], made: Made, tmp_path: Path, last_words: str

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.basics import grid
 from support.models.tiny_models import write_tiny_model
 from support.stack import Answer, reference_model, running_stack
 
@@ -137,7 +138,7 @@ async def deviations(
     return found
 
 
-@pytest.mark.parametrize("rule", [pytest.param("ratio", marks=pytest.mark.grid), "block"])
+@pytest.mark.parametrize("rule", [*grid("ratio"), "block"])
 async def test_each_repetition_of_a_seed_follows_the_law(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:
@@ -146,7 +147,7 @@ async def test_each_repetition_of_a_seed_follows_the_law(
     assert max(map(abs, await deviations(pair, rule))) < MOST
 
 
-@pytest.mark.parametrize("rule", [pytest.param("ratio", marks=pytest.mark.grid), "block"])
+@pytest.mark.parametrize("rule", [*grid("ratio"), "block"])
 async def test_guesses_that_know_the_noise_of_their_seed_are_found(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.basics import grid
 from support.drafting.rules import Floats, chance
 from support.heads.kangaroo import write_kangaroo
 from support.heads.tiny_heads import eagle1, pass_embeddings
@@ -132,12 +133,12 @@ async def check_requests(
 
 
 # Under `match` tokens are compared one by one elsewhere.
-@pytest.mark.parametrize("rule", [pytest.param("match", marks=pytest.mark.grid), "ratio", "block"])
+@pytest.mark.parametrize("rule", [*grid("match"), "ratio", "block"])
 @pytest.mark.parametrize(
     "drafter",
     [
         *("service", "hosted", "head"),
-        *(pytest.param(each, marks=pytest.mark.grid) for each in ("layers", "adapter", "pass", "lookahead")),
+        *grid("layers", "adapter", "pass", "lookahead"),
     ],
 )
 async def test_served_tokens_follow_the_distribution_of_the_target(
@@ -158,9 +159,7 @@ async def test_served_tokens_follow_the_distribution_of_the_target(
     await check_requests(pair, rule, 1000, own[drafter])
 
 
-@pytest.mark.parametrize(
-    "rule", [*(pytest.param(each, marks=pytest.mark.grid) for each in ("match", "ratio")), "block"]
-)
+@pytest.mark.parametrize("rule", [*grid("match", "ratio"), "block"])
 async def test_tokens_under_a_grammar_follow_the_masked_distribution(pair: tuple[Path, Path], rule: str) -> None:
     """That of the target, masked and made to sum to one at every token; the draft's masked one does not pass for it."""
     by_target, by_draft = await chance_of_answers(pair, rule, 2000, takes_turns=True)
@@ -190,7 +189,7 @@ async def test_guesses_that_are_tested_with_another_law_are_found(
     assert by_target < 1e-4
 
 
-@pytest.mark.parametrize("is_fair", [pytest.param(True, marks=pytest.mark.grid), False])
+@pytest.mark.parametrize("is_fair", [*grid(True), False])
 async def test_guesses_that_know_the_uniforms_of_their_round_are_found(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, is_fair: bool
 ) -> None:

@@ -24,6 +24,11 @@ def slow(*values: object) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
+def grid(*values: object) -> list[Any]:
+    """Values of a parameter that are left to `make test-grid`, where CI has others of their kind."""
+    return [pytest.param(value, marks=pytest.mark.grid) for value in values]
+
+
 async def eventually(condition: Callable[[], bool | Awaitable[bool]], patience_s: float = PATIENCE_S) -> None:
     """Waits until a condition holds, asking it or awaiting its answer; fails when that takes longer than patience_s.
 

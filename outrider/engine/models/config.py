@@ -355,10 +355,6 @@ def read_architecture(keys: JsonKeys) -> str:
     return names[0]
 
 
-# What exporters write in the place of an id.
-NO_TOKEN = -1
-
-
 def read_eos_token_ids(folder: Path, config: JsonKeys) -> frozenset[int]:
     """Tokens that end a sequence by config.json or generation_config.json. Raises ModelRefused."""
     path = folder / "generation_config.json"
@@ -371,7 +367,7 @@ def eos_token_ids_in(keys: JsonKeys) -> frozenset[int] | None:
     value = keys.values.get("eos_token_id")
     if value is None:
         return None
-    ids = [each for each in (value if isinstance(value, list) else [value]) if each != NO_TOKEN]
+    ids = [each for each in (value if isinstance(value, list) else [value]) if each != -1]
     # What does not fit into a message would fail at every request instead of here.
     if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= INT32_MAX for each in ids):
         raise keys.refuse("eos_token_id", f"is {value!r}, but must be a token id or a list of them")

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from support.basics import grid
 from support.rounding import reach
 from torch import Tensor
 
@@ -70,7 +71,7 @@ def searched(model: transformers.PreTrainedModel, prompt: Sequence[int], search:
 
 @pytest.mark.parametrize("early_stopping", STOPPING)
 @pytest.mark.parametrize("length_penalty", [-0.7, 0.0, 1.0, 2.0])
-@pytest.mark.parametrize("width", [pytest.param(2, marks=pytest.mark.grid), 4, pytest.param(8, marks=pytest.mark.grid)])
+@pytest.mark.parametrize("width", [*grid(2), 4, *grid(8)])
 def test_a_search_says_what_transformers_says(
     model: transformers.PreTrainedModel, width: int, length_penalty: float, early_stopping: EarlyStopping
 ) -> None:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from support.basics import grid
 
 from gateway.rounds.planner import Drafting, DraftOutlook, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
@@ -94,7 +95,7 @@ class Devices:
         return Proposal(tree, compute_us=spent_us, forward_count=levels, row_count=len(tree)), ranks
 
 
-@pytest.mark.parametrize("draft_us", [600, pytest.param(1460, marks=pytest.mark.grid)])
+@pytest.mark.parametrize("draft_us", [600, *grid(1460)])
 def test_auto_finds_the_best_tree(draft_us: float) -> None:
     """Within 5 % of the best of fixed trees, all of which were tried, once 4,000 tokens have been seen."""
     fixed = [Devices(draft_us).run(6000, 31, TreeShape(max_depth=depth)) for depth in (3, 4, 5, 6, 7)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import transformers
+from support.basics import grid
 from support.models.model_cases import logprobs_and_reach
 from support.models.tiny_models import TARGET
 from support.rest.rest_stack import CHAT, COMPLETIONS, rest_stack
@@ -41,7 +42,7 @@ def num_passes(answers: Sequence[Answer]) -> int:
     return sum(answer.result.speculation.rounds for answer in answers)
 
 
-@pytest.mark.parametrize("num_prompts", [4, pytest.param(30, marks=pytest.mark.grid)])
+@pytest.mark.parametrize("num_prompts", [4, *grid(30)])
 async def test_beams_are_those_of_transformers_in_fewer_passes(num_prompts: int) -> None:
     """Many prompts in float32: tokens, order and scores, with guesses and without."""
     prompts, model = OPENINGS[:num_prompts], reference_model(TARGET)

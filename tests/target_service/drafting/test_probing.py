@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.basics import check_empty, slow, spec_of
+from support.basics import check_empty, grid, slow, spec_of
 from support.drafting.own_drafters import oracle
 from support.drafting.rules import ruled
 from support.models.tiny_models import write_tiny_model
@@ -94,7 +94,7 @@ def test_right_guesses_of_probes_are_all_kept(
 
 
 @pytest.mark.parametrize("rule", [Rule.MATCH, *slow(Rule.RATIO, Rule.BLOCK, Rule.LENIENT, Rule.TYPICAL)])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(each, marks=pytest.mark.grid) for each in (1, 2))])
+@pytest.mark.parametrize("seed", [0, *grid(1, 2)])
 def test_the_same_steps_make_the_same_proposals(runner: ModelRunner, rule: Rule, seed: int) -> None:
     """A storm and its repetition: every proposal is a function of what each step has committed before it.
 
