@@ -78,11 +78,13 @@ def memory_bytes(pid: int | None) -> int | None:
     """Memory that a process and its workers have in use, None when it is gone or the system does not say."""
     try:
         found = re.search(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-        workers = [
-            int(worker) for path in Path(f"/proc/{pid}/task").glob("*/children") for worker in path.read_text().split()
-        ]
     except OSError:
         return None
+    workers = list[int]()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        # A thread that ended after it was listed has none.
+        with suppress(OSError):
+            workers += map(int, path.read_text().split())
     return int(found[1]) * 1024 + sum(memory_bytes(worker) or 0 for worker in workers) if found else None
 
 

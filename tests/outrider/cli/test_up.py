@@ -207,6 +207,25 @@ async def test_memory_of_workers_is_that_of_their_parent() -> None:
     await child.communicate(b"\n")
 
 
+def test_memory_is_known_while_threads_end() -> None:
+    """A thread that ends while a process is looked at takes nothing from its row."""
+    done = threading.Event()
+
+    def come_and_go() -> None:
+        while not done.is_set():
+            for thread in [threading.Thread(target=int) for _ in range(8)]:
+                thread.start()
+
+    churn = threading.Thread(target=come_and_go)
+    churn.start()
+    try:
+        unknown = sum(memory_bytes(os.getpid()) is None for _ in range(1_000))
+    finally:
+        done.set()
+        churn.join()
+    assert unknown == 0
+
+
 class Metrics(BaseHTTPRequestHandler):
     """Serves counters that grow with every scrape."""
 
