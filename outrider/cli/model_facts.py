@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import grpc
 from rich.table import Table
 
-from outrider.client.calls import failure
+from outrider.client.calls import failure, unreadable
 from outrider.rpc.channels import open_channel
 from outrider.rpc.tls import Tls, TlsFiles
 from outrider.v1 import model_service_pb2
@@ -46,6 +46,8 @@ async def model_facts(address: str, tls: Tls | None = None) -> ModelFacts:
             )
         except grpc.aio.AioRpcError as error:
             raise await asyncio.to_thread(failure, error, address, None, tls=tls) from None
+    if info is None:
+        raise unreadable(address)
     return ModelFacts(
         role=model_service_pb2.ServiceRole.Name(info.role).removeprefix("SERVICE_ROLE_").lower(),
         model=info.model_name,

@@ -7,7 +7,7 @@ from typing import Any, Self, Unpack
 
 import grpc
 
-from outrider.client.calls import CALL_CANCELLED, CLIENT_CLOSED, CLOSED_BEFORE, Caller, Cancelled, Terms
+from outrider.client.calls import CALL_CANCELLED, CLIENT_CLOSED, CLOSED_BEFORE, Caller, Cancelled, Terms, unreadable
 from outrider.client.events import Answer, AnswerBuilder, Event, event_from
 from outrider.client.requests import (
     ChatOptions,
@@ -58,7 +58,10 @@ class AsyncStream:
             if not self._cancelled:
                 # Only the call was cancelled: a bare CancelledError would end the task as if somebody had cancelled it.
                 raise Cancelled(CLIENT_CLOSED if self._terms.closed.is_set() else CALL_CANCELLED) from None
-            message = None
+            message = grpc.aio.EOF
+        if message is None:
+            self._end_call()
+            raise unreadable(self._terms.address)
         if not isinstance(message, pb.GenerateResponse):
             raise StopAsyncIteration
         return self._builder.add(event_from(message))

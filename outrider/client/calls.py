@@ -40,6 +40,11 @@ CLIENT_CLOSED = "The client was closed before the answer had ended."
 CLOSED_BEFORE = "The client is closed; make another one for further requests."
 
 
+def unreadable(address: str) -> PeerLost:
+    """The error for a message that cannot be parsed, in whose place grpc.aio gives None."""
+    return PeerLost(f"What answers at {address} sent a message that is not valid")
+
+
 def failure(
     error: grpc.RpcError,
     address: str,
@@ -53,8 +58,9 @@ def failure(
     A gateway may say PeerLost as well, about one of its services: that one travels as it is. Where no connection could
     be made a handshake is tried, to see why, which may take seconds.
     """
-    raised = error_from(error)
-    if said_by_peer(error):
+    is_unreadable = error.details() == "Exception deserializing response!"
+    raised = unreadable(address) if is_unreadable else error_from(error)
+    if is_unreadable or said_by_peer(error):
         return raised
     if is_closed and error.code() is grpc.StatusCode.CANCELLED:
         return Cancelled(CLIENT_CLOSED)

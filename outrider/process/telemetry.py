@@ -65,6 +65,8 @@ def configure_logs(level: str, worker: int | None = None) -> None:
         )
     )
     logging.basicConfig(level=max(number, logging.WARNING), handlers=[foreign])
+    # grpc.aio gives None in the place of a message that is none. Who reads it says whose fault it is, in a sentence.
+    logging.getLogger("grpc._common").addFilter(lambda record: "deserializing" not in record.getMessage())
     structlog.configure(
         processors=[*gathering, shown(rendering)],
         wrapper_class=structlog.make_filtering_bound_logger(number),

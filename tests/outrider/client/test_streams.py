@@ -14,6 +14,7 @@ import grpc
 import pytest
 from support.command_line import ScriptedGateway, scripted_gateway
 
+from outrider.cli.model_facts import model_facts
 from outrider.client import AsyncClient, Cancelled, Client, InvalidRequest, OutriderError, PeerLost, TimedOut
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -207,6 +208,36 @@ async def test_a_service_that_is_no_gateway() -> None:
     await server.start()
     error = await async_outcome_of(address, "Hello")
     assert error.message == f"address is '{address}', but must be that of a gateway"
+    await server.stop(0)
+
+
+async def test_a_message_that_is_none_is_no_end() -> None:
+    """What cannot be read is the fault of who sent it, and no answer that ended."""
+
+    async def answer(_request: bytes, _context: object) -> AsyncIterator[bytes]:
+        yield b"\xff" * 10
+
+    async def info(_request: bytes, _context: object) -> bytes:
+        return b"\xff" * 10
+
+    methods = {
+        "outrider.v1.GenerationService": {"Generate": grpc.unary_stream_rpc_method_handler(answer)},
+        "outrider.v1.ModelService": {"GetModelInfo": grpc.unary_unary_rpc_method_handler(info)},
+    }
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers(
+        tuple(grpc.method_handlers_generic_handler(name, handlers) for name, handlers in methods.items())
+    )
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    sentence = f"What answers at {address} sent a message that is not valid"
+    for error in (
+        await async_outcome_of(address, "Hello"),
+        await blocking(address, lambda client: outcome_of(client, "Hello")),
+    ):
+        assert (type(error), error.message) == (PeerLost, sentence)
+    with pytest.raises(PeerLost, match=sentence):
+        await model_facts(address)
     await server.stop(0)
 
 

@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parents[3]
 # The secret is not in the source, which a traceback may show.
 SCRIPT = """
 import logging
+import grpc
 import structlog
+from outrider.v1.types_pb2 import TreeShape as Message
 from outrider.process.telemetry import configure_logs
 
 def handle(request):
@@ -30,6 +32,8 @@ try:
 except KeyError:
     structlog.get_logger().exception("handler failed")
     logging.getLogger("library").exception("%s failed", "library")
+    # What another one sends, its reader names.
+    grpc._common.deserialize(bytes(9), Message.FromString)
 """
 SECRETS = ("swordfish", "open sesame")
 

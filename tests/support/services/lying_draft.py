@@ -1,5 +1,6 @@
 """A real draft with a server that changes what it says: any field of any message, and what messages come at all."""
 
+import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -179,18 +180,22 @@ MANNERS: Sequence[Manner] = (*FAULTY, twice, ended, silent)
 
 @dataclass
 class LyingDraft:
-    """Passes everything on, and what comes back as `lie` and `manner` want; `told` counts the answers changed."""
+    """Passes everything on, and what comes back as `lie` and `manner` want.
+
+    `told` counts the answers with the lie, or what came in that manner where there is none, `greeted` the handshakes.
+    """
 
     behind: grpc.aio.Channel
     lie: Lie | None = None
     manner: Manner | None = None
     told: int = 0
+    greeted: int = 0
     _life: int = 0
     _calls: set[Any] = field(default_factory=set)
 
     def become(self, lie: Lie | None, manner: Manner | None) -> None:
         """Begins anew, as another incarnation against which no gateway holds anything."""
-        self.lie, self.manner, self.told = lie, manner, 0
+        self.lie, self.manner, self.told, self.greeted = lie, manner, 0, 0
         self._life += 1
         for call in self._calls:
             call.cancel()
@@ -205,16 +210,23 @@ class LyingDraft:
                 if self.manner is None:
                     yield frame
                     continue
-                self.told += 1
+                self.told += self.lie is None
                 async for each in self.manner(frame, context):
                     yield each
+        except asyncio.CancelledError:
+            # Where it began anew. grpc.aio says nothing to the other end of a handler that was cancelled.
+            if call.cancelled():
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "The draft begins anew")
+            raise
         finally:
             self._calls.discard(call)
             call.cancel()
 
     async def info(self, request: model_pb.GetModelInfoRequest, _context: object) -> model_pb.GetModelInfoResponse:
         """ModelService's."""
-        return self.changed(await ModelServiceStub(self.behind).GetModelInfo(request))
+        answer = self.changed(await ModelServiceStub(self.behind).GetModelInfo(request))
+        self.greeted += 1
+        return answer
 
     async def rollback(self, request: model_pb.RollbackRequest, _context: object) -> model_pb.RollbackResponse:
         """ModelService's."""
