@@ -18,8 +18,8 @@ import tokenizers
 import torch
 
 from bench.common import OPENINGS, TokensDiffer, machine, markdown, revision, rotated, spec_of, spread
-from outrider.drafters.cascade import Cascade, CheaperDraft, TextDraft, model_cascade, text_cascade
 from outrider.drafters.model_drafter import COUPLED, DraftTask, Guess, ModelDrafter, noise_of
+from outrider.drafters.shelf.cascade import Cascade, CheaperDraft, TextDraft, model_cascade, text_cascade
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N

@@ -3,13 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from draft_service.servicer import DraftServicer
-from draft_service.sessions import DraftSessions, DraftState
-from outrider.drafters.beam_drafter import BeamDrafter, BeamDraftTask
-from outrider.drafters.cascade import Cascade, model_cascade, text_cascade
-from outrider.drafters.model_drafter import DRAFTERS, DraftTask, ModelDrafter
+from draft_service.sessions import DraftSessions
+from draft_service.states import DraftState
+from draft_service.tasks import Steps, Task
+from outrider.drafters.beam_drafter import BeamDrafter
+from outrider.drafters.drafter import Drafter
+from outrider.drafters.model_drafter import DRAFTERS, ModelDrafter
+from outrider.drafters.registry import registered
+from outrider.drafters.shelf.cascade import Cascade, model_cascade, text_cascade
 from outrider.engine.device_thread import DeviceWorker
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, MAX_TOP_N
@@ -64,15 +68,20 @@ async def start(settings: DraftSettings) -> RunningModelService:
         difference = model.vocabulary.difference(smaller.vocabulary)
         if difference:
             raise ModelRefused(f"--cascade {cascade_model} does not fit the draft: {difference}")
-    return await start_with(model, settings, smaller)
+    return await start_with(model, settings, smaller, registered(model.runner))
 
 
 async def start_with(
-    model: LoadedModel, settings: DraftSettings, smaller: LoadedModel | None = None
+    model: LoadedModel,
+    settings: DraftSettings,
+    smaller: LoadedModel | None = None,
+    drafters: Sequence[Drafter[Any]] = (),
 ) -> RunningModelService:
-    """Serves models that are loaded already, `smaller` being that of the cascade; the settings' are not looked at."""
+    """Serves models that are loaded already, `smaller` being that of the cascade; the settings' are not looked at.
+
+    `drafters` are offered beside those of the model.
+    """
     table, outboxes = LeaseTable[DraftState](settings.lease_seconds), Outboxes()
-    beam_drafter = BeamDrafter(model.runner, table.with_room)
     cascade: Cascade | None = None
     hosted: Mapping[str, ModelRunner] = {}
     if smaller is not None:
@@ -83,14 +92,16 @@ async def start_with(
         cascade = text_cascade(settings.cascade_depth)
     drafter = ModelDrafter(model.runner, table.with_room, settings.top_n, ahead=cascade)
 
-    def advance(tasks: Sequence[DraftTask | BeamDraftTask]) -> bool:
-        searches = [task for task in tasks if isinstance(task, BeamDraftTask)]
-        others = [task for task in tasks if isinstance(task, DraftTask)]
-        could_search = bool(searches) and beam_drafter.advance(searches)
-        return (bool(others) and drafter.advance(others)) or could_search
-
-    worker = DeviceWorker[DraftTask | BeamDraftTask](advance, model.set_threads, "draft device", outboxes.flush)
-    sessions = DraftSessions(model.runner, table, worker.submit, prefix_cache=settings.prefix_cache, cascade=cascade)
-    facts = replace(describe("draft", model), drafters=DRAFTERS, hosted=hosted, tree_drafters=frozenset(DRAFTERS))
+    steps = Steps(drafter, BeamDrafter(model.runner, table.with_room))
+    worker = DeviceWorker[Task](steps.advance, model.set_threads, "draft device", outboxes.flush)
+    sessions = DraftSessions(
+        model.runner, table, worker.submit, prefix_cache=settings.prefix_cache, ahead=cascade, drafters=drafters
+    )
+    facts = replace(
+        describe("draft", model),
+        drafters={**DRAFTERS, **{each.name: each.rules for each in drafters}},
+        hosted=hosted,
+        tree_drafters=frozenset(DRAFTERS) | {each.name for each in drafters if each.makes_trees},
+    )
     serving = partial(DraftServicer, facts, sessions, worker, outboxes)
     return await serve_model(settings, model, facts, worker, sessions, serving)

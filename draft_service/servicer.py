@@ -3,7 +3,8 @@
 from collections.abc import Awaitable, Sequence
 from functools import partial
 
-from draft_service.sessions import DraftSessions, Search, Wanted
+from draft_service.sessions import DraftSessions
+from draft_service.states import Search, Wanted
 from outrider.drafters.model_drafter import choose_drafter
 from outrider.engine.growth import check_rows
 from outrider.errors import InvalidRequest, check_range, check_token_ids

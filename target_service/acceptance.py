@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.beams import BeamStep
+from outrider.drafters.drafter import NO_PROPOSAL, DrafterProposal
 from outrider.engine.noise import Purpose, first_uniforms, noise_key, round_key
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import (
@@ -35,7 +36,6 @@ from outrider.engine.walk import Walk, child_with, count_evaluated, walk
 from outrider.errors import OutriderError
 from outrider.parameters import Acceptance, FinishReason, Rule, SessionSpec, TokenLogprob
 from outrider.token_tree import TokenTree
-from target_service.own_drafts import NO_PROPOSAL, OwnProposal
 from target_service.rules.block import block
 from target_service.rules.lenient import lenient_greedy
 from target_service.rules.outcome import ChainOutcome
@@ -64,7 +64,7 @@ class TargetVerdict(NamedTuple):
     """One entry for each token of the prompt but the first, where the request asked for them and this comes first."""
     prefix_len: int = 0
     """Tokens found in the prefix cache, where this is the first verdict of an opening."""
-    own: OwnProposal = NO_PROPOSAL
+    hosted: DrafterProposal = NO_PROPOSAL
     """Proposal of the session's own drafter; accepted_rows counts its rows."""
     beam_steps: tuple[BeamStep, ...] = ()
     """Steps of a beam search; accepted_rows and next_token_id are then what the best beam has gained."""

@@ -9,6 +9,11 @@ from typing import Annotated, Any
 
 import structlog
 
+from outrider.drafters.drafter import Drafter
+from outrider.drafters.hosted import HostedModel, host_head
+from outrider.drafters.registry import registered
+from outrider.drafters.shelf.early_exit import Kangaroo, LayerSkip
+from outrider.drafters.shelf.probing import LOOKAHEAD, PASS, Lookahead, PassChain, ProbeDrafter
 from outrider.engine.device_thread import DeviceWorker
 from outrider.engine.heads.checkpoint import read_head
 from outrider.engine.heads.pass_embeddings import is_pass, read_pass
@@ -21,11 +26,9 @@ from outrider.model_service.outbox import Outboxes
 from outrider.model_service.server import LoadedModel, RunningModelService, describe, load_model_aside, serve_model
 from outrider.model_service.settings import MAX_THREADS, Listen, ModelServiceSettings, check_model
 from outrider.process.options import Setting, within
-from target_service.own_drafts import HOSTED, HostedModel, Hosting, host_head
-from target_service.own_layers import host_adapter, host_layers
-from target_service.probing import LOOKAHEAD, PASS, Lookahead, PassChain, ProbeDrafter
 from target_service.servicer import TargetServicer
-from target_service.sessions import UNACKNOWLEDGED_WINDOW, TargetSessions, TargetState
+from target_service.sessions import TargetSessions
+from target_service.states import UNACKNOWLEDGED_WINDOW, TargetState
 from target_service.verifier import TargetTask, Verifier
 
 log = structlog.get_logger()
@@ -62,13 +65,13 @@ class TargetSettings(ModelServiceSettings):
 async def start(settings: TargetSettings) -> RunningModelService:
     """Loads the models and serves; raises ModelRefused, InvalidRequest, AddressTaken."""
     model = await load_model_aside(settings)
-    hostings: list[Hosting[Any]] = []
+    drafters = registered(model.runner)
     if settings.exit_layer:
-        hostings.append(host_layers(model.runner, settings.exit_layer))
+        drafters.append(LayerSkip(model.runner, settings.exit_layer))
     if settings.lookahead:
-        hostings.append(Hosting(LOOKAHEAD, ProbeDrafter(Lookahead)))
+        drafters.append(ProbeDrafter(LOOKAHEAD, Lookahead))
     if settings.head:
-        hostings.append(
+        drafters.append(
             await asyncio.to_thread(load_head, model.runner, settings.head, settings.dtype, settings.draft_threads)
         )
     if settings.draft_model:
@@ -76,11 +79,11 @@ async def start(settings: TargetSettings) -> RunningModelService:
         difference = model.vocabulary.difference(draft.vocabulary)
         if difference:
             raise ModelRefused(f"--draft-model {settings.draft_model} does not fit the target: {difference}")
-        hostings.append(Hosting(HOSTED, HostedModel(draft.runner), draft.runner))
-    return await start_with(model, settings, hostings)
+        drafters.append(HostedModel(draft.runner))
+    return await start_with(model, settings, drafters)
 
 
-def load_head(target: ModelRunner, name: str, dtype: str, num_threads: int = 1) -> Hosting[Any]:
+def load_head(target: ModelRunner, name: str, dtype: str, num_threads: int = 1) -> Drafter[Any]:
     """The head in a folder or of a hub id, beside its target, or PaSS's embeddings within it; raises ModelRefused.
 
     A head has threads of its own: of a target's many most would only be woken up for products as small as its.
@@ -91,17 +94,16 @@ def load_head(target: ModelRunner, name: str, dtype: str, num_threads: int = 1) 
     if is_pass(folder):
         probe_ids = target.extend(read_pass(folder, parts))
         log.info("embeddings of PaSS loaded", folder=str(folder), count=len(probe_ids))
-        return Hosting(PASS, ProbeDrafter(partial(PassChain, probe_ids)))
+        return ProbeDrafter(PASS, partial(PassChain, probe_ids))
     found = read_head(folder, parts)
     ops = choose_ops(target.device, num_threads, PACKED_BITS.get(dtype))
     head = found.load(parts, target.device, DTYPES[dtype], ops)
     log.info("head loaded", method=found.method, folder=str(found.folder), taps=head.facts.taps, switches=found.notes)
-    host = host_adapter if head.facts.reads_own else host_head
-    return host(target, head, found.digest(), ops)
+    return (Kangaroo if head.facts.reads_own else host_head)(target, head, found.digest(), ops)
 
 
 async def start_with(
-    model: LoadedModel, settings: ModelServiceSettings, hostings: Sequence[Hosting[Any]] = ()
+    model: LoadedModel, settings: ModelServiceSettings, drafters: Sequence[Drafter[Any]] = ()
 ) -> RunningModelService:
     """Serves models that are loaded already, some of them as drafters in this process; the settings' are not."""
     # What a draft's files recommend is not used.
@@ -110,13 +112,13 @@ async def start_with(
     table, outboxes = LeaseTable[TargetState](settings.lease_seconds), Outboxes()
     verifier = Verifier(model.runner, table)
     worker = DeviceWorker[TargetTask](verifier.advance, model.set_threads, "target device", outboxes.flush)
-    sessions = TargetSessions(model.runner, table, worker.submit, prefix_cache=settings.prefix_cache, hostings=hostings)
+    sessions = TargetSessions(model.runner, table, worker.submit, prefix_cache=settings.prefix_cache, drafters=drafters)
     facts = replace(
         describe("target", model),
         unacknowledged_window=UNACKNOWLEDGED_WINDOW,
-        drafters={hosting.name: hosting.rules for hosting in hostings},
-        tree_drafters=frozenset(hosting.name for hosting in hostings if hosting.makes_trees),
-        hosted={hosting.name: hosting.runner for hosting in hostings if hosting.runner is not None},
+        drafters={each.name: each.rules for each in drafters},
+        tree_drafters=frozenset(each.name for each in drafters if each.makes_trees),
+        hosted={each.name: each.runner for each in drafters if each.runner is not None},
     )
     serving = partial(TargetServicer, facts, sessions, worker, outboxes)
     return await serve_model(settings, model, facts, worker, sessions, serving)

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Sequence
 from functools import partial
 
 from outrider.beams import cache_tokens
+from outrider.drafters.drafter import GuessLimits
 from outrider.drafters.model_drafter import choose_drafter
 from outrider.engine.growth import check_rows
 from outrider.errors import InvalidRequest, PromptTooLong, check_range
@@ -17,11 +18,11 @@ from outrider.rpc.fencing import Fence
 from outrider.rpc.messages.round import finish_reason_message, logprob_message, logprob_size, step_message, write_times
 from outrider.rpc.messages.session import live_beams_from, search_spec_from, spec_from
 from outrider.rpc.messages.tree import shape_from, tree_from, write_tree
-from outrider.token_tree import TreeShape
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1.target_service_pb2_grpc import TargetServiceServicer, add_TargetServiceServicer_to_server
 from target_service.acceptance import TargetVerdict
-from target_service.sessions import OpenSearch, Step, TargetSessions
+from target_service.sessions import TargetSessions
+from target_service.states import OpenSearch, Step
 
 MAX_PLAIN_BUDGET = 4096
 # Of a verdict without the prompt's log-probabilities: those of its own tokens, at most 33, and far less for the rest.
@@ -57,7 +58,7 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
             return partial(self._sessions.step, fence, self._step(request.step, arrived_ns), owner)
         taken = request.acknowledge
         budget = check_range("acknowledge.plain_budget", taken.plain_budget, 0, MAX_PLAIN_BUDGET)
-        return partial(self._sessions.acknowledge, fence, budget, arrived_ns, owner, *_own("acknowledge", taken))
+        return partial(self._sessions.acknowledge, fence, budget, arrived_ns, owner, _limits("acknowledge", taken))
 
     def _search_job(
         self, opening: pb.TargetOpen, fence: Fence, arrived_ns: int, earlier: Sequence[int], owner: Outbox
@@ -73,11 +74,11 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
         return partial(self._sessions.open, fence, spec, step, owner, search=OpenSearch(width, live))
 
     def fill(self, response: pb.VerifyResponse, answer: TargetVerdict) -> None:
-        verdict, own = response.verdict, answer.own
-        if own.tree:
-            write_tree(verdict.proposal, own.tree, with_logprobs=True, with_distributions=False)
-            write_times(response.draft_times, own.times)
-            response.caught_up_count = own.caught_up_count
+        verdict, hosted = response.verdict, answer.hosted
+        if hosted.tree:
+            write_tree(verdict.proposal, hosted.tree, with_logprobs=True, with_distributions=False)
+            write_times(response.draft_times, hosted.times)
+            response.caught_up_count = hosted.caught_up_count
         verdict.accepted_rows.extend(answer.accepted_rows)
         if answer.next_token_id is not None:
             verdict.next_token_id = answer.next_token_id
@@ -110,14 +111,14 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
     def _step(self, message: pb.TargetStep, arrived_ns: int) -> Step:
         tree = tree_from(message.proposal, self._facts.vocabulary_size, MAX_DRAFT_COUNT)
         budget = check_range("step.plain_budget", message.plain_budget, 0, MAX_PLAIN_BUDGET)
-        return Step(tree, budget, arrived_ns, *_own("step", message))
+        return Step(tree, budget, arrived_ns, _limits("step", message))
 
 
-def _own(action: str, message: pb.TargetStep | pb.Acknowledge) -> tuple[int, TreeShape | None]:
-    """Guesses that the session's drafter is asked for, and their shape; raises InvalidRequest."""
+def _limits(action: str, message: pb.TargetStep | pb.Acknowledge) -> GuessLimits:
+    """Guesses that the session's drafter is asked for; raises InvalidRequest."""
     count = check_range(f"{action}.own_draft_count", message.own_draft_count, 0, MAX_DRAFT_COUNT)
     if not message.HasField("own_shape"):
-        return count, None
+        return GuessLimits(count)
     shape = shape_from(message.own_shape, f"{action}.own_shape")
     check_rows(shape, count, f"{action}.own_shape", f"{action}.own_draft_count")
-    return count, shape
+    return GuessLimits(count, shape)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from outrider.drafters.drafter import NO_GUESSES, DrafterProposal, GuessLimits, HostedSession, guess
 from outrider.engine.batching import Feed
 from outrider.engine.device_thread import own_fault
 from outrider.engine.runner import ModelRunner
@@ -30,7 +31,6 @@ from target_service.acceptance import TargetVerdict, commit_walk, decide
 from target_service.beam_tasks import BeamTask
 from target_service.block_allocator import BlockAllocator
 from target_service.gathering import Gathering
-from target_service.own_drafts import NOT_ASKED, Asked, OwnProposal, OwnSession, guess
 
 
 @dataclass(slots=True, eq=False)
@@ -44,11 +44,11 @@ class VerifyTask:
     on_verdict: Callable[[TargetVerdict, ComputeTimes], None]
     """Called with each verdict, when the session holds its tokens; prepares the task for the next one, or ends it."""
     on_failure: Callable[[OutriderError], None]
-    own: OwnSession | None = None
+    hosted: HostedSession | None = None
     """Session of the drafter that guesses where the tree is empty."""
-    own_asked: Asked = NOT_ASKED
+    guess_limits: GuessLimits = NO_GUESSES
     """Guesses that it is to make for the next verdict."""
-    own_proposal: OwnProposal | None = None
+    proposal: DrafterProposal | None = None
     """Proposal that it has made for the next verdict."""
     is_drafting: bool = False
     """Whether it is about to make that."""
@@ -70,7 +70,7 @@ class VerifyTask:
     def draw_inputs(self) -> list[DrawInput]:
         """Input of its next forward, and of the draws after it: one entry."""
         # A drafter that reads features has to have those of all tokens before the last.
-        feed = Feed(self.session, self.tree, self.wants_prompt, self.wants_own, self.probes)
+        feed = Feed(self.session, self.tree, self.wants_prompt, self.wants_guesses, self.probes)
         return [DrawInput(feed, self.spec)]
 
     @property
@@ -79,16 +79,16 @@ class VerifyTask:
         return 1 + len(self.tree) + len(self.probes)
 
     @property
-    def wants_own(self) -> bool:
+    def wants_guesses(self) -> bool:
         """Whether guesses are to be made before its next forward; they are made once for each verdict."""
-        return bool(self.own_asked.draft_count) and not self.tree and self.own_proposal is None
+        return bool(self.guess_limits.draft_count) and not self.tree and self.proposal is None
 
-    def next_verdict(self, tree: TokenTree, meter: Meter, own_asked: Asked) -> None:
+    def next_verdict(self, tree: TokenTree, meter: Meter, guess_limits: GuessLimits) -> None:
         """Prepares the task for what follows the session's tokens now; guesses that are under way end."""
-        if self.is_drafting and self.own is not None:
-            self.own.draft.truncate(len(self.session))
+        if self.is_drafting and self.hosted is not None:
+            self.hosted.part.truncate(len(self.session))
         self.tree, self.meter = tree, meter
-        self.own_asked, self.own_proposal, self.is_drafting = own_asked, None, False
+        self.guess_limits, self.proposal, self.is_drafting = guess_limits, None, False
 
     def reserve(self, allocator: BlockAllocator) -> bool:
         """Takes the blocks of its step, without its proposal when that finds no room; returns whether it has them."""
@@ -120,8 +120,8 @@ class VerifyTask:
     def take(self, verdict: TargetVerdict) -> None:
         """Commits a verdict, and hands it on."""
         commit(self.session, verdict)
-        if self.own is not None and self.own.probing is not None:
-            self.own.probing.learn(self.behind_probes)
+        if self.hosted is not None:
+            self.hosted.part.commit(self.behind_probes)
             self.behind_probes = ()
         self.prompt_logprobs = []
         self.on_verdict(verdict, self.meter.times())
@@ -238,8 +238,8 @@ class Verifier:
     def _verdict(self, task: VerifyTask, walk: Walk, logits: Tensor, root: int) -> TargetVerdict | OutriderError:
         """Verdict of a walk, with one entry for each token where wanted; the logits of its root are logits[root]."""
         verdict = commit_walk(task.tree, walk, task.spec, len(task.session))
-        if task.own_proposal is not None and task.tree:
-            verdict = verdict._replace(own=task.own_proposal)
+        if task.proposal is not None and task.tree:
+            verdict = verdict._replace(hosted=task.proposal)
         if task.spec.logprob_count is None:
             return verdict
         # Each token follows the row before it, the first one the root; the bonus follows the last accepted row.
@@ -262,23 +262,24 @@ def _with_proposals(tasks: Sequence[TargetTask]) -> list[TargetTask]:
     Or not yet, because their drafters read features that are still to be computed.
     """
     guessing = [
-        (task, task.own) for task in tasks if isinstance(task, VerifyTask) and task.own is not None and not task.stopped
+        (task, task.hosted)
+        for task in tasks
+        if isinstance(task, VerifyTask) and task.hosted is not None and not task.stopped
     ]
     if not guessing:
         return list(tasks)
-    for task, own in guessing:
+    for task, hosted in guessing:
         session = task.session
-        has_features = not own.draft.reads_features or session.cached_len >= len(session) - 1
-        if task.wants_own and not task.is_drafting and has_features:
-            own.hosting.begin(own.draft, session, task.own_asked)
+        has_features = not hosted.part.reads_features or session.cached_len >= len(session) - 1
+        if task.wants_guesses and not task.is_drafting and has_features:
+            hosted.propose(session, task.guess_limits)
             task.is_drafting = True
-    guess([own for _, own in guessing], [own.draft for task, own in guessing if task.is_drafting])
-    for task, own in guessing:
-        if task.is_drafting and own.draft.proposal is not None:
-            task.is_drafting, task.own_proposal = False, own.draft.proposal
-            task.tree = task.own_proposal.tree
-        if own.probing is not None:
-            task.probes = own.probing.probes
+    guess([hosted for _, hosted in guessing], [hosted.part for task, hosted in guessing if task.is_drafting])
+    for task, hosted in guessing:
+        if task.is_drafting and hosted.part.proposal is not None:
+            task.is_drafting, task.proposal = False, hosted.part.proposal
+            task.tree = task.proposal.tree
+        task.probes = hosted.part.probes
     return [task for task in tasks if isinstance(task, BeamTask) or not task.is_drafting]
 
 

@@ -32,13 +32,13 @@ from bench.common import (
 from gateway.text.tokenizer import Tokenizer
 from outrider.cli import options
 from outrider.cli.running import note
+from outrider.drafters.hosted import HostedModel
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest
 from outrider.model_service.server import load_model
 from outrider.model_service.settings import Dtype, ModelServiceSettings, available_cpus
 from outrider.process import telemetry
 from outrider.process.options import between, refuse_together, run_app, service_app
-from target_service.own_drafts import HostedModel
 from target_service.server import load_head
 
 MAX_TEXTS = len(OPENINGS)
@@ -95,7 +95,7 @@ def acceptance(  # noqa: PLR0913, one parameter for each option is how typer dec
     if head is None:
         pair = ModelPair(runner, HostedModel(load(draft_model, dtype, threads, tokens)))
     else:
-        drafter = load_head(runner, head, runner.identity.dtype).drafter
+        drafter = load_head(runner, head, runner.identity.dtype)
         if not isinstance(drafter, HostedModel):
             raise InvalidRequest("--head", head, "a head that does without the target's lower layers")
         pair = ModelPair(runner, drafter)

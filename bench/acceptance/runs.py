@@ -11,6 +11,8 @@ from itertools import chain
 from typing import Any
 
 from bench.common import spec_of
+from outrider.drafters.drafter import GuessLimits
+from outrider.drafters.hosted import HostedDraft, HostedModel
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N
@@ -27,7 +29,6 @@ from outrider.token_tree import EMPTY, TokenTree
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import target_service_pb2 as target_pb
 from target_service.acceptance import decide
-from target_service.own_drafts import HostedDraft, HostedModel
 
 RULES = (
     Acceptance(rule=Rule.MATCH),
@@ -109,7 +110,7 @@ class Readers:
         for draft, session in zip(drafts, self._target, strict=True):
             if session.cached_len < len(session) - 1:
                 pair.target.forward([Feed(session, without_last=True)])
-            draft.begin(session, draft_count)
+            draft.propose(session, GuessLimits(draft_count))
         while waiting := [draft for draft in drafts if draft.proposal is None]:
             model.advance(waiting)
         trees = [draft.proposal.tree for draft in drafts if draft.proposal is not None]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from bench.acceptance.report import mean
 from bench.acceptance.runs import AT_A_TIME, AcceptancePlan, ModelPair, Readers
 from bench.common import markdown
+from outrider.drafters.hosted import without_room
 from outrider.drafters.model_drafter import DraftTask, ModelDrafter
 from outrider.drafters.scales import Experience, Scales
 from outrider.drafters.tree_drafter import as_tree
@@ -21,7 +22,6 @@ from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec
 from outrider.timing import Meter
 from outrider.token_tree import TokenTree, TreeShape
-from target_service.own_drafts import without_room
 
 SYMBOLS = """\
 Behind the same prefixes of texts that the target wrote at that temperature, under `match`. Tokens a round: what is kept

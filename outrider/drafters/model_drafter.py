@@ -86,7 +86,7 @@ Guesser = Callable[[ModelRunner, Sequence[Any], Tensor, Sequence[range], int], l
 
 
 class Inner(Protocol):
-    """State that a cheaper guesser keeps for one session of a draft; see outrider.drafters.cascade."""
+    """State that a cheaper guesser keeps for one session of a draft."""
 
     rest: int
 
@@ -198,7 +198,10 @@ class Taking:
 
 
 class Ahead(Protocol):
-    """Guesses what a drafter draws next, so that one forward finds several of its draws; see drafters.cascade."""
+    """Guesses what a drafter draws next, so that one forward finds several of its draws."""
+
+    def open(self, spec: SessionSpec, salt: bytes | None) -> Inner:
+        """A session's part; with a salt it shares what is read of equal tokens with those of the same salt."""
 
     def prepare(self, tasks: Sequence[DraftTask]) -> None:
         """Gives a chain to the feeds of some tasks, all of which have their slots; the chains' are reserved here."""

@@ -8,7 +8,6 @@ list, and prefill, decode and a tree of proposals are the same plan with other l
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -220,25 +219,6 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
         max_key_count=max(positions) + 1,
     )
     return Batch(plan, parts[3], prefixes, ranges)
-
-
-def entries(feeds: Sequence[Feed], grants: Sequence[int]) -> list[int]:
-    """The boundary at which each row of a forward begins: 0, or that up to which a drafter has computed it.
-
-    Empty where all begin at 0.
-    """
-    if not any(feed.session.lower.token_ids for feed in feeds):
-        return []
-    found: list[int] = []
-    for feed, grant in zip(feeds, grants, strict=True):
-        lower, first = feed.session.lower, feed.session.next_position
-        token_ids = feed.session.token_ids[first : first + grant]
-        # Guesses were a chain, and rows of a tree lie elsewhere.
-        token_ids += feed.tree.token_ids[: grant - len(token_ids)] if feed.tree.is_chain else ()
-        begun = takewhile(lambda pair: pair[0] == pair[1], zip(token_ids, lower.token_ids, strict=False))
-        num_begun = len(list(begun))
-        found += [lower.boundary] * num_begun + [0] * (grant - num_begun)
-    return found
 
 
 def _leaf_lists(tree: TokenTree, slots: Slots, stop: int, skipped: int) -> tuple[list[Slots], list[int]]:

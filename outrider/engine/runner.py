@@ -13,14 +13,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from outrider.engine.batching import Feed, build_batch, entries
+from outrider.engine.batching import Feed, RowPlan, build_batch
 from outrider.engine.cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
 from outrider.engine.heads.head import TargetParts
 from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.models.config import DecoderFacts
-from outrider.engine.models.decoder import Decoder, LayeredDecoder, ProbedDecoder, TappedDecoder
+from outrider.engine.models.decoder import Decoder, ProbedDecoder, TappedDecoder
 from outrider.engine.models.fused import fused
-from outrider.engine.models.layers import LowerLayers, resume
 from outrider.engine.models.simulated import SimulatedDecoder
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import DTYPES, PACKED_BITS, unchanged
@@ -30,6 +29,12 @@ from outrider.engine.session import Session
 from outrider.engine.sharing import share_rows
 from outrider.errors import CacheFull, InvalidRequest, ModelRefused, PromptTooLong
 from outrider.token_tree import EMPTY, TokenTree
+
+Compute = Callable[[RowPlan, KVCache, Tensor], Tensor]
+"""Computes rows as Decoder.forward does."""
+StepExtension = Callable[[Sequence[Feed], Sequence[int]], Compute | None]
+"""Part of a drafter in each forward of a runner: given the feeds and the rows that each is granted, before any is
+computed, it says how to compute them; None: as always."""
 
 MAX_ROWS = 512
 # 64 MiB of float32, beyond those after which tokens are drawn.
@@ -105,6 +110,7 @@ class ModelRunner:
         self.cache = KVCache(
             config.num_layers, num_slots, config.num_kv_heads, config.head_dim, cache_dtype, weight.device
         )
+        self.extension: StepExtension | None = None
         self.forward_counts = ForwardCounts()
         # Ids after those of the vocabulary, and only probes may have them.
         self._num_probe_ids = 0
@@ -185,24 +191,12 @@ class ModelRunner:
         taps = tuple(dict.fromkeys((*self.cache.taps, *sorted(boundaries))))
         self.cache.keep_features(len(taps) * self.model.embedding.shape[1], taps)
 
-    def lower(self, num_layers: int, *, has_logits: bool = True) -> Self:
-        """A runner of the first layers with the same cache, where their keys and values are this model's own.
-
-        It lets this one store what leaves them; see `tap`. Logits are what the final norm and the output matrix make of
-        that, where there are any. Raises ModelRefused for a model that cannot be computed layer by layer, or that has
-        no more layers.
-        """
-        if not isinstance(self.model, LayeredDecoder):
-            message = f"{self.identity.model_name} cannot be computed layer by layer, and so has no exit layer"
-            raise ModelRefused(message, model=self.identity.model_name)
-        if not 1 <= num_layers < self.config.num_layers:
-            message = f"the exit layer is {num_layers}, but must be in [1, {self.config.num_layers - 1}]"
-            raise ModelRefused(f"{self.identity.model_name}: {message}", exit_layer=num_layers)
-        self.tap((num_layers,))
-        lower = copy(self)
-        lower.model = LowerLayers(self.model, num_layers, has_logits=has_logits)
-        lower.forward_counts, lower._num_forwards, lower._started_s = ForwardCounts(), 0, None
-        return lower
+    def sibling(self, model: Decoder) -> Self:
+        """A runner of another decoder over the same cache, for instance of the first layers of this one's."""
+        twin = copy(self)
+        twin.model, twin.extension = model, None
+        twin.forward_counts, twin._num_forwards, twin._started_s = ForwardCounts(), 0, None
+        return twin
 
     def extend(self, rows: Tensor) -> range:
         """Embeds rows [L, H], which nothing but probes may name, and returns the ids that these have from now on.
@@ -293,15 +287,12 @@ class ModelRunner:
             nothing = torch.empty(0, self.config.vocab_size, device=self.device)
             return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds), grants, {})
         batch = build_batch(feeds, grants, self.device)
-        starts = entries(feeds, grants) if self.is_row_invariant else []
+        compute = (self.extension and self.extension(feeds, grants)) or self.model.forward
         for feed in feeds:
             # The rows of an earlier tree are about to be overwritten, whatever comes of this forward.
             feed.session.advance(feed.session.cached_len, feed.begun)
         self._started_s = time.perf_counter()
-        if any(starts) and isinstance(self.model, LayeredDecoder):
-            logits = resume(self.model, batch.plan, self.cache, batch.wanted, starts)
-        else:
-            logits = self.model.forward(batch.plan, self.cache, batch.wanted)
+        logits = compute(batch.plan, self.cache, batch.wanted)
         self._num_forwards += 1
         self.forward_counts.add(sum(map(bool, grants)), sum(grants))
         for feed, grant, rows in zip(feeds, grants, batch.ranges, strict=True):

@@ -6,22 +6,10 @@ list is the truth, the cache can always be rebuilt from it.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from outrider.engine.cache import BlockTable
 from outrider.errors import CacheFull, InvalidRequest
 from outrider.token_tree import EMPTY, TokenTree
-
-
-class LowerRows(NamedTuple):
-    """Rows from a session's last token on, each after the one before, of which a drafter has computed lower layers."""
-
-    token_ids: tuple[int, ...]
-    boundary: int
-    """The first layer that is left; what enters it lies in the rows' slots (KVCache.taps)."""
-
-
-NOTHING_COMPUTED = LowerRows((), 0)
 
 
 class Session:
@@ -40,8 +28,8 @@ class Session:
         self.cached_len = 0
         self.tree = EMPTY
         """The tree of the last forward whose rows still lie after the committed tokens."""
-        self.lower = NOTHING_COMPUTED
-        """Rows that the next forward need not begin anew: they lie where its own do, as provisional as a tree's."""
+        self.revision = 0
+        """Number of times that it has changed: tokens, cache or tree."""
         self.last_forward = 0
         """Number of the runner's forward that last computed a row of this session."""
         self.arrival = 0
@@ -71,19 +59,8 @@ class Session:
 
     def advance(self, cached_len: int, tree: TokenTree) -> None:
         """Takes the result of a forward: tokens below cached_len are cached, and tree's rows after them."""
-        self.cached_len, self.tree, self.lower = cached_len, tree, NOTHING_COMPUTED
-
-    def ahead(self, num_rows: int) -> "Session":
-        """A session of the same tokens and blocks, with room for so many guesses where a tree's rows would lie.
-
-        It may be extended, and its rows computed; never truncated or freed, because the blocks are not its own. What
-        lay after the tokens is dropped. Raises CacheFull.
-        """
-        self.advance(self.cached_len, EMPTY)
-        self.reserve(num_rows)
-        own = Session(self.table, self.token_ids, min(self.prompt_len, len(self)))
-        own.cached_len = self.next_position
-        return own
+        self.cached_len, self.tree = cached_len, tree
+        self.revision += 1
 
     def fork(self, rows: Sequence[int] = ()) -> "Session":
         """A session of these tokens and of a path of the last forward's tree, which shares what is cached of them.

@@ -82,6 +82,10 @@ class LeaseTable(Generic[StateT]):
         self._held[session_id] = held
         self._heard[session_id] = self._clock()
 
+    def renew(self, session_id: bytes, held: StateT) -> None:
+        """Puts another state in the place of the one that is held; the session stays what it is to everybody else."""
+        self._held[session_id] = held
+
     def attach(self, session_id: bytes) -> None:
         """Ends a lease because a link has taken the session up."""
         self._heard[session_id] = self._clock()

@@ -99,7 +99,12 @@ class SessionState(ABC, Generic[TaskT]):
         self.trace.add(answer.times)
         self.owner.put(answer)
 
+    @abstractmethod
+    def free_parts(self) -> None:
+        """Gives back what it has beside the blocks of its tokens."""
+
     def free(self) -> None:
         self.stop_job()
+        self.free_parts()
         self.session.free()
         self.trace.end()

@@ -6,6 +6,7 @@ are over is remembered, or the older open after it would be taken.
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -96,13 +97,10 @@ class SessionStore(Generic[StateT]):
     known, later what has to be computed.
     """
 
-    def __init__(
-        self, runner: ModelRunner, table: LeaseTable[StateT], kind: type[StateT], *, prefix_cache: bool = True
-    ) -> None:
+    def __init__(self, runner: ModelRunner, table: LeaseTable[StateT], *, prefix_cache: bool = True) -> None:
         """prefix_cache lets sessions share equal beginnings."""
         self.table = table
         self._runner = runner
-        self._kind = kind
         # By the client: what others say about an id that is not opened is about sessions of their own.
         self._min_epochs: defaultdict[str, MinEpochs] = defaultdict(MinEpochs)
         self._num_stopped_jobs = 0
@@ -152,23 +150,31 @@ class SessionStore(Generic[StateT]):
         view = None if held is None else held.view
         return classify_open(fence, view, self._min_epochs[owner.client].get(fence.session_id)), held
 
-    def _open(self, fence: Fence, spec: SessionSpec, owner: Outbox) -> StateT:
-        """A session of the spec's tokens; a newer epoch starts over, with what is cached of them."""
-        held = self.table.get(fence.session_id)
-        salt = spec.cache_salt if self._prefix_cache else None
-        if held is not None:
-            self._num_stopped_jobs += held.stop_job()
-        known = None if held is None else held.session
-        session = reopen(self._runner, known, spec.token_ids, spec.prompt_len, salt)
+    def _salt(self, spec: SessionSpec) -> bytes | None:
+        """Salt of the sessions with which a session shares what is cached, None where it shares nothing."""
+        return spec.cache_salt if self._prefix_cache else None
+
+    def _open(self, fence: Fence, spec: SessionSpec, owner: Outbox, make: Callable[..., StateT]) -> StateT:
+        """A session of the spec's tokens; a newer epoch starts over, with what is cached of them.
+
+        `make` is the class of its state, to be called with spec, epoch, engine session, owner and trace.
+        """
+        known = self.table.get(fence.session_id)
+        if known is not None:
+            self._num_stopped_jobs += known.stop_job()
+            known.free_parts()
+        session = reopen(
+            self._runner, None if known is None else known.session, spec.token_ids, spec.prompt_len, self._salt(spec)
+        )
         session.owner = owner
-        if held is None:
-            trace = SessionTrace(fence.session_id, dict(spec.trace_context))
-            held = self._kind(spec, fence.epoch, session, owner, trace)
+        if known is None:
+            held = make(spec, fence.epoch, session, owner, SessionTrace(fence.session_id, dict(spec.trace_context)))
             self.table.add(fence.session_id, held)
             self._min_epochs[owner.client].forget(fence.session_id)
         else:
-            held.session, held.spec = session, spec
-            held.rewind(fence.epoch, fence.base_len)
+            held = make(spec, fence.epoch, session, owner, known.trace)
+            held.last_active = known.last_active
+            self.table.renew(fence.session_id, held)
             self._attach(fence, held, owner)
         # Log-probabilities of a prompt need its rows, and so every one of them is computed.
         if self._prefix_cache and not (spec.prompt_logprobs and len(session) == spec.prompt_len):

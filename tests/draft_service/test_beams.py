@@ -9,7 +9,8 @@ import pytest
 import torch
 from support.basics import Answers, SteppedDevice, check_empty, spec_of
 
-from draft_service.sessions import DraftSessions, DraftState, Search, Wanted
+from draft_service.sessions import DraftSessions
+from draft_service.states import DraftState, Search, Wanted
 from outrider.beams import LiveBeam, split
 from outrider.drafters.beam_drafter import BeamDrafter, BeamDraftTask
 from outrider.engine.batching import Feed

@@ -11,9 +11,9 @@ from support.drafting.cheaper_drafts import CASCADES, Oracle, cascade_of, plain_
 from support.drafting.rules import ruled
 from support.services.stepped_draft import PROMPT, SPEC, Draft, assert_like_fresh
 
-from outrider.drafters.cascade import model_cascade
 from outrider.drafters.guess_counts import expected_tokens
 from outrider.drafters.model_drafter import COUPLED, DRAFTERS, MODEL, SAMPLED
+from outrider.drafters.shelf.cascade import model_cascade
 from outrider.engine.runner import ModelRunner
 from outrider.parameters import DraftDistribution, Rule, SamplingParameters
 
@@ -125,8 +125,8 @@ def test_a_storm_changes_no_proposal(
         elif event == 2:
             draft.held.session.free()
         elif event == 3:
-            assert draft.held.cheaper is not None
-            draft.held.cheaper.free()
+            assert draft.held.inner is not None
+            draft.held.inner.free()
         elif event == 4:
             new = [*draft.held.session.token_ids[len(tokens) : len(tokens) + 2], *new]
         tokens += new

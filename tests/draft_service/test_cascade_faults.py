@@ -23,9 +23,9 @@ from support.drafting.rules import ruled
 from support.models.tiny_models import write_tiny_model
 from support.services.stepped_draft import CONTEXT_LEN, PROMPT, SPEC, Draft, assert_like_fresh
 
-from outrider.drafters.cascade import Cascade, SmallerDraft, TextDraft, model_cascade, text_cascade
 from outrider.drafters.model_drafter import DraftTask
-from outrider.drafters.own_text import TextIndex
+from outrider.drafters.shelf.cascade import Cascade, SmallerDraft, TextDraft, model_cascade, text_cascade
+from outrider.drafters.shelf.text_index import TextIndex
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
@@ -187,7 +187,7 @@ def test_rejected_guesses_reach_no_index(runner: ModelRunner) -> None:
         tokens += new
         draft.advance(1, len(tokens), new, 6)
     draft.run()
-    cheaper, fresh = draft.held.cheaper, TextIndex()
+    cheaper, fresh = draft.held.inner, TextIndex()
     fresh.follow(tokens, len(tokens))
     assert isinstance(cheaper, TextDraft)
     assert vars(cheaper.index) == vars(fresh)
@@ -201,8 +201,8 @@ def test_a_smaller_model_publishes_committed_tokens_only(runner: ModelRunner, tw
     spec = replace(SPEC, cache_salt=bytes([depth]))
     draft.open(spec, 40)
     [answer] = draft.run()
-    assert isinstance(draft.held.cheaper, SmallerDraft)
-    assert draft.held.cheaper.session is not None
+    assert isinstance(draft.held.inner, SmallerDraft)
+    assert draft.held.inner.session is not None
     reader = twin.open([*PROMPT, *answer.content.token_ids], len(PROMPT), spec.cache_salt)
     assert reader.take_prefix() == 0
     tokens = [*PROMPT, *answer.content.token_ids[:30]]

@@ -8,7 +8,7 @@ import pytest
 from support.drafting.rules import logits_behind, ruled
 from support.services.stepped_draft import PROMPT, SPEC, Draft
 
-from draft_service.sessions import Wanted
+from draft_service.states import Wanted
 from outrider.drafters.model_drafter import DRAFTERS, MODEL, SAMPLED, ModelDrafter, noise_of
 from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose

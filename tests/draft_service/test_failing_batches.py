@@ -7,7 +7,8 @@ from structlog.testing import capture_logs
 from support.basics import Answers, check_empty, eventually, spec_of
 from support.services.stepped_draft import fresh_guesses
 
-from draft_service.sessions import DraftSessions, DraftState, Wanted
+from draft_service.sessions import DraftSessions
+from draft_service.states import DraftState, Wanted
 from outrider.drafters.model_drafter import DraftTask, ModelDrafter
 from outrider.engine.batching import Feed
 from outrider.engine.device_thread import DeviceWorker

@@ -7,7 +7,7 @@ from support.basics import Answers, spec_of
 from support.models.tiny_models import write_tiny_model
 from support.services.stepped_draft import SPEC, Draft, continued, fresh_guesses
 
-from draft_service.sessions import Wanted
+from draft_service.states import Wanted
 from outrider.drafters.model_drafter import ModelDrafter
 from outrider.engine.runner import ModelRunner
 from outrider.rpc.fencing import Fence

@@ -5,7 +5,7 @@ import os
 from support.basics import Answers, spec_of
 from support.services.stepped_draft import PROMPT, SPEC, Draft, fresh_guesses
 
-from draft_service.sessions import Wanted
+from draft_service.states import Wanted
 from outrider.rpc.fencing import Fence
 
 

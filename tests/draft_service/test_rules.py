@@ -14,7 +14,7 @@ from support.services.stepped_draft import PROMPT, SPEC, Draft, continued, fresh
 from typer.testing import CliRunner
 
 from draft_service.__main__ import app
-from draft_service.sessions import Wanted
+from draft_service.states import Wanted
 from outrider.drafters import model_drafter
 from outrider.drafters.model_drafter import DRAFTERS, MODEL, SAMPLED, ModelDrafter
 from outrider.engine.batching import Feed

@@ -7,7 +7,7 @@ import pytest
 from support.basics import Answers, spec_of
 from support.services.stepped_draft import CONTEXT_LEN, PROMPT, SPEC, Draft, assert_like_fresh, continued, fresh_guesses
 
-from draft_service.sessions import Wanted
+from draft_service.states import Wanted
 from outrider.engine.runner import ModelRunner
 from outrider.errors import CacheFull
 from outrider.rpc.fencing import Fence

@@ -8,7 +8,8 @@ import pytest
 from support.basics import Answers, SteppedDevice, spec_of
 from support.models.tiny_models import write_tiny_model
 
-from draft_service.sessions import DraftSessions, DraftState, Wanted
+from draft_service.sessions import DraftSessions
+from draft_service.states import DraftState, Wanted
 from outrider.drafters.model_drafter import DraftTask, ModelDrafter
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.leases import LeaseTable

@@ -16,7 +16,7 @@ from support.services.stepped_draft import PROMPT, SPEC, Draft, continued, fresh
 from support.services.stepped_target import Target, plain
 
 from draft_service.server import DraftSettings, start
-from draft_service.sessions import Wanted
+from draft_service.states import Wanted
 from outrider.drafters.model_drafter import MODEL, SAMPLED, noise_of
 from outrider.drafters.scales import FIRST_SCALES, Ranks, Scales
 from outrider.engine.growth import static_shape

@@ -20,6 +20,9 @@ WITH_NUMPY = ("gateway", "outrider.datastore")
 PROTOBUF = ("outrider.v1", "google.protobuf")
 # Transformers costs seconds and hundreds of megabytes: one package imports it, and is itself imported by name alone.
 HF_MODELS = "outrider.engine.hf_models"
+# Rare ways to guess: whoever puts a service together knows them, and nobody else.
+SHELF = "outrider.drafters.shelf"
+SHELF_USERS = ("draft_service.server", "target_service.server", "outrider.drafters.registry")
 
 
 @dataclass(frozen=True)
@@ -210,6 +213,17 @@ def hf_imports(modules: Mapping[str, Module]) -> list[str]:
     ]
 
 
+def shelf_imports(modules: Mapping[str, Module]) -> list[str]:
+    """Modules that import a rare way to guess and do not put a service together."""
+    return [
+        f"{module.name} imports {name}"
+        for module in modules.values()
+        if not within(module.name, [SHELF, *SHELF_USERS, *FREE])
+        for name in sorted(imported(module))
+        if within(name, [SHELF])
+    ]
+
+
 def reached(start: str, modules: Mapping[str, Module]) -> dict[str, str]:
     """Everything that importing a module imports, each with the module that does it; parents of a module included."""
     found: dict[str, str] = {}
@@ -261,7 +275,7 @@ def protobuf_leaks(modules: Mapping[str, Module]) -> list[str]:
     ]
 
 
-CHECKS = (wrong_ways, hf_imports, heavy_chains, knots, protobuf_leaks)
+CHECKS = (wrong_ways, hf_imports, shelf_imports, heavy_chains, knots, protobuf_leaks)
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +291,11 @@ def test_imports_point_one_way(modules: dict[str, Module]) -> None:
 def test_transformers_is_loaded_by_name_alone(modules: dict[str, Module]) -> None:
     """No import statement makes a process pay for transformers."""
     assert hf_imports(modules) == []
+
+
+def test_rare_drafters_stand_aside(modules: dict[str, Module]) -> None:
+    """No hot room imports the shelf, so that a file of it can be deleted alone."""
+    assert shelf_imports(modules) == []
 
 
 def test_light_processes_never_reach_torch(modules: dict[str, Module]) -> None:
@@ -336,6 +355,7 @@ def test_the_document_shows_the_same_table() -> None:
         ("outrider.cli.a", "import middle", "outrider.cli.a reaches torch through middle"),
         ("outrider.engine.b", "import transformers", "outrider.engine.b imports transformers"),
         ("outrider.engine.c", f"from {HF_MODELS} import d", f"outrider.engine.c imports {HF_MODELS}"),
+        ("draft_service.a", f"from {SHELF} import cascade", f"draft_service.a imports {SHELF}"),
         ("gateway.a", "def f():\n    import json", "gateway.a imports in line 2, inside a function"),
         ("gateway.b", "from . import a", "gateway.b imports relatively in line 1"),
         ("gateway.c", "import typing\nif typing.TYPE_CHECKING: pass", "gateway.c says TYPE_CHECKING"),

@@ -18,6 +18,7 @@ from simulation.weather import Fault, Kind
 
 from draft_service.servicer import DraftServicer
 from draft_service.sessions import DraftSessions
+from outrider.drafters.hosted import HostedModel
 from outrider.drafters.model_drafter import DRAFTERS, ModelDrafter
 from outrider.engine.device_thread import DeviceWorker
 from outrider.engine.runner import ModelRunner
@@ -27,8 +28,7 @@ from outrider.model_service.outbox import Outboxes
 from outrider.model_service.server import LoadedModel, describe
 from outrider.model_service.servicer import model_service
 from outrider.rpc.channels import Services
-from target_service import sessions as target_sessions
-from target_service.own_drafts import HOSTED, HostedDraft, HostedModel, Hosting
+from target_service import states as target_states
 from target_service.servicer import TargetServicer
 from target_service.sessions import TargetSessions
 from target_service.verifier import Verifier
@@ -179,17 +179,17 @@ class Process:
         """The service of its role, and ModelService."""
         model, device = LoadedModel(self.runner, self._weights.vocabulary), cast("DeviceWorker[Any]", self.device)
         if self.role == "target":
-            window = target_sessions.UNACKNOWLEDGED_WINDOW
-            hostings = []
+            window = target_states.UNACKNOWLEDGED_WINDOW
+            hosted = []
             if self._hosted is not None:
                 self.hosted_runner = self._hosted.runner(self._kv_tokens)
-                hostings = [Hosting[HostedDraft](HOSTED, HostedModel(self.hosted_runner))]
-            drafters = {hosting.name: hosting.rules for hosting in hostings}
-            trees = frozenset(hosting.name for hosting in hostings if hosting.makes_trees)
+                hosted = [HostedModel(self.hosted_runner)]
+            drafters = {each.name: each.rules for each in hosted}
+            trees = frozenset(each.name for each in hosted if each.makes_trees)
             facts = replace(
                 describe("target", model), unacknowledged_window=window, drafters=drafters, tree_drafters=trees
             )
-            targets = TargetSessions(self.runner, self.table, self.device.submit, hostings=hostings)
+            targets = TargetSessions(self.runner, self.table, self.device.submit, drafters=hosted)
             return TargetServicer(facts, targets, device, outboxes), model_service(facts, targets, device)
         facts = replace(describe("draft", model), drafters=DRAFTERS)
         drafts = DraftSessions(self.runner, self.table, self.device.submit)

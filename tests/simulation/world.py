@@ -45,7 +45,7 @@ from outrider.rpc.messages.rules import RULES
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
-from target_service import sessions as target_sessions
+from target_service import states as target_states
 
 GATEWAY = "gateway"
 TARGETS = ("target-a", "target-b")
@@ -107,7 +107,7 @@ def simulate(scenario: Scenario) -> list[Outcome]:
     random.seed(scenario.seed)
     with (
         capture_logs(processors=[format_exc_info]) as events,
-        mock.patch.object(target_sessions, "UNACKNOWLEDGED_WINDOW", WINDOW),
+        mock.patch.object(target_states, "UNACKNOWLEDGED_WINDOW", WINDOW),
     ):
         try:
             outcomes = run(World(loop, scenario).live(), loop)

@@ -19,6 +19,9 @@ from support.heads.tiny_heads import eagle1, pass_embeddings
 from support.models.tiny_models import write_tiny_model
 from support.stack import Answer, reference_model, running_stack
 
+from outrider.drafters.drafter import NO_PROPOSAL, DrafterProposal
+from outrider.drafters.hosted import HostedDraft
+from outrider.drafters.shelf.probing import Lookahead, ProbeDraft
 from outrider.engine.noise import Purpose, first_uniforms, round_key
 from outrider.engine.session import Session
 from outrider.errors import NoTokenLeft
@@ -27,8 +30,6 @@ from outrider.token_tree import TokenTree
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 from target_service import acceptance
-from target_service.own_drafts import NO_PROPOSAL, HostedDraft, OwnProposal
-from target_service.probing import Lookahead, ProbeDraft
 
 pytestmark = pytest.mark.slow
 
@@ -180,7 +181,7 @@ async def test_guesses_that_are_tested_with_another_law_are_found(
     """A hosted draft whose guesses come with the even distribution instead of that which they were drawn from."""
     even, end = DraftDistribution(tuple(range(NUM_TOKENS)), (1,) * NUM_TOKENS), HostedDraft._end
 
-    def end_falsely(self: HostedDraft, proposal: OwnProposal) -> None:
+    def end_falsely(self: HostedDraft, proposal: DrafterProposal) -> None:
         token_ids = proposal.tree.token_ids
         end(self, proposal._replace(tree=TokenTree.chain(token_ids, [even] * len(token_ids))))
 

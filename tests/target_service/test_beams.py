@@ -19,7 +19,7 @@ from outrider.errors import InvalidRequest, ProtocolViolation
 from outrider.parameters import FinishReason, SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.sessions import Step
+from target_service.states import Step
 
 MAX_TOKENS = 24
 ENDS = (0, 9, 30)

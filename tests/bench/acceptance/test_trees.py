@@ -12,9 +12,9 @@ from bench.acceptance.__main__ import conclude
 from bench.acceptance.runs import AcceptancePlan, ModelPair
 from bench.acceptance.trees import Proposed, TreeCounts, kept_rows, measure_trees, render_trees
 from bench.common import OPENINGS
+from outrider.drafters.hosted import HostedModel
 from outrider.engine.runner import ModelRunner
 from outrider.token_tree import TokenTree
-from target_service.own_drafts import HostedModel
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from outrider.beams import BeamSearch, LiveBeam, plant
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.sessions import OpenSearch, Step
+from target_service.states import OpenSearch, Step
 
 Guess = Callable[[BeamRecord], TokenTree]
 

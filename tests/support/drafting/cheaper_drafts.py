@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from support.services.stepped_draft import Draft
 
-from outrider.drafters.cascade import Cascade, CheaperDraft, model_cascade, text_cascade
 from outrider.drafters.model_drafter import MODEL, SAMPLED, DraftTask, Guess
+from outrider.drafters.shelf.cascade import Cascade, CheaperDraft, model_cascade, text_cascade
 from outrider.engine.noise import Purpose
 from outrider.engine.runner import ModelRunner
 from outrider.parameters import SessionSpec

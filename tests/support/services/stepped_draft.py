@@ -7,9 +7,13 @@ import torch
 from support.basics import Answers, SteppedDevice, spec_of
 from support.models.engine_cases import kv_state
 
-from draft_service.sessions import DraftSessions, DraftState, Wanted
-from outrider.drafters.cascade import Cascade
-from outrider.drafters.model_drafter import MODEL, DraftTask, ModelDrafter
+from draft_service.sessions import DraftSessions
+from draft_service.states import DraftState, Wanted
+from draft_service.tasks import Steps, Task
+from outrider.drafters.beam_drafter import BeamDrafter
+from outrider.drafters.drafter import Drafter
+from outrider.drafters.model_drafter import MODEL, ModelDrafter
+from outrider.drafters.shelf.cascade import Cascade
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.leases import LeaseTable
 from outrider.model_service.outbox import SessionAnswer
@@ -24,16 +28,28 @@ CONTEXT_LEN = 64
 class Draft:
     """The sessions of a draft and their device; one session's answers in the order in which they came."""
 
-    def __init__(self, runner: ModelRunner, *, prefix_cache: bool = True, cascade: Cascade | None = None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        prefix_cache: bool = True,
+        cascade: Cascade | None = None,
+        drafters: Sequence[Drafter] = (),
+    ) -> None:
         self.runner = runner
-        self.device = SteppedDevice[DraftTask]()
+        self.device = SteppedDevice[Task]()
         self.table = LeaseTable[DraftState](60.0)
         self.sessions = DraftSessions(
-            runner, self.table, self.device.submit, prefix_cache=prefix_cache, cascade=cascade
+            runner, self.table, self.device.submit, prefix_cache=prefix_cache, ahead=cascade, drafters=drafters
         )
         self.drafter = ModelDrafter(runner, self.table.with_room, ahead=cascade)
         self.answers = Answers()
         self.session_id = os.urandom(16)
+
+    @property
+    def steps(self) -> Steps:
+        """Whoever makes steps: tests may put another drafter there."""
+        return Steps(self.drafter, BeamDrafter(self.runner, self.table.with_room))
 
     def fence(self, epoch: int, base_len: int) -> Fence:
         return Fence(self.session_id, epoch, base_len)
@@ -62,11 +78,11 @@ class Draft:
 
     def step(self) -> bool:
         """One step of all tasks."""
-        return self.device.step(self.drafter.advance)
+        return self.device.step(self.steps.advance)
 
     def run(self) -> list[SessionAnswer]:
         """Advances until nothing is to do; returns the answers since the last call, which must not be errors."""
-        self.device.run(self.drafter.advance)
+        self.device.run(self.steps.advance)
         answers, self.answers[:] = list(self.answers), []
         assert all(answer.error is None for answer in answers), answers
         return answers

@@ -10,6 +10,7 @@ import torch
 from support.basics import Answers, SteppedDevice, spec_of
 from support.models.engine_cases import kv_state
 
+from outrider.drafters.drafter import Drafter, GuessLimits
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.leases import LeaseTable
@@ -17,8 +18,8 @@ from outrider.model_service.outbox import SessionAnswer
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree, TreeShape
-from target_service.own_drafts import Asked, Hosting
-from target_service.sessions import Step, TargetSessions, TargetState
+from target_service.sessions import TargetSessions
+from target_service.states import Step, TargetState
 from target_service.verifier import Verifier, VerifyTask
 
 PROMPT = (5, 17, 200, 3, 90)
@@ -75,21 +76,23 @@ class Target:
 class OwnTarget(Target):
     """A target whose sessions have one drafter in its process."""
 
-    def __init__(self, runner: ModelRunner, hosting: Hosting, shape: TreeShape | None = None) -> None:
+    def __init__(self, runner: ModelRunner, drafter: Drafter, shape: TreeShape | None = None) -> None:
         """`shape` is that of all guesses that are asked for."""
         super().__init__(runner)
         self.shape = shape
-        self.sessions = TargetSessions(runner, self.table, self.device.submit, hostings=[hosting])
-        self.drafter = hosting.name
+        self.sessions = TargetSessions(runner, self.table, self.device.submit, drafters=[drafter])
+        self.drafter = drafter.name
 
     def ask(self, spec: SessionSpec, count: int, budget: int = 0, epoch: int = 1) -> None:
         """Opens the session with all tokens of the spec."""
         fence = self.fence(epoch, len(spec.token_ids))
-        self.sessions.open(fence, spec, Step(EMPTY, budget, 0, count, self.shape), self.answers, self.drafter)
+        self.sessions.open(
+            fence, spec, Step(EMPTY, budget, 0, GuessLimits(count, self.shape)), self.answers, self.drafter
+        )
 
     def go_on(self, count: int, budget: int = 0, epoch: int = 1, tree: TokenTree = EMPTY) -> None:
         fence = self.fence(epoch, len(self.tokens))
-        self.sessions.step(fence, Step(tree, budget, 0, count, self.shape), self.answers)
+        self.sessions.step(fence, Step(tree, budget, 0, GuessLimits(count, self.shape)), self.answers)
 
     def to_the_end(self, spec: SessionSpec, count: int, budget: int = 0) -> list[SessionAnswer]:
         """All answers of a request, and none that does not follow from the tokens and the proposal that it names."""
@@ -102,7 +105,7 @@ class OwnTarget(Target):
         for answer in answers:
             verdict = answer.content
             assert answer.fence.base_len == len(said)
-            assert [verdict.own.tree.token_ids[row - 1] for row in verdict.accepted_rows] == list(
+            assert [verdict.hosted.tree.token_ids[row - 1] for row in verdict.accepted_rows] == list(
                 verdict.token_ids[: len(verdict.accepted_rows)]
             )
             said += verdict.token_ids
@@ -154,8 +157,8 @@ def storm(own: OwnTarget, spec: SessionSpec, chance: random.Random) -> tuple[lis
 
     def take() -> None:
         for answer in own.run():
-            if answer.content is not None and answer.content.own.tree:
-                proposals.append((own.tokens[: answer.fence.base_len], answer.content.own.tree))
+            if answer.content is not None and answer.content.hosted.tree:
+                proposals.append((own.tokens[: answer.fence.base_len], answer.content.hosted.tree))
 
     own.ask(spec, 3)
     take()
@@ -173,8 +176,8 @@ def storm(own: OwnTarget, spec: SessionSpec, chance: random.Random) -> tuple[lis
             own.held.session.free()
             own.go_on(count, 0, epoch)
         elif event == 3:
-            assert own.held.own is not None
-            own.held.own.draft.free()
+            assert own.held.hosted is not None
+            own.held.hosted.part.free()
             own.go_on(count, 5, epoch)
         else:
             own.go_on(count, chance.choice((0, 4)), epoch)
@@ -188,16 +191,16 @@ def storm(own: OwnTarget, spec: SessionSpec, chance: random.Random) -> tuple[lis
 
 
 def check_pure(
-    runner: ModelRunner, hosting: Hosting, spec: SessionSpec, proposals: Proposals, shape: TreeShape | None = None
+    runner: ModelRunner, drafter: Drafter, spec: SessionSpec, proposals: Proposals, shape: TreeShape | None = None
 ) -> None:
     """Fresh sessions of target and drafter propose the same after the same tokens, bit for bit."""
     for before, tree in proposals:
-        session, fresh = runner.open(before, spec.prompt_len), hosting.open(spec, None)
+        session, fresh = runner.open(before, spec.prompt_len), drafter.open(spec, None)
         try:
             runner.forward([Feed(session, without_last=True)])
-            hosting.begin(fresh, session, Asked(len(tree), shape, max(tree.depths)))
+            fresh.propose(session, GuessLimits(len(tree), shape, max(tree.depths)))
             while fresh.proposal is None:
-                hosting.advance([fresh])
+                drafter.advance([fresh])
             assert fresh.proposal.tree == tree
         finally:
             fresh.free()

@@ -18,6 +18,9 @@ from support.services.session_clients import channel_to
 from support.services.stepped_target import PROMPT, OwnTarget, Proposals, check_pure, plain
 from torch import Tensor
 
+from outrider.drafters import hosted
+from outrider.drafters.drafter import Drafter, GuessLimits
+from outrider.drafters.hosted import FeatureCopy, HostedDraft, host_head
 from outrider.engine.batching import Feed
 from outrider.engine.cache import KVCache, Slots
 from outrider.engine.heads.checkpoint import HEAD_FILES
@@ -32,8 +35,6 @@ from outrider.rpc.fencing import Fence
 from outrider.token_tree import TokenTree
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
-from target_service import own_drafts
-from target_service.own_drafts import FeatureCopy, HostedDraft, Hosting, host_head
 from target_service.server import TargetSettings, start
 
 SPEC = spec_of(PROMPT, 90, seed=3, eos=(), temperature=1.0)
@@ -50,14 +51,14 @@ def target(folder: Path) -> Iterator[ModelRunner]:
 class Story:
     """One session, its tokens and all that its head proposed."""
 
-    def __init__(self, runner: ModelRunner, hosting: Hosting) -> None:
+    def __init__(self, runner: ModelRunner, hosting: Drafter) -> None:
         self.own = OwnTarget(runner, hosting)
         self.proposals: Proposals = []
 
     def take(self) -> None:
         for answer in self.own.run():
-            if answer.content.own.tree:
-                self.proposals.append((self.own.tokens[: answer.fence.base_len], answer.content.own.tree))
+            if answer.content.hosted.tree:
+                self.proposals.append((self.own.tokens[: answer.fence.base_len], answer.content.hosted.tree))
 
     def ask(self, spec: SessionSpec, count: int = 3, epoch: int = 1) -> None:
         self.own.ask(spec, count, epoch=epoch)
@@ -69,7 +70,7 @@ class Story:
             self.take()
 
 
-def guesses_that_are_right(runner: ModelRunner, hosting: Hosting) -> Iterator[Story]:
+def guesses_that_are_right(runner: ModelRunner, hosting: Drafter) -> Iterator[Story]:
     """Of three guesses none, one and all are kept: drafts take the words of plain decoding, or others."""
     tokens = plain(runner, SPEC)
     story = Story(runner, hosting)
@@ -84,7 +85,7 @@ def guesses_that_are_right(runner: ModelRunner, hosting: Hosting) -> Iterator[St
     yield story
 
 
-def rows_of_a_bushy_tree(runner: ModelRunner, hosting: Hosting) -> Iterator[Story]:
+def rows_of_a_bushy_tree(runner: ModelRunner, hosting: Drafter) -> Iterator[Story]:
     """What the target has accepted lies in other rows than those after its tokens."""
     tokens = plain(runner, SPEC)
     story = Story(runner, hosting)
@@ -98,7 +99,7 @@ def rows_of_a_bushy_tree(runner: ModelRunner, hosting: Hosting) -> Iterator[Stor
     yield story
 
 
-def plain_stretches(runner: ModelRunner, hosting: Hosting) -> Iterator[Story]:
+def plain_stretches(runner: ModelRunner, hosting: Drafter) -> Iterator[Story]:
     """Forty tokens without a guess, before and after which there are some."""
     story = Story(runner, hosting)
     story.ask(SPEC)
@@ -106,7 +107,7 @@ def plain_stretches(runner: ModelRunner, hosting: Hosting) -> Iterator[Story]:
     yield story
 
 
-def shared_beginnings(runner: ModelRunner, hosting: Hosting) -> Iterator[Story]:
+def shared_beginnings(runner: ModelRunner, hosting: Drafter) -> Iterator[Story]:
     """Texts that are the same up to the end of a block, and up to a place within one, and then differ."""
     first = Story(runner, hosting)
     first.ask(SPEC)
@@ -120,7 +121,7 @@ def shared_beginnings(runner: ModelRunner, hosting: Hosting) -> Iterator[Story]:
         yield story
 
 
-def reopened_sessions(runner: ModelRunner, hosting: Hosting) -> Iterator[Story]:
+def reopened_sessions(runner: ModelRunner, hosting: Drafter) -> Iterator[Story]:
     """A target takes the session up from its tokens, or goes back, or has lost what was cached."""
     story = Story(runner, hosting)
     story.ask(SPEC)
@@ -143,7 +144,7 @@ STORIES = (
     shared_beginnings,
     reopened_sessions,
 )
-Stories = Callable[[ModelRunner, Hosting], Iterator[Story]]
+Stories = Callable[[ModelRunner, Drafter], Iterator[Story]]
 
 
 def tell(runner: ModelRunner, stories: Stories, max_rows: int = 512) -> None:
@@ -204,8 +205,8 @@ def _forget_plain_stretches(patch: pytest.MonkeyPatch) -> None:
 
 
 def _publish_guessed_states(patch: pytest.MonkeyPatch) -> None:
-    task = own_drafts.DraftTask
-    patch.setattr(own_drafts, "DraftTask", lambda **fields: task(**fields | {"num_private": 0}))
+    task = hosted.DraftTask
+    patch.setattr(hosted, "DraftTask", lambda **fields: task(**fields | {"num_private": 0}))
 
 
 def _read_features_too_early(patch: pytest.MonkeyPatch) -> None:
@@ -241,7 +242,7 @@ def test_a_token_stands_with_the_state_before_it(target: ModelRunner, monkeypatc
         return outputs, states
 
     monkeypatch.setattr(head, "step", recorded)
-    monkeypatch.setattr(own_drafts, "head_decoder", HeadDecoder)
+    monkeypatch.setattr(hosted, "head_decoder", HeadDecoder)
     story = Story(target, host_head(target, head, ""))
     story.ask(SPEC, 0)
     story.go_on(0, 0, 0, 3, 3)
@@ -311,7 +312,7 @@ def test_a_head_on_a_gpu_guesses_what_it_guesses_on_the_cpu(folder: Path, fuse: 
         for text in range(20):
             session, draft = runner.open([*PROMPT, text, 7, text + 1], 5), hosting.open(SPEC, None)
             runner.forward([Feed(session, without_last=True)])
-            draft.begin(session, 3)
+            draft.propose(session, GuessLimits(3))
             while draft.proposal is None:
                 hosting.advance([draft])
             assert len(draft.proposal.tree) == 3

@@ -23,6 +23,9 @@ from support.services.stepped_target import (
     plain,
 )
 
+from outrider.drafters.drafter import Drafter
+from outrider.drafters.hosted import FeatureCopy
+from outrider.drafters.shelf.early_exit import Kangaroo
 from outrider.engine.batching import Feed
 from outrider.engine.cache import BlockTable
 from outrider.engine.heads.checkpoint import read_head
@@ -32,8 +35,6 @@ from outrider.engine.runner import ModelIdentity, ModelRunner
 from outrider.engine.session import Session
 from outrider.errors import ModelRefused
 from outrider.parameters import SessionSpec
-from target_service.own_drafts import FeatureCopy, Hosting
-from target_service.own_layers import AdapterDraft, host_adapter
 from target_service.server import TargetSettings, start
 
 CPU = torch.device("cpu")
@@ -60,9 +61,9 @@ def target(folder: Path) -> Iterator[ModelRunner]:
     check_empty(runner.pool)
 
 
-def host(target: ModelRunner, adapter: Path) -> Hosting[AdapterDraft]:
+def host(target: ModelRunner, adapter: Path) -> Drafter:
     found = read_head(adapter, target.parts)
-    return host_adapter(target, found.load(target.parts, CPU, torch.float32, target.ops), found.digest())
+    return Kangaroo(target, found.load(target.parts, CPU, torch.float32, target.ops), found.digest())
 
 
 @pytest.mark.parametrize("max_rows", [512, 3])
@@ -99,7 +100,7 @@ def check_guesses(folder: Path, target: ModelRunner, adapter: Path, prompt_len: 
     own = OwnTarget(target, host(target, adapter))
     answers, said = own.to_the_end(spec, 4), list(own.tokens)
     own.table.clear()
-    drafted = [(answer.fence.base_len, answer.content.own.tree.token_ids) for answer in answers[1:]]
+    drafted = [(answer.fence.base_len, answer.content.hosted.tree.token_ids) for answer in answers[1:]]
     for base_len, guesses in drafted:
         text = [*said[:base_len], *guesses]
         with torch.no_grad():
@@ -161,7 +162,7 @@ def test_tokens_are_those_of_plain_decoding(
     counts = count_rows(target, monkeypatch)
     answers = own.to_the_end(spec, 4, budget)
     assert own.tokens == tokens
-    num_rows = len(PROMPT) + sum(len(answer.content.own.tree) + 1 for answer in answers[1:])
+    num_rows = len(PROMPT) + sum(len(answer.content.hosted.tree) + 1 for answer in answers[1:])
     assert counts == dict.fromkeys(range(NUM_LAYERS), num_rows)
     assert num_rows > 100
     monkeypatch.undo()
@@ -169,7 +170,7 @@ def test_tokens_are_those_of_plain_decoding(
     own.table.clear()
 
 
-def long_prompt(target: ModelRunner, hosting: Hosting[AdapterDraft]) -> tuple[OwnTarget, SessionSpec, list[int]]:
+def long_prompt(target: ModelRunner, hosting: Drafter) -> tuple[OwnTarget, SessionSpec, list[int]]:
     """A session whose adapter has a long prompt to read, three rows at a time, before its next guess."""
     spec = spec_of(random_ids(60, vocab_size=VOCABULARY_SIZE), 90, eos=())
     own = OwnTarget(target, hosting)
@@ -179,8 +180,8 @@ def long_prompt(target: ModelRunner, hosting: Hosting[AdapterDraft]) -> tuple[Ow
     hosting.runner.max_rows = 3
     own.go_on(4)
     own.device.step(own.verifier.advance)
-    assert own.held.own is not None
-    assert own.held.own.draft.is_reading
+    assert own.held.hosted is not None
+    assert own.held.hosted.part.is_reading
     return own, spec, own.tokens[:60]
 
 
@@ -189,8 +190,8 @@ def test_an_adapter_reads_a_long_text_in_steps(target: ModelRunner, adapter: Pat
     hosting = host(target, adapter)
     own, spec, _ = long_prompt(target, hosting)
     [answer] = own.run()
-    assert len(answer.content.own.tree) == 4
-    check_pure(target, hosting, spec, [(own.tokens[:61], answer.content.own.tree)])
+    assert len(answer.content.hosted.tree) == 4
+    check_pure(target, hosting, spec, [(own.tokens[:61], answer.content.hosted.tree)])
     own.table.clear()
 
 
@@ -201,10 +202,10 @@ def test_a_target_that_loses_its_cache_meanwhile_has_no_guesses(target: ModelRun
     thief = target.open(list(range(100, 200)), 1)
     target.forward([Feed(thief)])
     [answer] = own.run()
-    assert not answer.content.own.tree
+    assert not answer.content.hosted.tree
     own.go_on(4)
     [answer] = own.run()
-    assert len(answer.content.own.tree) == 4
+    assert len(answer.content.hosted.tree) == 4
     assert_like_fresh(own)
     thief.free()
     own.table.clear()
@@ -225,12 +226,12 @@ def test_no_room_costs_guesses_and_nothing_else(target: ModelRunner, adapter: Pa
         drafted = []
         while len(own.tokens) < 16:
             own.go_on(12)
-            drafted += [len(answer.content.own.tree) for answer in own.run()]
+            drafted += [len(answer.content.hosted.tree) for answer in own.run()]
         assert drafted == [0] * len(drafted)
         hog.free()
         while own.held.finish_reason is None:
             own.go_on(4)
-            drafted += [len(answer.content.own.tree) for answer in own.run()]
+            drafted += [len(answer.content.hosted.tree) for answer in own.run()]
         assert own.tokens == tokens
         assert max(drafted) == 4
         own.table.clear()

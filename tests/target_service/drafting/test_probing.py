@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from support.basics import check_empty, grid, slow, spec_of
-from support.drafting.own_drafters import oracle
 from support.drafting.rules import ruled
+from support.drafting.toy_drafters import oracle
 from support.models.tiny_models import write_tiny_model
 from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, OwnTarget, assert_like_fresh, plain, storm
 
+from outrider.drafters.drafter import Drafter, GuessLimits
+from outrider.drafters.shelf.probing import LOOKAHEAD, PASS, Finder, Lookahead, PassChain, ProbeDraft, ProbeDrafter
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.own_drafts import Hosting
-from target_service.probing import LOOKAHEAD, PASS, Finder, Lookahead, PassChain, ProbeDraft, ProbeDrafter
 
 GREEDY = spec_of(PROMPT, 90, seed=3, eos=())
 SAMPLED = spec_of(PROMPT, 90, seed=3, eos=(), temperature=1.0)
@@ -33,9 +33,9 @@ def probe_ids(runner: ModelRunner) -> range:
     return runner.extend(torch.randn(4, 48, generator=torch.Generator().manual_seed(2)))
 
 
-def lookahead() -> Hosting[ProbeDraft]:
+def lookahead() -> Drafter:
     """With eleven probes."""
-    return Hosting(LOOKAHEAD, ProbeDrafter(partial(Lookahead, window=4, depth=4)))
+    return ProbeDrafter(LOOKAHEAD, partial(Lookahead, window=4, depth=4))
 
 
 def proposals_of(own: OwnTarget, spec: SessionSpec, counts: Sequence[int]) -> list[TokenTree]:
@@ -45,7 +45,7 @@ def proposals_of(own: OwnTarget, spec: SessionSpec, counts: Sequence[int]) -> li
     for count in counts[1:]:
         own.go_on(count)
         answers += own.run()
-    return [answer.content.own.tree for answer in answers]
+    return [answer.content.hosted.tree for answer in answers]
 
 
 @pytest.mark.parametrize("spec", [GREEDY, SAMPLED, COLD], ids=["greedy", "sampled", "cold"])
@@ -56,11 +56,11 @@ def test_tokens_are_those_of_plain_decoding(
     runner: ModelRunner, probe_ids: range, spec: SessionSpec, count: int, budget: int, drafter: str
 ) -> None:
     """Asked and unasked, whatever is guessed; and nothing is left in the cache."""
-    hosting = lookahead() if drafter == LOOKAHEAD else Hosting(PASS, ProbeDrafter(partial(PassChain, probe_ids)))
+    hosting = lookahead() if drafter == LOOKAHEAD else ProbeDrafter(PASS, partial(PassChain, probe_ids))
     own = OwnTarget(runner, hosting)
     answers = own.to_the_end(spec, count, budget)
     assert own.tokens == plain(runner, spec)
-    trees = [answer.content.own.tree for answer in answers]
+    trees = [answer.content.hosted.tree for answer in answers]
     assert sum(map(bool, trees)) > 10
     assert max(map(len, trees)) <= count
     assert drafter == PASS or spec is SAMPLED or any(answer.content.accepted_rows for answer in answers)
@@ -86,7 +86,7 @@ def test_right_guesses_of_probes_are_all_kept(
 ) -> None:
     """Four probes find as many tokens, of which the round after theirs has those that theirs has not committed."""
     tokens = plain(runner, GREEDY)
-    own = OwnTarget(runner, Hosting(PASS, ProbeDrafter(partial(Knowing, probe_ids, tokens))))
+    own = OwnTarget(runner, ProbeDrafter(PASS, partial(Knowing, probe_ids, tokens)))
     answers = own.to_the_end(GREEDY, count)
     assert own.tokens == tokens
     assert [len(answer.content.token_ids) for answer in answers][:5] == sizes
@@ -128,8 +128,8 @@ def test_what_a_round_draws_has_no_part_in_what_its_probes_find(runner: ModelRun
         own = OwnTarget(runner, lookahead())
         own.ask(replace(SAMPLED, token_ids=(*PROMPT, 9, 9), seed=seed), 3)
         own.run()
-        assert own.held.own is not None
-        finder = own.held.own.draft._finder  # type: ignore[attr-defined]
+        assert own.held.hosted is not None
+        finder = own.held.hosted.part._finder  # type: ignore[attr-defined]
         found.append([finder.candidates([token_id]) for token_id in range(VOCABULARY_SIZE)])
         drawn.add(own.tokens[-1])
         own.table.clear()
@@ -147,7 +147,7 @@ def going_back(runner: ModelRunner) -> tuple[list[TokenTree], list[TokenTree]]:
         back = []
         for _ in range(12):
             own.go_on(4, epoch=2)
-            back += [answer.content.own.tree for answer in own.run()]
+            back += [answer.content.hosted.tree for answer in own.run()]
         spec = replace(GREEDY, token_ids=plain(runner, GREEDY)[:12])
         return back, proposals_of(fresh, spec, [4] * 12)
     finally:
@@ -183,7 +183,7 @@ def test_without_room_for_probes_tokens_are_plain_s(
     own = OwnTarget(runner, lookahead())
     answers = own.to_the_end(spec, 4, 30)
     assert own.tokens == tokens
-    assert any(answer.content.own.tree for answer in answers) == (max_rows > 10)
+    assert any(answer.content.hosted.tree for answer in answers) == (max_rows > 10)
     own.table.clear()
     check_empty(runner.pool)
 
@@ -198,7 +198,7 @@ def test_rows_are_computed_only_where_guesses_are_asked_for(runner: ModelRunner)
     for count in (3, 0, 0, 3):
         own.go_on(count)
         [answer] = own.run()
-        rows.append(answer.times.row_count - len(answer.content.own.tree))
+        rows.append(answer.times.row_count - len(answer.content.hosted.tree))
     assert rows == [12, 1, 1, 12]
     own.table.clear()
 
@@ -272,13 +272,13 @@ def test_candidates_become_a_tree_or_a_chain(runner: ModelRunner, rule: Rule) ->
     expected = {9: ((1, 2, 3, 4, 5, 1), (0, 1, 2, 2, 0, 5)), 5: ((1, 2, 3, 4, 5), (0, 1, 2, 2, 0))}
     expected |= {4: ((1, 2, 3, 4), (0, 1, 2, 2)), 2: ((1, 2), (0, 1))}
     for count, (token_ids, parents) in expected.items():
-        draft.begin(session, count)
+        draft.propose(session, GuessLimits(count))
         assert draft.proposal is not None
         tree = draft.proposal.tree
         end = 3 if rule.needs_distributions else count
         assert (tree.token_ids, tree.parents) == (token_ids[:end], parents[:end])
         assert tree.logprobs == (0.0,) * len(tree)
-    draft.begin(session, 0)
+    draft.propose(session, GuessLimits(0))
     assert draft.proposal is not None
     assert draft.proposal.tree == EMPTY
 

@@ -15,7 +15,7 @@ from outrider.engine.runner import ModelRunner
 from outrider.errors import ModelFault
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.sessions import Step
+from target_service.states import Step
 
 LONG_PROMPT = tuple((7 * number + 3) % VOCABULARY_SIZE for number in range(75))
 

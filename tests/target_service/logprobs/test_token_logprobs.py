@@ -17,7 +17,7 @@ from outrider.parameters import Acceptance, DraftDistribution, Rule, SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
 from target_service import verifier
-from target_service.sessions import Step
+from target_service.states import Step
 
 LONG_PROMPT = tuple((7 * number + 3) % VOCABULARY_SIZE for number in range(75))
 WANTED = {

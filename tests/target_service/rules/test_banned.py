@@ -12,7 +12,7 @@ from outrider.errors import NoTokenLeft
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.sessions import Step
+from target_service.states import Step
 
 WANTED = [{"temperature": 0.0}, {"temperature": 0.7, "top_k": 30}, {"temperature": 1.0, "frequency_penalty": 0.5}]
 

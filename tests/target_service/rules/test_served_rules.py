@@ -12,7 +12,7 @@ from outrider.errors import InvalidRequest
 from outrider.model_service.outbox import SessionAnswer
 from outrider.parameters import DraftDistribution, FinishReason, Rule, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.sessions import Step
+from target_service.states import Step
 
 SPEC = spec_of(PROMPT, 40, seed=4, eos=(), temperature=0.9)
 LAW = DraftDistribution((9, 7), (3, 1))

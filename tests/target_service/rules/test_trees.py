@@ -38,7 +38,7 @@ from outrider.token_tree import TokenTree
 from target_service.acceptance import Walk, decide
 from target_service.rules.recursive_rejection import recursive_rejection
 from target_service.rules.traversal import traversal
-from target_service.sessions import Step
+from target_service.states import Step
 from target_service.trees import KeptPath, keep_path, row_uniforms
 
 SAMPLED = spec_of(PREFIX, 60, seed=5, eos=(), temperature=0.9)

@@ -11,7 +11,7 @@ from outrider.engine.cache import KVCache
 from outrider.engine.walk import Walk, walk
 from outrider.errors import OutriderError
 from outrider.token_tree import TokenTree
-from target_service.sessions import Step
+from target_service.states import Step
 
 SPEC = spec_of(PROMPT, 40, eos=())
 

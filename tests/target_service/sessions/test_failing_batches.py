@@ -24,7 +24,8 @@ from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
 from target_service import acceptance, verifier
-from target_service.sessions import Step, TargetSessions, TargetState
+from target_service.sessions import TargetSessions
+from target_service.states import Step, TargetState
 from target_service.verifier import Verifier, VerifyTask
 
 MAX_LEN = 24

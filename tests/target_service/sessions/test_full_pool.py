@@ -14,7 +14,7 @@ from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree
 from target_service import block_allocator
 from target_service.block_allocator import GRACE_STEPS, CacheHolder, victims
-from target_service.sessions import Step
+from target_service.states import Step
 
 LATE = os.urandom(16)
 

@@ -8,7 +8,7 @@ from outrider.engine.runner import ModelRunner
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import TokenTree
 from target_service.gathering import LATE_S, LATE_SHARE, MAX_AWAY_S, Gathering, StepCosts
-from target_service.sessions import Step
+from target_service.states import Step
 from target_service.verifier import Verifier
 
 FLAT = [(rows, 0.010) for rows in (1, 5, 20, 40)]

@@ -9,7 +9,7 @@ from support.services.stepped_target import PROMPT, Target, plain
 from outrider.model_service.outbox import SessionAnswer
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY
-from target_service.sessions import Step
+from target_service.states import Step
 
 SPEC = spec_of(PROMPT, 40, eos=())
 

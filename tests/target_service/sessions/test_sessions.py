@@ -7,7 +7,7 @@ from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, Target, ass
 from outrider.errors import InvalidRequest, ProtocolViolation
 from outrider.parameters import FinishReason
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.sessions import Step
+from target_service.states import Step
 
 
 def test_a_step_commits_what_plain_decoding_says(target: Target) -> None:

@@ -9,7 +9,7 @@ from outrider.engine.runner import ModelRunner
 from outrider.errors import NoTokenLeft
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY
-from target_service.sessions import Step
+from target_service.states import Step
 
 
 def test_sessions_side_by_side_say_what_they_say_alone(runner: ModelRunner) -> None:

@@ -12,7 +12,8 @@ from outrider.engine.runner import ModelRunner
 from outrider.model_service.leases import LeaseTable
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY
-from target_service.sessions import Step, TargetSessions, TargetState
+from target_service.sessions import TargetSessions
+from target_service.states import Step, TargetState
 from target_service.verifier import Verifier, VerifyTask
 
 SPEC = spec_of((5, 17, 200, 3, 90), 60, eos=())

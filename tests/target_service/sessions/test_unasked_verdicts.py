@@ -4,7 +4,7 @@ import pytest
 from support.basics import spec_of
 from support.services.stepped_target import PROMPT, Target, plain
 
-from target_service.sessions import UNACKNOWLEDGED_WINDOW
+from target_service.states import UNACKNOWLEDGED_WINDOW
 
 
 @pytest.mark.parametrize("budget", [0, 1, 7])

@@ -11,57 +11,48 @@ from time import perf_counter_ns
 
 import structlog
 
+from outrider.drafters.drafter import NO_PROPOSAL, DrafterProposal, DrafterSession, GuessLimits
+from outrider.drafters.hosted import FeatureCopy, HostedDraft, head_runner, without_room
 from outrider.drafters.model_drafter import MODEL, DraftTask, ModelDrafter, noise_of
+from outrider.drafters.shelf.lower_layers import BegunRows, lower_runner, session_ahead
 from outrider.engine.batching import Feed
 from outrider.engine.heads.head import Head
 from outrider.engine.ops import Ops
 from outrider.engine.runner import ModelRunner
-from outrider.engine.session import LowerRows, Session
+from outrider.engine.session import Session
 from outrider.errors import CacheFull, OutriderError
 from outrider.parameters import Rule, SessionSpec
 from outrider.timing import Meter
-from target_service.own_drafts import (
-    NO_PROPOSAL,
-    FeatureCopy,
-    HostedDraft,
-    Hosting,
-    OwnProposal,
-    head_runner,
-    without_room,
-)
 
 log = structlog.get_logger()
 
 LAYER_SKIP = "layer_skip"
 
 
-def go_on_behind(session: Session, ahead: Session, boundary: int) -> None:
-    """Lets a session's next forward go on where those rows have ended that lie ahead of it."""
-    session.lower = LowerRows(tuple(ahead.token_ids[len(session) - 1 : ahead.cached_len]), boundary)
+class LayerDraft(DrafterSession):
+    """A session that guesses in the slots after the target's own."""
 
-
-class LayerDraft:
-    """A session that guesses in the slots after the target's own; see OwnDraft."""
-
-    is_reading = False
-    # But for the last token everything must be cached, so that a guess is one row of the lower layers.
-    reads_features = True
-
-    def __init__(self, runner: ModelRunner, exit_layer: int, spec: SessionSpec) -> None:
-        self.proposal: OwnProposal | None = NO_PROPOSAL
+    def __init__(self, runner: ModelRunner, begun: BegunRows, exit_layer: int, spec: SessionSpec) -> None:
+        DrafterSession.__init__(self)
         self.task: DraftTask | None = None
         self._runner = runner
+        self._begun = begun
         self._exit_layer = exit_layer
         self._spec = spec
 
-    def begin(self, session: Session, draft_count: int) -> None:
+    @property
+    def reads_features(self) -> bool:
+        # But for the last token everything must be cached, so that a guess is one row of the lower layers.
+        return True
+
+    def propose(self, session: Session, limits: GuessLimits) -> None:
         self._stop()
         # The last token of a request is the target's alone.
-        draft_count = min(draft_count, min(self._spec.max_len - 1, self._runner.context_len) - len(session))
+        draft_count = min(limits.draft_count, min(self._spec.max_len - 1, self._runner.context_len) - len(session))
         if draft_count < 1:
             return
         try:
-            own = session.ahead(draft_count)
+            own = session_ahead(session, draft_count)
         except CacheFull as error:
             self._fail(error)
             return
@@ -83,15 +74,15 @@ class LayerDraft:
         self._stop()
 
     def _done(self, session: Session, task: DraftTask) -> None:
-        go_on_behind(session, task.session, self._exit_layer)
-        self._end(OwnProposal(task.proposal, task.meter.times(), 0))
+        self._begun.add(session, task.session, self._exit_layer)
+        self._end(DrafterProposal(task.proposal, task.meter.times(), 0))
 
     def _stop(self) -> None:
         if self.task is not None:
             self.task.stopped = True
         self._end(NO_PROPOSAL)
 
-    def _end(self, proposal: OwnProposal) -> None:
+    def _end(self, proposal: DrafterProposal) -> None:
         self.task, self.proposal = None, proposal
 
     def _fail(self, error: OutriderError) -> None:
@@ -102,25 +93,23 @@ class LayerDraft:
 class LayerSkip:
     """The target's layers below an exit layer, as a drafter."""
 
+    name = LAYER_SKIP
     rules = frozenset(Rule)
     makes_trees = False
+    runner = None
 
-    def __init__(self, runner: ModelRunner, exit_layer: int) -> None:
-        """`runner` computes these layers; see ModelRunner.lower."""
-        self._runner = runner
+    def __init__(self, target: ModelRunner, exit_layer: int) -> None:
+        """exit_layer is from 1 to one less than the target has layers; raises ModelRefused."""
+        self._lower = lower_runner(target, exit_layer)
         self._exit_layer = exit_layer
-        self._drafter = ModelDrafter(runner, without_room)
+        self._begun = BegunRows.in_forwards_of(target)
+        self._drafter = ModelDrafter(self._lower, without_room)
 
     def open(self, spec: SessionSpec, salt: bytes | None) -> LayerDraft:
-        return LayerDraft(self._runner, self._exit_layer, spec)
+        return LayerDraft(self._lower, self._begun, self._exit_layer, spec)
 
     def advance(self, drafts: Sequence[LayerDraft]) -> None:
         self._drafter.advance([draft.task for draft in drafts if draft.task is not None])
-
-
-def host_layers(target: ModelRunner, exit_layer: int) -> Hosting[LayerDraft]:
-    """The drafter of the target's layers below exit_layer, from 1 to one less than it has; raises ModelRefused."""
-    return Hosting(LAYER_SKIP, LayerSkip(target.lower(exit_layer), exit_layer))
 
 
 class AdapterDraft(HostedDraft):
@@ -129,8 +118,8 @@ class AdapterDraft(HostedDraft):
     source: Session
     ahead: Session | None = None
 
-    def begin(self, session: Session, draft_count: int) -> None:
-        HostedDraft.begin(self, session, draft_count)
+    def propose(self, session: Session, limits: GuessLimits) -> None:
+        HostedDraft.propose(self, session, limits)
         self.source, self.ahead = session, None
 
     def look_ahead(self, task: DraftTask) -> Session | None:
@@ -139,7 +128,7 @@ class AdapterDraft(HostedDraft):
             if len(self.source) != task.base_len or self.source.cached_len < task.base_len - 1:
                 raise CacheFull("the target went on, or lost its cache, while the adapter read its tokens")
             if self.ahead is None:
-                self.ahead = self.source.ahead(task.draft_count)
+                self.ahead = session_ahead(self.source, task.draft_count)
             task.session.reserve()
         except CacheFull as error:
             self._fail(error)
@@ -154,19 +143,21 @@ class Kangaroo:
     rules = frozenset(Rule)
     makes_trees = False
 
-    def __init__(self, lower: ModelRunner, adapter: ModelRunner, copy: FeatureCopy) -> None:
-        """`lower` computes the layers below the one that `copy` reads; see ModelRunner.lower."""
-        self._lower = lower
-        self._adapter = adapter
-        self._copy = copy
-        self._drafter = ModelDrafter(adapter, without_room)
+    def __init__(self, target: ModelRunner, head: Head, digest: str, ops: Ops | None = None) -> None:
+        """`head` reads its own rows (HeadFacts.reads_own), the others as in head_runner. Raises ModelRefused."""
+        self.name = head.facts.method
+        self._lower = lower_runner(target, head.facts.taps[0], has_logits=False)
+        self._begun = BegunRows.in_forwards_of(target)
+        self.runner = head_runner(target, head, digest, ops)
+        self._copy = FeatureCopy(target.cache, head, self.runner.model)
+        self._drafter = ModelDrafter(self.runner, without_room)
 
     def open(self, spec: SessionSpec, salt: bytes | None) -> AdapterDraft:
-        return AdapterDraft(self._adapter, spec, salt, self._copy)
+        return AdapterDraft(self.runner, spec, salt, self._copy)
 
     def advance(self, drafts: Sequence[AdapterDraft]) -> None:
         if reading := [draft.task.session for draft in drafts if draft.task is not None and draft.is_reading]:
-            self._adapter.forward([Feed(session, without_last=True) for session in reading])
+            self.runner.forward([Feed(session, without_last=True) for session in reading])
         # What follows goes on without a break until the proposal is there, so that nothing happens to the target's
         # session meanwhile.
         guessing = [(draft, task) for draft in drafts if (task := draft.task) is not None and not draft.is_reading]
@@ -182,11 +173,4 @@ class Kangaroo:
             self._drafter.advance([task for task, _ in pairs])
         for draft, task in guessing:
             if task.done and draft.ahead is not None:
-                go_on_behind(draft.source, draft.ahead, self._copy.head.facts.taps[0])
-
-
-def host_adapter(target: ModelRunner, head: Head, digest: str, ops: Ops | None = None) -> Hosting[AdapterDraft]:
-    """The drafter of a head that reads its own rows (HeadFacts.reads_own); raises ModelRefused."""
-    lower = target.lower(head.facts.taps[0], has_logits=False)
-    runner = head_runner(target, head, digest, ops)
-    return Hosting(head.facts.method, Kangaroo(lower, runner, FeatureCopy(target.cache, head, runner.model)), runner)
+                self._begun.add(draft.source, draft.ahead, self._copy.head.facts.taps[0])

@@ -4,36 +4,37 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from outrider.drafters.drafter import NO_PROPOSAL, DrafterProposal, DrafterSession, GuessLimits
 from outrider.engine.session import Session
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
 from outrider.timing import ComputeTimes
 from outrider.token_tree import TokenTree
-from target_service.own_drafts import NO_PROPOSAL, OwnProposal
 
 Guesses = Callable[[SessionSpec, Sequence[int], int], Sequence[int]]
 """Guesses for a session after its tokens, so many."""
 
 
 @dataclass(eq=False)
-class ToyDraft:
+class ToyDraft(DrafterSession):
     """A session, whose proposal needs `steps` steps; `begun` are the lengths after which it was asked for guesses."""
 
     guesses: Guesses
     spec: SessionSpec
     steps: int
-    proposal: OwnProposal | None = NO_PROPOSAL
     begun: list[int] = field(default_factory=list)
     freed: int = 0
     left: int = 0
     tree: TokenTree = field(default_factory=TokenTree)
 
-    reads_features = False
+    def __post_init__(self) -> None:
+        DrafterSession.__init__(self)
 
     @property
     def is_reading(self) -> bool:
         return self.left > 3
 
-    def begin(self, session: Session, draft_count: int) -> None:
+    def propose(self, session: Session, limits: GuessLimits) -> None:
+        draft_count = limits.draft_count
         token_ids = self.guesses(self.spec, tuple(session.token_ids), draft_count) if draft_count else ()
         rule = self.spec.acceptance.rule
         distributions = [DraftDistribution((token_id,), (1,)) for token_id in token_ids]
@@ -54,8 +55,10 @@ class ToyDraft:
 class ToyDrafter:
     """Keeps what it has opened."""
 
+    name = "toy"
     rules = frozenset(Rule)
     makes_trees = False
+    runner = None
 
     def __init__(self, guesses: Guesses, steps: int = 1) -> None:
         self.guesses = guesses
@@ -70,7 +73,7 @@ class ToyDrafter:
         for draft in drafts:
             draft.left -= 1
             if draft.left <= 0:
-                draft.proposal = OwnProposal(draft.tree, ComputeTimes(1, 2, 3, 4), 5)
+                draft.proposal = DrafterProposal(draft.tree, ComputeTimes(1, 2, 3, 4), 5)
 
 
 def oracle(tokens: Sequence[int]) -> Guesses:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from outrider.drafters.own_text import KEY_LEN, MAX_MATCH, MAX_PLACES, TextIndex, continue_from
+from outrider.drafters.shelf.text_index import KEY_LEN, MAX_MATCH, MAX_PLACES, TextIndex, continue_from
 
 
 def longest_by_hand(token_ids: list[int], length: int) -> tuple[int, int]:

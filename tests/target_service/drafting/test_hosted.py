@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.basics import Answers, check_empty, slow, spec_of
-from support.drafting.own_drafters import Guesses, ToyDraft, ToyDrafter, adversary, dice, oracle
 from support.drafting.rules import ruled
+from support.drafting.toy_drafters import ToyDraft, ToyDrafter, adversary, dice, oracle
 from support.heads.heads import random_head
 from support.heads.kangaroo import write_kangaroo
 from support.heads.tiny_chains import CHAINS, VOCAB, write_chain
@@ -18,15 +18,16 @@ from support.models.tiny_models import write_tiny_model
 from support.services.stepped_draft import Draft
 from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, OwnTarget, check_pure, plain, storm
 
+from outrider.drafters.drafter import Drafter, GuessLimits
+from outrider.drafters.hosted import HOSTED, HostedModel, host_head
 from outrider.drafters.scales import Ranks, Scales
+from outrider.drafters.shelf.early_exit import LAYER_SKIP, Kangaroo, LayerSkip
 from outrider.engine.heads.checkpoint import read_head
 from outrider.engine.heads.feature_head import Fuse
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest
 from outrider.parameters import Rule, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree, TreeShape
-from target_service.own_drafts import HOSTED, HostedModel, Hosting, host_head
-from target_service.own_layers import LAYER_SKIP, host_adapter, host_layers
 
 SPEC = spec_of(PROMPT, 60, seed=3, eos=(), temperature=1.0)
 GREEDY = spec_of(PROMPT, 60, seed=3, eos=())
@@ -45,17 +46,17 @@ LAYERS = {"eagle3": Fuse.WIDE, "eagle1": Fuse.PAIR, "mtp": Fuse.REVERSED}
 HEADS = (*LAYERS, "mlp", "hydra", "hydra++", "medusa", "bpd", LAYER_SKIP, "kangaroo")
 
 
-def hosting_of(drafter: str, runner: ModelRunner, small: ModelRunner, folder: Path) -> Hosting:
+def hosting_of(drafter: str, runner: ModelRunner, small: ModelRunner, folder: Path) -> Drafter:
     """The draft model, a random layer, or a head that is written into the folder and read."""
     if drafter == HOSTED:
-        return Hosting(HOSTED, HostedModel(small))
+        return HostedModel(small)
     if drafter in LAYERS:
         return host_head(runner, random_head(runner, LAYERS[drafter]), "")
     if drafter == LAYER_SKIP:
-        return host_layers(runner, 1)
+        return LayerSkip(runner, 1)
     if drafter == "kangaroo":
         adapter = read_head(write_kangaroo(folder / "adapter", runner.config.vocab_size, exit_layer=1), runner.parts)
-        return host_adapter(runner, adapter.load(runner.parts, runner.device, torch.float32, runner.ops), "")
+        return Kangaroo(runner, adapter.load(runner.parts, runner.device, torch.float32, runner.ops), "")
     found = read_head(write_chain(folder, CHAINS[drafter]()), runner.parts)
     head = found.load(runner.parts, runner.device, torch.float32, runner.ops)
     return host_head(runner, head, found.digest())
@@ -73,11 +74,6 @@ def _empty(small: ModelRunner) -> Iterator[None]:
     check_empty(small.pool)
 
 
-def toy(guesses: Guesses, steps: int = 1) -> tuple[ToyDrafter, Hosting]:
-    drafter = ToyDrafter(guesses, steps)
-    return drafter, Hosting("toy", drafter)
-
-
 @pytest.mark.parametrize("spec", [GREEDY, SPEC], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("budget", [0, 7, 40])
@@ -92,17 +88,17 @@ def test_tokens_are_those_of_plain_decoding(
         "adversary": adversary(tokens, VOCABULARY_SIZE),
         "dice": dice(VOCABULARY_SIZE),
     }[kind]
-    drafter, hosting = toy(guesses)
-    own = OwnTarget(runner, hosting)
+    drafter = ToyDrafter(guesses)
+    own = OwnTarget(runner, drafter)
     answers = own.to_the_end(spec, count, budget)
     assert own.tokens == tokens
-    drafted = [answer.content for answer in answers if answer.content.own.tree]
+    drafted = [answer.content for answer in answers if answer.content.hosted.tree]
     if kind == "oracle":
-        assert all(len(decided.token_ids) == len(decided.own.tree) + 1 for decided in drafted)
-        assert sum(len(decided.own.tree) == count for decided in drafted) >= (60 - 5 - 2) // (count + 1) // 2
+        assert all(len(decided.token_ids) == len(decided.hosted.tree) + 1 for decided in drafted)
+        assert sum(len(decided.hosted.tree) == count for decided in drafted) >= (60 - 5 - 2) // (count + 1) // 2
     if kind == "adversary":
         assert all(decided.accepted_rows == () for decided in drafted)
-    assert {decided.own.times.compute_us for decided in drafted} == {2}
+    assert {decided.hosted.times.compute_us for decided in drafted} == {2}
     own.table.clear()
     assert drafter.drafts[0].freed
 
@@ -110,8 +106,8 @@ def test_tokens_are_those_of_plain_decoding(
 def test_a_budget_is_a_length(runner: ModelRunner) -> None:
     """Unasked verdicts with guesses commit as many tokens as plain ones would, in fewer passes, and not one more."""
     tokens = plain(runner, GREEDY)
-    _, hosting = toy(oracle(tokens))
-    own = OwnTarget(runner, hosting)
+    drafter = ToyDrafter(oracle(tokens))
+    own = OwnTarget(runner, drafter)
     own.ask(GREEDY, 4, budget=20)
     answers = own.run()
     assert len(own.tokens) == len(PROMPT) + 1 + 20
@@ -125,13 +121,13 @@ def test_a_budget_is_a_length(runner: ModelRunner) -> None:
 def test_a_proposal_of_the_step_wins(runner: ModelRunner) -> None:
     """And nothing is drafted; without guesses asked for a round is plain."""
     tokens = plain(runner, GREEDY)
-    drafter, hosting = toy(oracle(tokens))
-    own = OwnTarget(runner, hosting)
+    drafter = ToyDrafter(oracle(tokens))
+    own = OwnTarget(runner, drafter)
     own.ask(GREEDY, 4)
     own.run()
     own.go_on(4, tree=TokenTree.chain(tokens[6:8]))
     [answer] = own.run()
-    assert answer.content.own.tree == EMPTY
+    assert answer.content.hosted.tree == EMPTY
     assert len(answer.content.token_ids) == 3
     own.go_on(0)
     [answer] = own.run()
@@ -142,7 +138,7 @@ def test_a_proposal_of_the_step_wins(runner: ModelRunner) -> None:
 
 def test_guesses_need_a_drafter(runner: ModelRunner) -> None:
     """A step that asks for some is refused where the session was opened without one."""
-    own = OwnTarget(runner, toy(dice(9))[1])
+    own = OwnTarget(runner, ToyDrafter(dice(9)))
     own.drafter = ""
     with pytest.raises(InvalidRequest, match=r"step\.own_draft_count is 2, but must be 0"):
         own.ask(GREEDY, 2)
@@ -151,15 +147,15 @@ def test_guesses_need_a_drafter(runner: ModelRunner) -> None:
     with pytest.raises(InvalidRequest, match=r"step\.own_draft_count"):
         own.go_on(2)
     with pytest.raises(InvalidRequest, match=r"acknowledge\.own_draft_count"):
-        own.sessions.acknowledge(own.fence(1, len(own.tokens)), 0, 0, own.answers, 2)
+        own.sessions.acknowledge(own.fence(1, len(own.tokens)), 0, 0, own.answers, GuessLimits(2))
     own.table.clear()
 
 
 def test_others_do_not_wait_for_a_drafter_that_reads(runner: ModelRunner) -> None:
     """A session whose drafter has much to read has no part in steps until that is done; others go on meanwhile."""
     tokens = plain(runner, GREEDY)
-    drafter, hosting = toy(oracle(tokens), steps=10)
-    own = OwnTarget(runner, hosting)
+    drafter = ToyDrafter(oracle(tokens), steps=10)
+    own = OwnTarget(runner, drafter)
     own.ask(GREEDY, 0)
     own.run()
     reader, other = own.session_id, os.urandom(16)
@@ -191,7 +187,7 @@ class Broken(ToyDrafter):
 class BrokenDraft(ToyDraft):
     """Raises before it has begun."""
 
-    def begin(self, session: object, draft_count: int) -> None:
+    def propose(self, session: object, limits: GuessLimits) -> None:
         raise RuntimeError("broken")
 
 
@@ -207,10 +203,10 @@ class BrokenEarly(ToyDrafter):
 def test_a_drafter_that_fails_costs_no_token(runner: ModelRunner, broken: type[ToyDrafter]) -> None:
     """Its sessions decode plainly."""
     tokens = plain(runner, GREEDY)
-    own = OwnTarget(runner, Hosting("toy", broken(oracle(tokens))))
+    own = OwnTarget(runner, broken(oracle(tokens)))
     answers = own.to_the_end(GREEDY, 3, budget=9)
     assert own.tokens == tokens
-    assert not any(answer.content.own.tree for answer in answers)
+    assert not any(answer.content.hosted.tree for answer in answers)
     own.table.clear()
 
 
@@ -246,12 +242,12 @@ def test_the_hosted_model_proposes_what_a_draft_service_would(
 ) -> None:
     """Bit for bit, distributions included."""
     spec = ruled(SPEC, rule)
-    draft, hosted = Draft(small), Hosting(HOSTED, HostedModel(small)).open(spec, None)
+    draft, hosted = Draft(small), HostedModel(small).open(spec, None)
     tokens = plain(runner, SPEC)
     draft.open(spec, 4)
     for length in (5, 6, 9, 13):
         [answer] = draft.run()
-        hosted.begin(runner.open(tokens[:length], len(PROMPT)), 4)
+        hosted.propose(runner.open(tokens[:length], len(PROMPT)), GuessLimits(4))
         while hosted.proposal is None:
             HostedModel(small).advance([hosted])
         assert hosted.proposal.tree == answer.content
@@ -280,10 +276,10 @@ def test_trees_change_no_token(
     runner: ModelRunner, small: ModelRunner, shape: TreeShape, spec: SessionSpec, budget: int
 ) -> None:
     """Asked and unasked, with a budget that stays a length, and with values that travel; some are no chains."""
-    own = OwnTarget(runner, Hosting(HOSTED, HostedModel(small)), shape)
+    own = OwnTarget(runner, HostedModel(small), shape)
     answers = own.to_the_end(spec, 6, budget)
     assert own.tokens == plain(runner, spec)
-    trees = [answer.content.own.tree for answer in answers if answer.content.own.tree]
+    trees = [answer.content.hosted.tree for answer in answers if answer.content.hosted.tree]
     assert all(len(tree.values) == len(tree) <= 6 for tree in trees)
     assert sum(not tree.is_chain for tree in trees) > len(trees) / 2
     own.table.clear()
@@ -291,12 +287,12 @@ def test_trees_change_no_token(
 
 def test_guesses_of_the_target_itself_are_kept_by_a_tree(runner: ModelRunner) -> None:
     """A draft with the target's weights is right down to a leaf every time, and no deeper than was asked for."""
-    own = OwnTarget(runner, Hosting(HOSTED, HostedModel(runner)), TreeShape(max_depth=3))
+    own = OwnTarget(runner, HostedModel(runner), TreeShape(max_depth=3))
     answers = own.to_the_end(SPEC, 8, 20)
     assert own.tokens == plain(runner, SPEC)
-    rounds = [answer.content for answer in answers if answer.content.own.tree]
-    assert not any(each.own.tree.children(each.accepted_rows[-1]) for each in rounds)
-    assert max(len(each.accepted_rows) for each in rounds) == max(max(each.own.tree.depths) for each in rounds) == 3
+    rounds = [answer.content for answer in answers if answer.content.hosted.tree]
+    assert not any(each.hosted.tree.children(each.accepted_rows[-1]) for each in rounds)
+    assert max(len(each.accepted_rows) for each in rounds) == max(max(each.hosted.tree.depths) for each in rounds) == 3
     own.table.clear()
 
 
@@ -308,7 +304,7 @@ def test_a_storm_leaves_trees_pure(
     """What was not learned from is a function of tokens, rows, depth and noise alone, distributions included."""
     monkeypatch.setattr(Scales, "learn", lambda *_arguments: None)
     monkeypatch.setattr(Ranks, "learn", lambda *_arguments: None)
-    hosting, spec = Hosting(HOSTED, HostedModel(small)), ruled(SPEC, rule)
+    hosting, spec = HostedModel(small), ruled(SPEC, rule)
     own = OwnTarget(runner, hosting, shape)
     said, proposals = storm(own, spec, random.Random(7))
     if rule is Rule.MATCH:
@@ -326,12 +322,12 @@ def test_the_hosted_model_grows_the_trees_of_a_draft_service(runner: ModelRunner
     tokens = plain(runner, SPEC)
     for shape in (TreeShape(), TreeShape(is_static=True)):
         draft, model = Draft(small), HostedModel(small)
-        hosted = Hosting(HOSTED, model).open(SPEC, None)
+        hosted = model.open(SPEC, None)
         draft.open(SPEC, 5, shape=shape)
         values: set[tuple[float, ...]] = set()
         for length in range(5, 40):
             expected = draft.tree()
-            hosted.begin_tree(runner.open(tokens[:length], len(PROMPT)), 5, shape, 60)
+            hosted.propose(runner.open(tokens[:length], len(PROMPT)), GuessLimits(5, shape, 60))
             while hosted.proposal is None:
                 model.advance([hosted])
             assert hosted.proposal.tree == expected
@@ -348,15 +344,15 @@ def test_what_is_rolled_back_teaches_nothing(runner: ModelRunner, small: ModelRu
     tokens, model = plain(runner, SPEC), HostedModel(small)
     for length, teaches in ((9, True), (8, False), (None, False)):
         before = model._known.scales.of(SPEC)
-        hosted = Hosting(HOSTED, model).open(SPEC, None)
-        hosted.begin_tree(runner.open(tokens[:9], len(PROMPT)), 5, TreeShape(), 60)
+        hosted = model.open(SPEC, None)
+        hosted.propose(runner.open(tokens[:9], len(PROMPT)), GuessLimits(5, TreeShape(), 60))
         while hosted.proposal is None:
             model.advance([hosted])
         if length is None:
             hosted.free()
         else:
             hosted.truncate(length)
-        hosted.begin(runner.open(tokens[:12], len(PROMPT)), 0)
+        hosted.propose(runner.open(tokens[:12], len(PROMPT)), GuessLimits())
         assert (model._known.scales.of(SPEC) != before) is teaches
         hosted.free()
 
@@ -377,7 +373,7 @@ def test_who_makes_chains_is_asked_for_no_tree(wide: Path, small: ModelRunner, t
     with pytest.raises(InvalidRequest, match=rf"step\.own_shape .* {limit}"):
         own.go_on(2)
     with pytest.raises(InvalidRequest, match=rf"acknowledge\.own_shape .* {limit}"):
-        own.sessions.acknowledge(own.fence(1, len(own.tokens)), 5, 0, own.answers, 2, TreeShape())
+        own.sessions.acknowledge(own.fence(1, len(own.tokens)), 5, 0, own.answers, GuessLimits(2, TreeShape()))
     own.table.clear()
     bare = OwnTarget(runner, hosting, TreeShape())
     bare.drafter = ""
@@ -388,10 +384,10 @@ def test_who_makes_chains_is_asked_for_no_tree(wide: Path, small: ModelRunner, t
 def test_a_session_without_room_at_the_drafter_decodes_plainly(runner: ModelRunner, folder: Path) -> None:
     """A hosted model's cache is its own; who finds none there takes nothing from others."""
     small = ModelRunner.load(str(folder), dtype="float32", kv_tokens=32)
-    own = OwnTarget(runner, Hosting(HOSTED, HostedModel(small)))
+    own = OwnTarget(runner, HostedModel(small))
     answers = own.to_the_end(GREEDY, 3)
     assert own.tokens == plain(runner, GREEDY)
-    drafted = [answer.fence.base_len for answer in answers if answer.content.own.tree]
+    drafted = [answer.fence.base_len for answer in answers if answer.content.hosted.tree]
     assert drafted
     assert max(drafted) < 32
     own.table.clear()

@@ -13,8 +13,11 @@ from support.models.layers import NUM_LAYERS, count_rows, write_layered_model
 from support.services.stepped_target import PROMPT, OwnTarget, assert_like_fresh, check_pure, plain
 from torch import Tensor
 
-from outrider.engine import runner as runner_module
-from outrider.engine.batching import Feed, entries
+from outrider.drafters.hosted import host_head
+from outrider.drafters.shelf import early_exit
+from outrider.drafters.shelf.early_exit import LayerSkip
+from outrider.drafters.shelf.lower_layers import BegunRows
+from outrider.engine.batching import Feed
 from outrider.engine.cache import KVCache
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
@@ -23,8 +26,6 @@ from outrider.parameters import Rule, SessionSpec
 from outrider.token_tree import TokenTree
 from target_service import verifier
 from target_service.block_allocator import BlockAllocator
-from target_service.own_drafts import host_head
-from target_service.own_layers import host_layers
 from target_service.server import TargetSettings, start
 
 GREEDY = spec_of(PROMPT, 60, seed=3, eos=())
@@ -67,12 +68,12 @@ def test_tokens_are_those_of_plain_decoding(
     """In fewer passes; what is cached is a fresh session's, and every layer has computed each row once."""
     runner = load(folder, fused=fused)
     tokens = plain(load(folder), spec)
-    hosting = host_layers(runner, exit_layer)
+    hosting = LayerSkip(runner, exit_layer)
     counts = count_rows(runner, monkeypatch)
     own = OwnTarget(runner, hosting)
     answers = own.to_the_end(spec, count, budget)
     assert own.tokens == tokens
-    num_rows = len(PROMPT) + sum(len(answer.content.own.tree) + 1 for answer in answers[1:])
+    num_rows = len(PROMPT) + sum(len(answer.content.hosted.tree) + 1 for answer in answers[1:])
     assert counts == dict.fromkeys(range(NUM_LAYERS), num_rows)
     if exit_layer > 1:
         assert sum(len(answer.content.accepted_rows) for answer in answers) > 10
@@ -85,19 +86,19 @@ def test_tokens_are_those_of_plain_decoding(
 def test_where_bits_depend_on_neighbours_nothing_goes_on(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers are computed for all rows, and those below the exit twice."""
     monkeypatch.setattr(ModelRunner, "is_row_invariant", False)
-    own = OwnTarget(runner, host_layers(runner, 2))
+    own = OwnTarget(runner, LayerSkip(runner, 2))
     tokens = plain(runner, GREEDY)
     counts = count_rows(runner, monkeypatch)
     answers = own.to_the_end(GREEDY, 4)
     assert own.tokens == tokens
-    assert counts[0] - counts[2] == sum(len(answer.content.own.tree) for answer in answers) > 40
+    assert counts[0] - counts[2] == sum(len(answer.content.hosted.tree) for answer in answers) > 40
     own.table.clear()
 
 
 def test_sessions_of_all_kinds_share_a_forward(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that guess and one that does not go on together: each has its own tokens, and each row is computed once."""
     specs = [SAMPLED, replace(SAMPLED, seed=5, token_ids=(9, 8, 7, 6, 5), max_len=50), replace(GREEDY, max_len=40)]
-    hosting = host_layers(runner, 2)
+    hosting = LayerSkip(runner, 2)
     own = OwnTarget(runner, hosting)
     ids = [os.urandom(16) for _ in specs]
     counts = count_rows(runner, monkeypatch)
@@ -114,7 +115,7 @@ def test_no_room_costs_guesses_and_nothing_else(folder: Path) -> None:
     """A session without a block for its guesses decodes plainly, and takes none from others."""
     tokens = plain(load(folder), GREEDY)
     runner = load(folder, kv_tokens=64)
-    own = OwnTarget(runner, host_layers(runner, 2))
+    own = OwnTarget(runner, LayerSkip(runner, 2))
     other = runner.open(list(range(48)), 48)
     other.reserve()
     own.ask(GREEDY, 5)
@@ -128,7 +129,7 @@ def test_no_room_costs_guesses_and_nothing_else(folder: Path) -> None:
         own.go_on(5)
         answers += own.run()
     assert own.tokens == tokens
-    drafted = {answer.fence.base_len: len(answer.content.own.tree) for answer in answers[1:]}
+    drafted = {answer.fence.base_len: len(answer.content.hosted.tree) for answer in answers[1:]}
     assert {base for base, count in drafted.items() if not count} == {*range(min(b for b in drafted if b > 11), 16), 59}
     own.table.clear()
     check_empty(runner.pool)
@@ -139,7 +140,7 @@ def steal_between(patch: pytest.MonkeyPatch, own: OwnTarget) -> list[int]:
 
     def begin_step(allocator: BlockAllocator) -> dict[Session, int]:
         session = own.held.session
-        if session.lower.token_ids:
+        if BegunRows.in_forwards_of(own.runner).of(session).token_ids:
             stolen.append(len(session))
             session.free()
             thief = own.runner.open(list(range(100, 200)), 1)
@@ -158,7 +159,7 @@ def test_rows_that_were_lost_are_computed_again(
 ) -> None:
     """A session that gives way after its guesses is checked with them, from its tokens alone."""
     spec = ruled(SAMPLED, rule)
-    hosting = host_layers(runner, 2)
+    hosting = LayerSkip(runner, 2)
     undisturbed = OwnTarget(runner, hosting)
     undisturbed.to_the_end(spec, 3)
     own = OwnTarget(runner, hosting)
@@ -172,14 +173,14 @@ def test_rows_that_were_lost_are_computed_again(
 
 def test_a_head_and_lower_layers_can_share_a_target(runner: ModelRunner) -> None:
     """Each finds the features that it reads, whichever taps them first, and proposes what it would propose alone."""
-    hostings = [host_layers(runner, 2), host_head(runner, random_head(runner), "")]
+    hostings = [LayerSkip(runner, 2), host_head(runner, random_head(runner), "")]
     tokens = plain(runner, SAMPLED)
     for hosting in hostings:
         own = OwnTarget(runner, hosting)
         answers = own.to_the_end(SAMPLED, 3)
         assert own.tokens == tokens
         proposals = [
-            (tokens[: each.fence.base_len], each.content.own.tree) for each in answers if each.content.own.tree
+            (tokens[: each.fence.base_len], each.content.hosted.tree) for each in answers if each.content.hosted.tree
         ]
         assert len(proposals) > 5
         check_pure(runner, hosting, SAMPLED, proposals)
@@ -201,24 +202,26 @@ def _guess_over_committed_tokens(patch: pytest.MonkeyPatch) -> None:
         own.cached_len -= 1
         return own
 
-    real = Session.ahead
-    patch.setattr(Session, "ahead", ahead)
+    real = early_exit.session_ahead
+    patch.setattr(early_exit, "session_ahead", ahead)
 
 
 def _begin_at_another_layer(patch: pytest.MonkeyPatch) -> None:
-    def starts(feeds: Sequence[Feed], grants: Sequence[int]) -> list[int]:
-        return [start and start + 1 for start in entries(feeds, grants)]
+    def starts(begun: BegunRows, feeds: Sequence[Feed], grants: Sequence[int]) -> list[int]:
+        return [start and start + 1 for start in real(begun, feeds, grants)]
 
-    patch.setattr(runner_module, "entries", starts)
+    real = BegunRows.starts
+    patch.setattr(BegunRows, "starts", starts)
 
 
 def _compare_no_tokens(patch: pytest.MonkeyPatch) -> None:
-    def starts(feeds: Sequence[Feed], grants: Sequence[int]) -> list[int]:
+    def starts(begun: BegunRows, feeds: Sequence[Feed], grants: Sequence[int]) -> list[int]:
         [feed] = feeds
-        num_begun = min(len(feed.session.lower.token_ids), *grants)
-        return [feed.session.lower.boundary] * num_begun + [0] * (grants[0] - num_begun)
+        rows = begun.of(feed.session)
+        num_begun = min(len(rows.token_ids), *grants)
+        return [rows.boundary] * num_begun + [0] * (grants[0] - num_begun)
 
-    patch.setattr(runner_module, "entries", starts)
+    patch.setattr(BegunRows, "starts", starts)
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -235,7 +238,7 @@ def test_a_fault_would_be_seen(folder: Path, monkeypatch: pytest.MonkeyPatch, fa
     tokens = plain(load(folder), SAMPLED)
     runner = load(folder, fused=False)
     runner.tap((3,))
-    own = OwnTarget(runner, host_layers(runner, 2))
+    own = OwnTarget(runner, LayerSkip(runner, 2))
     if fault is not None:
         FAULTS[fault](monkeypatch)
 

@@ -12,9 +12,10 @@ from support.models.layers import count_rows
 from support.models.tiny_models import write_tiny_model
 from torch import Tensor
 
+from outrider.drafters.shelf.lower_layers import NO_ROWS, BegunRows, lower_runner, session_ahead
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
-from outrider.engine.session import NOTHING_COMPUTED, LowerRows, Session
+from outrider.engine.session import Session
 from outrider.errors import CacheFull, ModelRefused
 from outrider.token_tree import EMPTY, TokenTree
 
@@ -39,11 +40,15 @@ class Model:
 
     def guess(self, session: Session, boundary: int, guesses: Sequence[int] = GUESSES) -> None:
         """Computes lower layers of the last token and of all guesses but one, row after row, as a drafter does."""
-        own = session.ahead(len(guesses))
+        own = session_ahead(session, len(guesses))
         for guess in guesses:
             self.lower[boundary].forward([Feed(own)])
             own.extend([guess])
-        session.lower = LowerRows((session.token_ids[-1], *guesses[:-1]), boundary)
+        self.begun.add(session, own, boundary)
+
+    @property
+    def begun(self) -> BegunRows:
+        return BegunRows.in_forwards_of(self.runner)
 
     def state(self, session: Session) -> tuple[Tensor, ...]:
         """Keys, values and features of all that is cached."""
@@ -63,7 +68,7 @@ def model(folder: Path, request: pytest.FixtureRequest) -> Iterator[Model]:
     runner = ModelRunner.load(str(folder), dtype="float32", kv_tokens=640)
     if not request.param:
         runner.model = runner.model._model  # type: ignore[attr-defined]
-    yield Model(runner, {boundary: runner.lower(boundary) for boundary in range(1, NUM_LAYERS)})
+    yield Model(runner, {boundary: lower_runner(runner, boundary) for boundary in range(1, NUM_LAYERS)})
     close(runner)
 
 
@@ -127,7 +132,7 @@ def test_only_rows_of_the_same_tokens_go_on(
 def test_rows_cannot_go_on_where_nothing_was_stored(model: Model) -> None:
     """Nothing is computed from what lies there by chance."""
     session = model.read()
-    session.lower = LowerRows(tuple(PROMPT[-1:]), NUM_LAYERS - 1)
+    model.guess(session, NUM_LAYERS - 1)
     model.runner.cache.keep_features(0)
     with pytest.raises(ValueError, match="nothing is tapped at boundary 3"):
         model.runner.forward([Feed(session)])
@@ -148,7 +153,7 @@ CHANGES: tuple[Callable[[Session], object], ...] = (
     lambda session: session.keep(()),
     lambda session: session.replace_tail(39, [4]),
     Session.take_prefix,
-    lambda session: session.ahead(2),
+    lambda session: session_ahead(session, 2),
 )
 
 
@@ -158,7 +163,7 @@ def test_what_changes_a_session_drops_its_rows(model: Model, change: Callable[[S
     session = model.read()
     model.guess(session, 2)
     change(session)
-    assert session.lower == NOTHING_COMPUTED
+    assert model.begun.of(session) == NO_ROWS
     fresh = model.runner.open(session.token_ids, 1)
     # Blocks that were given back have other tokens now.
     other = model.read(random_ids(64, 9, 300))
@@ -190,7 +195,7 @@ def test_a_draft_without_room_changes_nothing(model: Model) -> None:
     session = model.read()
     num_free, before = model.runner.pool.num_free, len(session.table)
     with pytest.raises(CacheFull):
-        session.ahead(16 * num_free + 16)
+        session_ahead(session, 16 * num_free + 16)
     assert (model.runner.pool.num_free, len(session.table)) == (num_free, before)
     finish(model.runner, Feed(session))
     close(model.runner, hog, session)
@@ -202,8 +207,8 @@ def test_layers_that_cannot_be_are_refused(tmp_path: Path) -> None:
     runner = ModelRunner.load(str(folder), dtype="float32", kv_tokens=640)
     for exit_layer in (-1, 0, 4, 9):
         with pytest.raises(ModelRefused, match=rf"^model: the exit layer is {exit_layer}, but must be in \[1, 3\]$"):
-            runner.lower(exit_layer)
+            lower_runner(runner, exit_layer)
     foreign = write_tiny_model(tmp_path / "foreign", "gpt2")
     for model in ("sim:h100-1b", str(foreign)):
         with pytest.raises(ModelRefused, match=r"cannot be computed layer by layer, and so has no exit layer$"):
-            ModelRunner.load(model, kv_tokens=64).lower(1)
+            lower_runner(ModelRunner.load(model, kv_tokens=64), 1)

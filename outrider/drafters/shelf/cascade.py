@@ -22,7 +22,7 @@ import structlog
 
 from outrider.drafters.guess_counts import NUM_SAMPLES, Chance, RowSeconds, share_guesses
 from outrider.drafters.model_drafter import DraftTask, Guess, Inner, ModelDrafter, Taking
-from outrider.drafters.own_text import TextIndex, continue_from
+from outrider.drafters.shelf.text_index import TextIndex, continue_from
 from outrider.engine.batching import Feed
 from outrider.engine.device_thread import own_fault
 from outrider.engine.runner import ModelRunner, reopen
@@ -193,8 +193,7 @@ class Cascade:
 
         After the first `depth` guesses of a proposal, if that is not 0, theirs are proposed. `clock` counts seconds.
         """
-        self.open = open_cheaper
-        """A session's part; with a salt it shares what is read of equal tokens with those of the same salt."""
+        self._open = open_cheaper
         self._drafter = drafter
         self._depth = depth
         self._clock = clock
@@ -205,6 +204,9 @@ class Cascade:
         self._next_probe = PROBE_STEPS
         self._forward_began_s: float | None = None
         self._asked: list[tuple[DraftTask, CheaperDraft]] = []
+
+    def open(self, spec: SessionSpec, salt: bytes | None) -> CheaperDraft:
+        return self._open(spec, salt)
 
     def prepare(self, tasks: Sequence[DraftTask]) -> None:
         self._num_steps += 1

@@ -15,12 +15,12 @@ same noise once more, so a session that goes back forgets all that was found.
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from outrider.drafters.drafter import DrafterProposal, DrafterSession, GuessLimits
 from outrider.engine.session import Session
 from outrider.errors import InvalidRequest
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
 from outrider.timing import ComputeTimes
 from outrider.token_tree import EMPTY, TokenTree
-from target_service.own_drafts import NO_PROPOSAL, OwnProposal
 
 LOOKAHEAD = "lookahead"
 PASS = "pass"
@@ -124,24 +124,20 @@ class PassChain:
         self._found = token_ids
 
 
-class ProbeDraft:
+class ProbeDraft(DrafterSession):
     """A session of such a drafter: what it has found becomes a proposal at once, without a step of its own."""
 
-    is_reading = False
-    reads_features = False
-
     def __init__(self, spec: SessionSpec, new_finder: Callable[[], Finder]) -> None:
-        self.proposal: OwnProposal | None = NO_PROPOSAL
-        self.probes = EMPTY
+        DrafterSession.__init__(self)
         self._spec = spec
         self._new_finder = new_finder
         self._finder = new_finder()
 
-    def begin(self, session: Session, draft_count: int) -> None:
+    def propose(self, session: Session, limits: GuessLimits) -> None:
         token_ids = session.token_ids
-        candidates = self._finder.candidates(token_ids) if draft_count else ()
-        tree = self._tree(candidates, draft_count) if candidates else EMPTY
-        self.proposal = OwnProposal(tree, ComputeTimes(), 0)
+        candidates = self._finder.candidates(token_ids) if limits.draft_count else ()
+        tree = self._tree(candidates, limits.draft_count) if candidates else EMPTY
+        self.proposal = DrafterProposal(tree, ComputeTimes(), 0)
         probes = self._finder.probes(token_ids)
         # No row may stand past the end of the request; so near to it little is left to guess.
         fits = len(token_ids) + max(probes.depths) <= self._spec.max_len
@@ -167,30 +163,33 @@ class ProbeDraft:
             (0.0,) * len(rows) if self._spec.draft_logprobs else (),
         )
 
-    def learn(self, token_ids: Sequence[int]) -> None:
-        self.probes = EMPTY
-        if token_ids:
-            self._finder.learn(token_ids)
+    def commit(self, found: Sequence[int]) -> None:
+        DrafterSession.commit(self, found)
+        if found:
+            self._finder.learn(found)
 
     def truncate(self, length: int) -> None:
         # What was found since may know the noise of the places that are drawn once more.
         self.free()
 
     def free(self) -> None:
-        self.proposal, self.probes, self._finder = NO_PROPOSAL, EMPTY, self._new_finder()
+        DrafterSession.free(self)
+        self._finder = self._new_finder()
 
 
 class ProbeDrafter:
-    """The drafter of all sessions whose finders are of one kind; see own_drafts.OwnDrafter."""
+    """The drafter of all sessions whose finders are of one kind."""
 
     rules = frozenset(Rule)
     makes_trees = False
+    runner = None
 
-    def __init__(self, new_finder: Callable[[], Finder]) -> None:
+    def __init__(self, name: str, new_finder: Callable[[], Finder]) -> None:
+        self.name = name
         self._new_finder = new_finder
 
     def open(self, spec: SessionSpec, salt: bytes | None) -> ProbeDraft:
         return ProbeDraft(spec, self._new_finder)
 
-    def advance(self, drafts: Sequence[ProbeDraft]) -> None:
-        """Does nothing: a proposal is there as soon as it is begun."""
+    def advance(self, sessions: Sequence[ProbeDraft]) -> None:
+        """Does nothing: a proposal is there as soon as it is asked for."""

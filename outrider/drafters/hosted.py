@@ -1,18 +1,17 @@
-"""Guesses that the target makes for itself, just before the forward that checks them.
+"""Models that guess in the target's process, just before the forward that checks: an ordinary draft model, or a head.
 
-A drafter in the target's process costs no message: a round of such guesses takes one hop, and none where it is unasked.
-A proposal is made and decided within one step, so that nothing undecided exists between two messages; it depends on
-tokens, K, noise and sampling alone, and never on what was computed before. All of it runs on the device thread.
+Such guesses cost no message: a round takes one hop, and none where it is unasked.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
+from typing import NamedTuple
 
 import structlog
 import torch
 
+from outrider.drafters.drafter import NO_PROPOSAL, DrafterProposal, DrafterSession, GuessLimits
 from outrider.drafters.model_drafter import MODEL, DraftTask, Learn, ModelDrafter, noise_of
 from outrider.drafters.scales import Experience
 from outrider.drafters.tree_drafter import as_tree
@@ -27,8 +26,8 @@ from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N
 from outrider.engine.session import Session
 from outrider.errors import CacheFull, OutriderError
 from outrider.parameters import Rule, SessionSpec
-from outrider.timing import ComputeTimes, Meter
-from outrider.token_tree import EMPTY, TokenTree, TreeShape
+from outrider.timing import Meter
+from outrider.token_tree import EMPTY, TokenTree
 
 log = structlog.get_logger()
 
@@ -36,138 +35,6 @@ HOSTED = "hosted"
 """Name of the ordinary draft model in the target's process."""
 # States that are copied at a time, so that what they are made of stays small.
 COPIED_ROWS = 512
-
-
-class OwnProposal(NamedTuple):
-    """Proposal of a session's own drafter, its cost, and how many committed tokens had to be read first."""
-
-    tree: TokenTree
-    times: ComputeTimes
-    caught_up_count: int
-
-
-NO_PROPOSAL = OwnProposal(EMPTY, ComputeTimes(), 0)
-
-
-class Asked(NamedTuple):
-    """Request to a drafter: so many guesses, a chain or the rows of a tree of a shape, at most so deep."""
-
-    draft_count: int = 0
-    shape: TreeShape | None = None
-    max_depth: int = 0
-
-
-NOT_ASKED = Asked()
-
-
-class OwnDraft(Protocol):
-    """State of a drafter for one session, and the proposal that it makes for it."""
-
-    proposal: OwnProposal | None
-    """The one that was begun last; None while it is on its way."""
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether many tokens are to be read first, for which other sessions need not wait."""
-
-    @property
-    def reads_features(self) -> bool:
-        """Whether it needs the target's features of all committed tokens but the last."""
-
-    def begin(self, session: Session, draft_count: int) -> None:
-        """Begins a proposal after the tokens of the target's session, or just reads them for 0.
-
-        Whatever was begun before ends. What reads features must find all but the last token cached.
-        """
-
-    def truncate(self, length: int) -> None:
-        """Committed tokens from here on are no longer so, and what was begun ends."""
-
-    def free(self) -> None:
-        """Gives back what is kept; what was begun ends."""
-
-
-@runtime_checkable
-class ProbingDraft(OwnDraft, Protocol):
-    """A draft that finds its guesses in rows of the target's own forwards."""
-
-    probes: TokenTree
-    """Rows that the next forward is to compute after the committed tokens, beside the proposal; EMPTY: none."""
-
-    def learn(self, token_ids: Sequence[int]) -> None:
-        """Takes the likeliest token after each probe of the forward of a verdict, and drops the probes.
-
-        Called with every verdict, when the session holds its tokens; with nothing where no probe was computed.
-        """
-
-
-DraftT = TypeVar("DraftT", bound=OwnDraft)
-
-
-class OwnDrafter(Protocol[DraftT]):
-    """Makes proposals in the target's process."""
-
-    rules: frozenset[Rule]
-    makes_trees: bool
-    """Whether its drafts are instances of HostedDraft that begin trees."""
-
-    def open(self, spec: SessionSpec, salt: bytes | None) -> DraftT:
-        """A session's part; with a salt it shares what is read of equal tokens with those of the same salt."""
-
-    def advance(self, drafts: Sequence[DraftT]) -> None:
-        """Makes one step of all drafts, none of which has its proposal."""
-
-
-class Hosting(Generic[DraftT]):
-    """A drafter, and the proposals that sessions make with it."""
-
-    def __init__(self, name: str, drafter: OwnDrafter[DraftT], runner: ModelRunner | None = None) -> None:
-        """`runner` is the model that the drafter has, if it has one of its own."""
-        self.name = name
-        self.drafter = drafter
-        self.runner = runner
-
-    @property
-    def rules(self) -> frozenset[Rule]:
-        return self.drafter.rules
-
-    @property
-    def makes_trees(self) -> bool:
-        """Whether a shape may be asked for."""
-        return self.drafter.makes_trees
-
-    def open(self, spec: SessionSpec, salt: bytes | None) -> DraftT:
-        return self.drafter.open(spec, salt)
-
-    def begin(self, draft: DraftT, session: Session, asked: Asked) -> None:
-        """Lets a draft begin, a tree only where it makes some; one that fails has an empty proposal."""
-        try:
-            if asked.shape is not None and isinstance(draft, HostedDraft):
-                draft.begin_tree(session, asked.draft_count, asked.shape, asked.max_depth)
-            else:
-                draft.begin(session, asked.draft_count)
-        except Exception:
-            # Guesses are worth no request, and what a bug says is for the log.
-            log.exception("drafting failed", drafter=self.name, num_sessions=1)
-            give_up(draft)
-
-    def advance(self, drafts: Sequence[DraftT]) -> None:
-        """Makes one step of all drafts without a proposal; those of a step that fails have an empty one."""
-        busy = [draft for draft in drafts if draft.proposal is None]
-        if not busy:
-            return
-        try:
-            self.drafter.advance(busy)
-        except Exception:
-            log.exception("drafting failed", drafter=self.name, num_sessions=len(busy))
-            for draft in busy:
-                give_up(draft)
-
-
-def give_up(draft: OwnDraft) -> None:
-    """Leaves a draft with an empty proposal and nothing else."""
-    draft.free()
-    draft.proposal = NO_PROPOSAL
 
 
 class FeatureCopy:
@@ -208,7 +75,7 @@ class Lesson(NamedTuple):
     base_len: int
 
 
-class HostedDraft:
+class HostedDraft(DrafterSession):
     """A session of a model in this process, which follows a session of the target."""
 
     def __init__(
@@ -223,7 +90,7 @@ class HostedDraft:
 
         `known` is what sessions of the model have learned about its trees.
         """
-        self.proposal: OwnProposal | None = NO_PROPOSAL
+        DrafterSession.__init__(self)
         self.task: DraftTask | None = None
         self._runner = runner
         self._spec = spec
@@ -244,14 +111,7 @@ class HostedDraft:
     def reads_features(self) -> bool:
         return self._copy is not None
 
-    def begin(self, session: Session, draft_count: int) -> None:
-        self._begin(session, draft_count)
-
-    def begin_tree(self, session: Session, max_rows: int, shape: TreeShape, max_depth: int) -> None:
-        """Begins a proposal of at most max_rows rows, none of them more than max_depth deep; as `begin` does else."""
-        self._begin(session, max_rows, shape, max_depth)
-
-    def _begin(self, session: Session, draft_count: int, shape: TreeShape | None = None, max_depth: int = 0) -> None:
+    def propose(self, session: Session, limits: GuessLimits) -> None:
         self._stop()
         token_ids = session.token_ids
         if self._lesson is not None:
@@ -261,7 +121,7 @@ class HostedDraft:
         room = min(self._spec.max_len - 1, self._runner.context_len) - len(token_ids)
         if room < 0:
             return
-        num_rows, draft_count = draft_count, min(draft_count, room)
+        draft_count = min(limits.draft_count, room)
         if self._copy is not None:
             draft_count = min(draft_count, self._copy.head.facts.max_draft_count or draft_count)
             if not draft_count:
@@ -287,15 +147,15 @@ class HostedDraft:
             # Of the last token a head knows its own guess of a state only, until the target has read it.
             num_private=1 if self._copy is not None else 0,
         )
-        if shape is not None and draft_count:
-            task = as_tree(task, shape, num_rows, min(room, max_depth), self._known)
+        if limits.shape is not None and draft_count:
+            task = as_tree(task, limits.shape, limits.draft_count, min(room, limits.max_depth), self._known)
         self.task = task
 
     def _done(self, caught_up_count: int, task: DraftTask) -> None:
         tree = task.proposal
         if task.learn is not None:
             self._lesson = Lesson(task.learn, tree, task.base_len)
-        self._end(OwnProposal(tree, task.meter.times(), caught_up_count))
+        self._end(DrafterProposal(tree, task.meter.times(), caught_up_count))
 
     def _follow(self, token_ids: Sequence[int]) -> Session:
         """Session of just these tokens, with what is cached of them."""
@@ -341,7 +201,7 @@ class HostedDraft:
             self.task.stopped = True
         self._end(NO_PROPOSAL)
 
-    def _end(self, proposal: OwnProposal) -> None:
+    def _end(self, proposal: DrafterProposal) -> None:
         self.task, self.proposal = None, proposal
 
     def _fail(self, error: OutriderError) -> None:
@@ -358,8 +218,11 @@ class HostedModel:
 
     rules = frozenset(Rule)
 
-    def __init__(self, runner: ModelRunner, top_n: int = DEFAULT_TOP_N, copy: FeatureCopy | None = None) -> None:
+    def __init__(
+        self, runner: ModelRunner, top_n: int = DEFAULT_TOP_N, copy: FeatureCopy | None = None, name: str = HOSTED
+    ) -> None:
         """`copy` as in HostedDraft."""
+        self.name = name
         self.runner = runner
         self.copy = copy
         self.makes_trees = copy is None
@@ -373,10 +236,10 @@ class HostedModel:
         self._drafter.advance([draft.task for draft in drafts if draft.task is not None])
 
 
-def host_head(target: ModelRunner, head: Head, digest: str, ops: Ops | None = None) -> Hosting[HostedDraft]:
+def host_head(target: ModelRunner, head: Head, digest: str, ops: Ops | None = None) -> HostedModel:
     """The drafter of a head, named as its method; from now on the target keeps what it reads."""
     runner = head_runner(target, head, digest, ops)
-    return Hosting(head.facts.method, HostedModel(runner, copy=FeatureCopy(target.cache, head, runner.model)), runner)
+    return HostedModel(runner, copy=FeatureCopy(target.cache, head, runner.model), name=head.facts.method)
 
 
 def head_runner(target: ModelRunner, head: Head, digest: str, ops: Ops | None = None) -> ModelRunner:
@@ -395,34 +258,3 @@ def head_runner(target: ModelRunner, head: Head, digest: str, ops: Ops | None = 
 
 def without_room(allocate: Allocate) -> None:
     allocate()
-
-
-class OwnSession(NamedTuple):
-    """A session's part in one drafter."""
-
-    hosting: Hosting[Any]
-    draft: OwnDraft
-    probing: ProbingDraft | None = None
-    """The draft itself, where it is one that probes."""
-
-    @classmethod
-    def of(cls, hosting: Hosting[Any], spec: SessionSpec, salt: bytes | None) -> Self:
-        # What is committed is decided by the follower of the target's own.
-        guessing = None if spec.grammar is None else spec.grammar.session()
-        draft = hosting.open(replace(spec, grammar=guessing), salt)
-        # Asked once: a protocol's every name is looked up for the answer.
-        return cls(hosting, draft, draft if isinstance(draft, ProbingDraft) else None)
-
-
-def guess(sessions: Sequence[OwnSession], awaited: Sequence[OwnDraft]) -> None:
-    """Lets drafters go on until all awaited proposals are there, but for those that have much to read first.
-
-    Such a one gets one step of its drafter, with as many rows as that reads at a time, and then its turn again; so
-    does a session that is not awaited.
-    """
-    hostings = {each.hosting.name: each.hosting for each in sessions}
-    while True:
-        for name, hosting in hostings.items():
-            hosting.advance([each.draft for each in sessions if each.hosting.name == name])
-        if not any(draft.proposal is None and not draft.is_reading for draft in awaited):
-            return

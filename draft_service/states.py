@@ -1,0 +1,225 @@
+"""The sessions of a draft service by what guesses for them: its model, a beam search, or another drafter.
+
+A session's class is chosen when it is opened. Everything here runs on the device thread.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from draft_service.tasks import HostedTask, Task
+from outrider.beams import LiveBeam
+from outrider.drafters.beam_drafter import BeamDraftTask
+from outrider.drafters.drafter import Drafter, GuessLimits, HostedSession
+from outrider.drafters.model_drafter import MODEL, DraftTask, Inner, Learn, noise_of
+from outrider.drafters.scales import Experience
+from outrider.drafters.tree_drafter import as_tree
+from outrider.engine.beams import Beams
+from outrider.errors import InvalidRequest, OutriderError
+from outrider.model_service.outbox import SessionAnswer
+from outrider.model_service.session_state import SessionState
+from outrider.timing import Meter
+from outrider.token_tree import TokenTree, TreeShape
+
+WHERE_BEAMS = "present where the session was opened with beams, and only there"
+
+OnDone = Callable[[Task], None]
+OnFailure = Callable[[OutriderError], None]
+
+
+class Search(NamedTuple):
+    """A beam search that a message asks for: how wide it is, and its live beams, none at the prompt."""
+
+    width: int
+    beams: tuple[LiveBeam, ...]
+
+    @property
+    def output_len(self) -> int:
+        """Number of tokens of each beam after the prompt."""
+        return len(self.beams[0].token_ids) if self.beams else 0
+
+
+class Wanted(NamedTuple):
+    """Number of guesses that a message asks for. `arrived_ns` is when it came, on time.perf_counter_ns.
+
+    With a shape they are rows of a tree, without one a chain.
+    """
+
+    draft_count: int
+    arrived_ns: int
+    shape: TreeShape | None = None
+    search: Search | None = None
+
+
+@dataclass(slots=True, eq=False)
+class DraftState(SessionState[Task]):
+    """A session as the draft keeps it."""
+
+    committed_len: int = field(init=False)
+    asked_len: int = 0
+    """base_len of the last request of this epoch, 0 before the first."""
+    reply: SessionAnswer[TokenTree] | None = None
+    """The answer to the last request of this epoch, None while it is under way."""
+
+    def __post_init__(self) -> None:
+        self.committed_len = len(self.session)
+
+    @property
+    def answerable(self) -> Collection[int]:
+        return (self.asked_len,)
+
+    def rewind(self, epoch: int, length: int) -> bool:
+        """Begins an epoch at a length, at most the committed one; returns whether a job was stopped."""
+        was_stopped = self.stop_job()
+        self.session.truncate(min(length, len(self.session)))
+        self.epoch, self.committed_len, self.asked_len, self.reply = epoch, length, 0, None
+        return was_stopped
+
+    def check(self, wanted: Wanted, base_len: int) -> None:
+        """Raises InvalidRequest about a message that asks for what the session's drafter does not make."""
+        if wanted.search is not None:
+            raise InvalidRequest("advance.beams", "present", WHERE_BEAMS)
+
+    def commit(self, base_len: int, token_ids: Sequence[int]) -> None:
+        """Makes token_ids the tokens from position base_len on; what they begin with in common stays cached."""
+        self.session.replace_tail(base_len, token_ids)
+
+    def back_to(self, length: int) -> None:
+        """Drops the guesses of a job that was stopped, before it begins anew."""
+        self.session.truncate(length)
+
+    @abstractmethod
+    def new_task(self, wanted: Wanted, room: int, on_done: OnDone, on_failure: OnFailure) -> Task:
+        """The job of a request, whose tokens the session holds, with room for so many more."""
+
+
+@dataclass(slots=True, eq=False)
+class ModelState(DraftState):
+    """A session whose guesses are the model's. After the committed tokens it may hold guesses, as a cache."""
+
+    drafter: str = field(default=MODEL, kw_only=True)
+    lane: int = field(default=0, kw_only=True)
+    """Number of the draft among those of the request."""
+    known: Experience = field(kw_only=True)
+    """What sessions of the model have learned about its trees."""
+    inner: Inner | None = None
+    """Its part in what guesses for the draft, where there is such a thing."""
+    learn: Learn | None = None
+    """Function of the last job that learns from the tokens which follow its proposal."""
+
+    def commit(self, base_len: int, token_ids: Sequence[int]) -> None:
+        made = self.reply and self.reply.content
+        if made is not None and self.learn is not None and self.asked_len == base_len:
+            self.learn(made, token_ids)
+        DraftState.commit(self, base_len, token_ids)
+
+    def new_task(self, wanted: Wanted, room: int, on_done: OnDone, on_failure: OnFailure) -> Task:
+        task = DraftTask(
+            session=self.session,
+            spec=self.spec,
+            noise=noise_of(self.drafter, self.spec.acceptance.rule),
+            draft_count=max(0, min(wanted.draft_count, room)),
+            meter=Meter(wanted.arrived_ns),
+            on_done=on_done,
+            on_failure=on_failure,
+            lane=self.lane,
+            inner=self.inner,
+        )
+        if wanted.shape is not None and task.draft_count:
+            # Where it is the room that counts, a tree may have as many rows as are wanted, and no deeper ones.
+            task = as_tree(task, wanted.shape, wanted.draft_count, room, self.known)
+        self.learn = task.learn
+        return task
+
+    def free_parts(self) -> None:
+        if self.inner is not None:
+            self.inner.free()
+
+
+@dataclass(slots=True, eq=False)
+class BeamDraftState(DraftState):
+    """A session that is a beam search: its tokens are the prompt, and the live beams come with each request."""
+
+    beams: Beams = field(init=False)
+    """Beams on the prompt; after the live ones they hold guesses."""
+
+    def __post_init__(self) -> None:
+        DraftState.__post_init__(self)
+        self.beams = Beams(self.session)
+
+    @property
+    def cached_len(self) -> int:
+        live = self.beams.parents or self.beams.sessions or [self.session]
+        return min(*(session.cached_len for session in live), self.committed_len)
+
+    def check(self, wanted: Wanted, base_len: int) -> None:
+        if wanted.search is None:
+            raise InvalidRequest("advance.beams", "absent", WHERE_BEAMS)
+        length = self.spec.prompt_len + wanted.search.output_len
+        if base_len != length:
+            raise InvalidRequest("fence.base_len", base_len, f"{length}, a prompt and its beams")
+
+    def rewind(self, epoch: int, length: int) -> bool:
+        self.beams.free_beams()
+        return DraftState.rewind(self, epoch, length)
+
+    def commit(self, base_len: int, token_ids: Sequence[int]) -> None:
+        """Does nothing: what is committed are the beams, which come with the request."""
+
+    def back_to(self, length: int) -> None:
+        """Does nothing: the next job begins with the beams of its request."""
+
+    def new_task(self, wanted: Wanted, room: int, on_done: OnDone, on_failure: OnFailure) -> Task:
+        if wanted.search is None:
+            raise InvalidRequest("advance.beams", "absent", WHERE_BEAMS)
+        self.beams.become(wanted.search.beams)
+        return BeamDraftTask(
+            beams=self.beams,
+            spec=self.spec,
+            width=wanted.search.width,
+            draft_count=wanted.draft_count if wanted.search.beams else 0,
+            max_steps=room,
+            meter=Meter(wanted.arrived_ns),
+            on_done=on_done,
+            on_failure=on_failure,
+        )
+
+    def free_parts(self) -> None:
+        self.beams.free_beams()
+
+
+@dataclass(slots=True, eq=False)
+class HostedState(DraftState):
+    """A session whose guesses are those of a drafter beside the service's model, which computes nothing for it."""
+
+    hosted: HostedSession = field(kw_only=True)
+
+    def check(self, wanted: Wanted, base_len: int) -> None:
+        DraftState.check(self, wanted, base_len)
+        check_shape(self.hosted.drafter, wanted, "advance")
+
+    def rewind(self, epoch: int, length: int) -> bool:
+        was_stopped = DraftState.rewind(self, epoch, length)
+        self.hosted.part.truncate(len(self.session))
+        return was_stopped
+
+    def commit(self, base_len: int, token_ids: Sequence[int]) -> None:
+        DraftState.commit(self, base_len, token_ids)
+        self.hosted.part.commit(())
+
+    def new_task(self, wanted: Wanted, room: int, on_done: OnDone, on_failure: OnFailure) -> Task:
+        room = max(0, room)
+        # Where it is the room that counts, a tree may have as many rows as are wanted, and no deeper ones.
+        count = wanted.draft_count if wanted.shape is not None and room else min(wanted.draft_count, room)
+        self.hosted.propose(self.session, GuessLimits(count, wanted.shape, room))
+        return HostedTask(self.session, self.hosted, on_done, on_failure)
+
+    def free_parts(self) -> None:
+        self.hosted.part.free()
+
+
+def check_shape(drafter: Drafter[Any], wanted: Wanted, action: str) -> None:
+    """Raises InvalidRequest about a tree that is asked of a drafter which makes chains."""
+    if wanted.shape is not None and not drafter.makes_trees:
+        raise InvalidRequest(f"{action}.shape", "present", f"absent for the drafter {drafter.name}, which makes chains")

@@ -1,0 +1,159 @@
+"""What guesses: one interface for every drafter of a process. Read this first to add one.
+
+A drafter has a part for each session, which makes one proposal at a time, after the tokens that the session holds. A
+proposal depends on these tokens, on how much is asked for, on noise and on sampling alone, never on what was computed
+before. All of it runs on the device thread. A proposal that a target's own drafter makes is decided within the step
+that it was made for, so that nothing undecided exists between two messages.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
+
+import structlog
+
+from outrider.engine.runner import ModelRunner
+from outrider.engine.session import Session
+from outrider.parameters import Rule, SessionSpec
+from outrider.timing import ComputeTimes
+from outrider.token_tree import EMPTY, TokenTree, TreeShape
+
+log = structlog.get_logger()
+
+
+class GuessLimits(NamedTuple):
+    """Most guesses that a proposal may have: a chain, or the rows of a tree of a shape, none deeper than max_depth."""
+
+    draft_count: int = 0
+    shape: TreeShape | None = None
+    max_depth: int = 0
+
+
+NO_GUESSES = GuessLimits()
+
+
+class DrafterProposal(NamedTuple):
+    """Guesses of a drafter, their cost, and how many committed tokens had to be read first."""
+
+    tree: TokenTree
+    times: ComputeTimes
+    caught_up_count: int
+
+
+NO_PROPOSAL = DrafterProposal(EMPTY, ComputeTimes(), 0)
+
+
+class DrafterSession(ABC):
+    """A session's part in a drafter."""
+
+    def __init__(self) -> None:
+        self.proposal: DrafterProposal | None = NO_PROPOSAL
+        """The one that was asked for last; None while it is on its way."""
+        self.probes: TokenTree = EMPTY
+        """Rows that the target's next forward is to compute after the committed tokens, beside the proposal."""
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether many tokens are to be read first, for which other sessions need not wait."""
+        return False
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether it needs the target's features of all committed tokens but the last."""
+        return False
+
+    @abstractmethod
+    def propose(self, session: Session, limits: GuessLimits) -> None:
+        """Begins a proposal after the tokens of the target's session, or just reads them where the limit is 0.
+
+        Whatever was begun before ends. What reads features must find all but the last token cached.
+        """
+
+    def commit(self, found: Sequence[int]) -> None:
+        """Takes note of a verdict, whose tokens the session holds; the probes are dropped.
+
+        `found` has the likeliest token after each probe, and is empty where no probe was computed.
+        """
+        self.probes = EMPTY
+
+    @abstractmethod
+    def truncate(self, length: int) -> None:
+        """Takes back the committed tokens from a length on; what was begun ends."""
+
+    def free(self) -> None:
+        """Gives back what is kept; what was begun ends."""
+        self.proposal, self.probes = NO_PROPOSAL, EMPTY
+
+
+SessionT = TypeVar("SessionT", bound=DrafterSession)
+
+
+class Drafter(Protocol[SessionT]):
+    """Makes proposals for all sessions of a process."""
+
+    name: str
+    """Name by which requests ask for it."""
+    rules: frozenset[Rule]
+    """Rules that its proposals may be tested by."""
+    makes_trees: bool
+    """Whether a shape may be asked for."""
+
+    @property
+    def runner(self) -> ModelRunner | None:
+        """Runner of its model, where it has one of its own."""
+
+    def open(self, spec: SessionSpec, salt: bytes | None) -> SessionT:
+        """A session's part; with a salt it shares what is read of equal tokens with those of the same salt."""
+
+    def advance(self, sessions: Sequence[SessionT]) -> None:
+        """Makes one step of all sessions, none of which has its proposal."""
+
+
+class HostedSession(NamedTuple):
+    """A session's part in a drafter, with that drafter. A failure costs the guesses and nothing else."""
+
+    drafter: Drafter[Any]
+    part: DrafterSession
+
+    @classmethod
+    def of(cls, drafter: Drafter[Any], spec: SessionSpec, salt: bytes | None) -> Self:
+        # What is committed is decided by the follower of the target's own.
+        guessing = None if spec.grammar is None else spec.grammar.session()
+        return cls(drafter, drafter.open(replace(spec, grammar=guessing), salt))
+
+    def propose(self, session: Session, limits: GuessLimits) -> None:
+        """Begins a proposal; one that fails is empty."""
+        try:
+            self.part.propose(session, limits)
+        except Exception:
+            # Guesses are worth no request, and what a bug says is for the log.
+            log.exception("drafting failed", drafter=self.drafter.name, num_sessions=1)
+            self.part.free()
+
+
+def advance(drafter: Drafter[Any], parts: Sequence[DrafterSession]) -> None:
+    """Makes one step of all parts without a proposal; those of a step that fails have an empty one."""
+    busy = [part for part in parts if part.proposal is None]
+    if not busy:
+        return
+    try:
+        drafter.advance(busy)
+    except Exception:
+        log.exception("drafting failed", drafter=drafter.name, num_sessions=len(busy))
+        for part in busy:
+            part.free()
+
+
+def guess(sessions: Sequence[HostedSession], awaited: Sequence[DrafterSession]) -> None:
+    """Lets drafters go on until all awaited proposals are there, but for those that have much to read first.
+
+    Such a one gets one step of its drafter, with as many rows as that reads at a time, and then its turn again; so
+    does a session that is not awaited.
+    """
+    drafters = {each.drafter.name: each.drafter for each in sessions}
+    while True:
+        for name, drafter in drafters.items():
+            advance(drafter, [each.part for each in sessions if each.drafter.name == name])
+        if not any(part.proposal is None and not part.is_reading for part in awaited):
+            return

@@ -1,0 +1,243 @@
+"""The sessions of a target: one that verifies proposals, and a beam search.
+
+A session's class is chosen when it is opened. Everything here runs on the device thread.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from outrider.beams import LiveBeam, split
+from outrider.drafters.drafter import NO_GUESSES, GuessLimits, HostedSession
+from outrider.engine.beams import Beams
+from outrider.engine.session import Session
+from outrider.errors import InvalidRequest, OutriderError
+from outrider.model_service.outbox import SessionAnswer
+from outrider.model_service.session_state import SessionState
+from outrider.parameters import FinishReason, SessionSpec
+from outrider.timing import ComputeTimes, Meter
+from outrider.token_tree import EMPTY, TokenTree
+from target_service.acceptance import TargetVerdict
+from target_service.beam_tasks import BeamTask
+from target_service.verifier import TargetTask, VerifyTask
+
+UNACKNOWLEDGED_WINDOW = 256
+
+OnVerdict = Callable[[TargetVerdict, ComputeTimes], None]
+OnFailure = Callable[[OutriderError], None]
+
+
+class OpenSearch(NamedTuple):
+    """The beam search of a session that is opened: how many beams at most, and those that are live, none at first."""
+
+    width: int
+    live: tuple[LiveBeam, ...]
+
+
+class Step(NamedTuple):
+    """Content of a step's message. `arrived_ns` is when its message came, on time.perf_counter_ns."""
+
+    tree: TokenTree
+    plain_budget: int
+    arrived_ns: int
+    guess_limits: GuessLimits = NO_GUESSES
+    """Guesses that the session's drafter in this process is to make."""
+
+
+@dataclass(slots=True, eq=False)
+class TargetState(SessionState[TargetTask]):
+    """A session as the target keeps it."""
+
+    acknowledged_len: int = field(init=False)
+    asked_len: int = 0
+    """base_len of the last step of this epoch, 0 before the first."""
+    limit: int = 0
+    """Committed length up to which the target goes on unasked."""
+    finish_reason: FinishReason | None = None
+    verdicts: list[SessionAnswer[TargetVerdict]] = field(default_factory=list)
+    """Unacknowledged verdicts, in order."""
+    hosted: HostedSession | None = field(default=None, kw_only=True)
+    """Session of its drafter in this process, where it has one."""
+    guess_limits: GuessLimits = NO_GUESSES
+    """Guesses that the drafter is asked for, however far the request and the budget reach."""
+
+    def __post_init__(self) -> None:
+        self.acknowledged_len = self.committed_len
+
+    @property
+    def answerable(self) -> Collection[int]:
+        return [answer.fence.base_len for answer in self.verdicts]
+
+    @property
+    def committed_len(self) -> int:
+        return len(self.session)
+
+    @property
+    def cached_len(self) -> int:
+        """Cached tokens; the last committed one does not count, because the next forward computes it again."""
+        return min(self.session.cached_len, self.committed_len - 1)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the next token may be committed unasked."""
+        return self.finish_reason is None and len(self.session) < self._unasked_end
+
+    @property
+    def _unasked_end(self) -> int:
+        return min(self.limit, self.acknowledged_len + UNACKNOWLEDGED_WINDOW)
+
+    @property
+    def next_limits(self) -> GuessLimits:
+        """Guesses that its own drafter is to make for the next verdict; none while the prompt is read.
+
+        Numbers depend on lengths and never on tokens: rules that test with uniforms would otherwise be biased.
+        """
+        length = len(self.session)
+        if self.hosted is None or length == self.spec.prompt_len:
+            return NO_GUESSES
+        # An unasked verdict commits no more than its budget.
+        end = self.spec.max_len if length == self.asked_len else min(self._unasked_end, self.spec.max_len)
+        (count, shape, _), room = self.guess_limits, max(0, end - length - 1)
+        return GuessLimits(count if shape is not None and room else min(count, room), shape, room)
+
+    def acknowledge(self, base_len: int) -> None:
+        """Forgets the verdicts below base_len."""
+        self.acknowledged_len = max(self.acknowledged_len, base_len)
+        self.verdicts = [answer for answer in self.verdicts if answer.fence.base_len >= base_len]
+
+    def allow(self, base_len: int, plain_budget: int, *, is_repeat: bool = False) -> None:
+        """Sets how far the target may go on unasked, from a message's base_len; a repetition takes nothing back."""
+        limit = base_len + 1 + plain_budget if plain_budget else base_len
+        self.limit = max(limit, self.limit) if is_repeat else limit
+
+    def rewind(self, epoch: int, length: int) -> bool:
+        """Begins an epoch at a length, at most the committed one; returns whether a job was stopped."""
+        was_stopped = self.stop_job()
+        if length < self.committed_len:
+            self.finish_reason = None
+            self.truncate(length)
+        self.epoch, self.acknowledged_len, self.limit = epoch, self.committed_len, 0
+        self.asked_len, self.verdicts = 0, []
+        if self.hosted is not None:
+            self.hosted.part.truncate(len(self.session))
+        return was_stopped
+
+    def opened(self) -> None:
+        """Finishes the opening, once it is known what is cached of its tokens."""
+        self.acknowledged_len = self.committed_len
+
+    def truncate(self, length: int) -> None:
+        """Drops what is committed from a length on."""
+        self.session.truncate(min(length, len(self.session)))
+
+    def can_return(self, length: int) -> bool:
+        """Whether what was committed at a length is known."""
+        return True
+
+    def check(self, step: Step, base_len: int) -> None:
+        """Raises InvalidRequest about a proposal that does not fit the request."""
+        check_proposal(step.tree, self.spec, base_len)
+
+    def begin(self, step: Step, on_verdict: OnVerdict, on_failure: OnFailure) -> TargetTask:
+        """The job of a step after the session's tokens."""
+        task = VerifyTask(
+            session=self.session,
+            spec=self.spec,
+            tree=step.tree,
+            meter=Meter(step.arrived_ns),
+            on_verdict=on_verdict,
+            on_failure=on_failure,
+            hosted=self.hosted,
+            guess_limits=self.next_limits,
+        )
+        if self.hosted is not None and self.guess_limits.draft_count and len(self.session) == self.spec.prompt_len:
+            # The drafter reads the prompt while the target does.
+            self.hosted.propose(self.session, NO_GUESSES)
+        return task
+
+    def go_on(self) -> None:
+        """Prepares the job for the next verdict, or ends it. Called before the reply to the last one.
+
+        So a caller who has the answer finds the session at rest.
+        """
+        if isinstance(self.task, VerifyTask):
+            self.task.next_verdict(EMPTY, Meter(), self.next_limits)
+            self.task.done = not self.may_go_on
+            self.task = None if self.task.done else self.task
+
+    def free_parts(self) -> None:
+        if self.hosted is not None:
+            self.hosted.part.free()
+
+
+@dataclass(slots=True, eq=False)
+class BeamState(TargetState):
+    """A session that is a beam search: its tokens are the prompt, and its committed length is that of its beams."""
+
+    search: OpenSearch = field(kw_only=True)
+    beams: Beams = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.beams = Beams(self.session)
+        TargetState.__post_init__(self)
+
+    @property
+    def committed_len(self) -> int:
+        return self.beams.length
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        return self.beams.all_sessions
+
+    @property
+    def cached_len(self) -> int:
+        return min(self.beams.cached_len, self.committed_len - 1)
+
+    @property
+    def may_go_on(self) -> bool:
+        return False
+
+    def opened(self) -> None:
+        self.beams.become(self.search.live)
+        TargetState.opened(self)
+
+    def truncate(self, length: int) -> None:
+        # Beams of an earlier length are not known any more.
+        self.beams.free_beams()
+        TargetState.truncate(self, length)
+
+    def can_return(self, length: int) -> bool:
+        return length >= self.committed_len
+
+    def check(self, step: Step, base_len: int) -> None:
+        """Does nothing: how deep guesses may be is known when the job begins."""
+
+    def begin(self, step: Step, on_verdict: OnVerdict, on_failure: OnFailure) -> TargetTask:
+        if step.plain_budget or step.guess_limits.draft_count:
+            raise InvalidRequest("step.plain_budget", step.plain_budget, "0 for a beam search, as own_draft_count")
+        trees = split(step.tree, self.beams.last_token_ids)
+        room = self.spec.max_len - self.committed_len
+        depth = max(max(each.tree.depths) for each in trees)
+        if depth > room:
+            raise InvalidRequest("proposal", f"{depth} tokens deep", f"at most {room} deep here, up to max_len")
+        return BeamTask(self.beams, self.spec, self.search.width, trees, Meter(step.arrived_ns), on_verdict, on_failure)
+
+    def go_on(self) -> None:
+        if self.task is not None:
+            self.task.done, self.task = True, None
+
+    def free_parts(self) -> None:
+        TargetState.free_parts(self)
+        self.beams.free_beams()
+
+
+def check_proposal(tree: TokenTree, spec: SessionSpec, base_len: int) -> None:
+    """Raises InvalidRequest unless a proposal fits the request: no row past its end, and what its rule needs."""
+    room, depth = spec.max_len - base_len, max(tree.depths)
+    if depth > room:
+        raise InvalidRequest("proposal", f"{depth} tokens deep", f"at most {room} deep here, up to max_len")
+    rule, num_distributions = spec.acceptance.rule, len(tree.distributions)
+    if num_distributions and not rule.needs_distributions:
+        raise InvalidRequest("proposal.distributions", f"{num_distributions} entries", f"empty under the rule {rule}")
+    if rule.needs_distributions and len(tree) > num_distributions:
+        raise InvalidRequest("proposal.distributions", "empty", f"one entry for each row under the rule {rule}")
