@@ -59,13 +59,13 @@ run: $(SETUP) ## starts the stack with the assistant, answers with and without s
 test: $(SETUP) ## all tests but the slow ones, the full exactness grid, the browser's, and the full conformance tests
 	$(BIN)/python -m pytest -m "not grid and not surface and not page and not slow and not assistant and not agents and not docker and not harness" $(SIDE_BY_SIDE)
 
-test-slow: $(SETUP) ## training runs, benchmarks, processes that die, distributions of real servers, a short soak and attack
+test-slow: $(SETUP) ## training runs, benchmarks, processes that die, distributions of real servers, a short attack
 	$(BIN)/python -m pytest -m "slow and not grid" $(SIDE_BY_SIDE)
 
 test-assistant: $(SETUP) ## the assistant of `outrider up`, fetched if it is not there yet
 	$(BIN)/python -m pytest -m assistant tests/assistant
 
-test-grid: $(SETUP) ## the full exactness grid, 400 schemas, beams of thirty prompts, wide statistics: over an hour
+test-grid: $(SETUP) ## the full exactness grid, 400 schemas, beams of thirty prompts, wide statistics, a short soak: over an hour
 	$(BIN)/python -m pytest -m grid $(SIDE_BY_SIDE)
 
 test-page: $(SETUP) ## the page in Chromium, which Debian's package chromium provides

@@ -12,6 +12,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 380, 250, 58, 64, 56
 STEPS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 MOST_TICKS = 8
+REFERENCE = 1.0  # a value with a line of its own: plain decoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,30 +34,18 @@ def path(points: Sequence[tuple[float, float]], colour: str, width: float) -> st
     return f'<path d="M{places}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
 
 
-def line_chart(
-    title: str,
-    x_title: str,
-    y_title: str,
-    panels: Sequence[Panel],
-    reference: float = 1.0,
-    *,
-    is_logarithmic: bool = True,
-) -> str:
-    """The chart as an SVG document; all panels have the same axes, and the reference has a line of its own.
+def line_chart(title: str, x_title: str, y_title: str, panels: Sequence[Panel]) -> str:
+    """The chart as an SVG document; all panels have the same axes.
 
-    A logarithmic x axis names every place, another one a few whole numbers. Raises ValueError when there are no points.
+    The x axis is logarithmic and names every place. Raises ValueError when there are no points.
     """
     points = [point for panel in panels for line in panel.lines.values() for point in line]
     places = {x for x, _ in points}
     nearest, farthest = min(places), max(places)
-    scale = math.log if is_logarithmic else float
-    span = scale(farthest) - scale(nearest) or 1.0
-    named = (
-        sorted(places) if is_logarithmic else range(math.ceil(nearest), math.floor(farthest) + 1, 1 + int(span / 10))
-    )
+    span = math.log(farthest / nearest) or 1.0
     lowest, highest = (
-        min(reference, *(each.low for _, each in points)),
-        max(reference, *(each.high for _, each in points)),
+        min(REFERENCE, *(each.low for _, each in points)),
+        max(REFERENCE, *(each.high for _, each in points)),
     )
     step = next((each for each in STEPS if (highest - lowest) / each <= MOST_TICKS - 2), STEPS[-1])
     first, last = math.floor(lowest / step), max(math.ceil(highest / step), math.floor(lowest / step) + 1)
@@ -70,12 +59,12 @@ def line_chart(
 
     for number, panel in enumerate(panels):
         left = LEFT + number * (WIDTH + LEFT)
-        xs = {x: left + WIDTH * (0.06 + 0.88 * (scale(x) - scale(nearest)) / span) for x in (*places, *named)}
+        xs = {x: left + WIDTH * (0.06 + 0.88 * math.log(x / nearest) / span) for x in places}
         drawn.append(text(left + WIDTH / 2, TOP - 12, panel.title))
         for tick in range(first, last + 1):
-            y, colour = y_of(tick * step), "#777" if math.isclose(tick * step, reference) else "#ddd"
+            y, colour = y_of(tick * step), "#777" if math.isclose(tick * step, REFERENCE) else "#ddd"
             drawn += [path([(left, y), (left + WIDTH, y)], colour, 1), text(left - 6, y + 4, f"{tick * step:g}", "end")]
-        drawn += [text(xs[place], TOP + HEIGHT + 16, f"{place:g}") for place in named]
+        drawn += [text(xs[place], TOP + HEIGHT + 16, f"{place:g}") for place in sorted(places)]
         drawn.append(text(left + WIDTH / 2, TOP + HEIGHT + 36, x_title))
         for name, line in panel.lines.items():
             # Lines are a little aside from one another, so that one interval does not hide the next.

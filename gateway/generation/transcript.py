@@ -2,14 +2,14 @@
 
 A stop string is found in text that arrives in pieces, and no text is given past one or that may become one. Which stop
 string wins does not depend on how the text is cut: the one that is complete first, and of several that are complete at
-the same character the longest. Each is followed by the automaton of Knuth, Morris and Pratt (1977), whose state is the
-length of the longest prefix that the text ends with, so the cost per character is constant. A special token is no text
-for clients, and for stop strings only where they have the name of one in them: for those it stands in its place.
+the same character the longest. A special token is no text for clients, and for stop strings only where they have the
+name of one in them: for those it stands in its place.
 """
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Self
 
 from gateway.rounds.round import Proposal, Round, TokenOrigin
@@ -32,7 +32,7 @@ class StopScanner:
 
     def __init__(self, stops: Sequence[str], naming: Collection[str] = ()) -> None:
         """`naming` are those stop strings that have the name of a token in them that is no text."""
-        self._automata = [_Automaton(stop, stop in naming) for stop in stops]
+        self._stops = [_StopString(stop, stop in naming) for stop in stops]
         self._held: list[str] = []  # an entry for each character, empty where no client sees it
         self.found: str | None = None
 
@@ -44,28 +44,27 @@ class StopScanner:
         """
         if self.found is not None:
             return ""
-        if not self._automata:
+        if not self._stops:
             return "" if is_name else piece
         shown = [""] * len(piece) if is_name else list(piece)
-        looking = [automaton for automaton in self._automata if automaton.sees_names] if is_name else self._automata
-        for index, character in enumerate(piece):
-            complete = [automaton for automaton in looking if automaton.advance(character)]
-            if complete and index >= num_spared:
-                longest = max(complete, key=lambda automaton: len(automaton.stop))
-                self.found = longest.stop
-                text, _ = self._parted(shown[: index + 1], {longest.sees_names: len(longest.stop)})
-                return text
-        longest_tails: dict[bool, int] = {}
-        for automaton in self._automata:
-            kind = automaton.sees_names
-            longest_tails[kind] = max(automaton.matched_len, longest_tails.get(kind, 0))
-        text, self._held = self._parted(shown, longest_tails)
+        looking = [each for each in self._stops if each.sees_names] if is_name else self._stops
+        complete = [(end, -len(each.text), each) for each in looking if (end := each.end_in(piece, num_spared))]
+        if complete:
+            end, _, first = min(complete, key=itemgetter(0, 1))
+            self.found = first.text
+            text, _ = self._parted(shown[:end], {first.sees_names: len(first.text)})
+            return text
+        begun_lens: dict[bool, int] = {}
+        for each in self._stops:
+            if len(each.begun) > begun_lens.get(each.sees_names, 0):
+                begun_lens[each.sees_names] = len(each.begun)
+        text, self._held = self._parted(shown, begun_lens)
         return text
 
     def flush(self) -> str:
         """Returns what is still held: no more of this text comes, so it cannot become a stop string."""
-        for automaton in self._automata:
-            automaton.matched_len = 0
+        for each in self._stops:
+            each.begun = ""
         text, self._held = "".join(self._held), []
         return text if self.found is None else ""
 
@@ -82,28 +81,25 @@ class StopScanner:
         return "".join(characters[:cut]), characters[cut:]
 
 
-class _Automaton:
-    """Follows one stop string; matched_len is how much of it the text ends with, less than all."""
+@dataclass(slots=True)
+class _StopString:
+    """A stop string; `begun` is how much of it the text ends with, less than all."""
 
-    def __init__(self, stop: str, sees_names: bool) -> None:
-        self.stop = stop
-        self.sees_names = sees_names
-        self.matched_len = 0
-        self._borders = [0] * len(stop)
-        for index in range(1, len(stop)):
-            self._borders[index] = self._next(self._borders[index - 1], stop[index])
+    text: str
+    sees_names: bool
+    begun: str = ""
 
-    def advance(self, character: str) -> bool:
-        """Takes one character; returns whether the stop string is complete with it."""
-        length = self._next(self.matched_len, character)
-        is_complete = length == len(self.stop)
-        self.matched_len = self._borders[-1] if is_complete else length
-        return is_complete
-
-    def _next(self, length: int, character: str) -> int:
-        while length and self.stop[length] != character:
-            length = self._borders[length - 1]
-        return length + (self.stop[length] == character)
+    def end_in(self, piece: str, num_spared: int) -> int | None:
+        """Takes a piece; returns where in it the stop string is complete first, after the spared characters."""
+        seen, size = self.begun + piece, len(self.text)
+        place = seen.find(self.text, max(0, len(self.begun) + num_spared + 1 - size))
+        if place >= 0:
+            return place + size - len(self.begun)
+        start = seen.find(self.text[0], max(0, len(seen) + 1 - size))
+        while start >= 0 and not self.text.startswith(seen[start:]):
+            start = seen.find(self.text[0], start + 1)
+        self.begun = seen[start:] if start >= 0 else ""
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ Path: TypeAlias = tuple[str | int, ...]
 MAX_NAME_LEN = 200
 # Half of a surrogate pair, which no encoding can carry; whole pairs have become characters already.
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+# Only such an escape can be one.
+HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_json(text: bytes, max_depth: int) -> Json:
@@ -33,8 +35,7 @@ def read_json(text: bytes, max_depth: int) -> Json:
         raise InvalidJson(f"The body is not JSON: {error.msg.lower()} in {place}") from None
     except RecursionError:
         raise InvalidJson(f"The body nests values more than {max_depth} deep") from None
-    # Only an escape can be half of a surrogate pair.
-    _check_value(value, (), max_depth, may_be_lone="\\u" in decoded)
+    _check_value(value, (), max_depth, may_be_lone=HALF.search(decoded) is not None)
     return value
 
 

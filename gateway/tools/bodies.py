@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from gateway.tools.formats import Body
-from gateway.tools.values import PythonReader, cast
+from gateway.tools.values import cast, read_calls
 
 Schema: TypeAlias = Mapping[str, Any]
 
@@ -183,7 +183,7 @@ class PythonicBody(CallBody):
         if not self.is_whole:
             return None
         try:
-            found = PythonReader(self.text).calls()
+            found = read_calls(self.text)
         except ValueError:
             return None
         return [ParsedCall(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in found] or None

@@ -1,8 +1,9 @@
 """Values of arguments that are not written in JSON: text that a schema casts, and Python's literals.
 
-A small reader of its own takes the latter, because nothing that a model says may be evaluated.
+Nothing that a model says is evaluated: of the syntax of the latter only literals are read.
 """
 
+import ast
 import json
 import math
 import re
@@ -57,7 +58,7 @@ def _literal(text: str) -> tuple[str, object] | None:
     else:
         return text, value
     try:
-        value = PythonReader(text).value()
+        value = read_literal(text)
         return json.dumps(value, ensure_ascii=False, allow_nan=False), value
     except ValueError:
         return None
@@ -93,102 +94,72 @@ def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-class PythonReader:
-    """Reads a literal, or a list of calls with literals; every method raises ValueError about anything else."""
+def read_literal(text: str) -> object:
+    """The value of a literal; raises ValueError about anything else."""
+    tree, words = _parsed(text)
+    if isinstance(tree, ast.Tuple) and not text.lstrip().startswith("("):
+        raise ValueError("more than one value")
+    return _value(tree, words)
 
-    def __init__(self, text: str) -> None:
-        self._tokens = list(_tokens(text))
-        self._place = 0
 
-    def value(self) -> object:
-        """The one value of the text."""
-        value = self._value()
-        self._expect("end", "")
-        return value
+def read_calls(text: str) -> list[tuple[str, dict[str, object]]]:
+    """The calls of a list, each with its arguments by name; raises ValueError about anything else."""
+    tree, words = _parsed(text)
+    if not isinstance(tree, ast.List):
+        raise ValueError("not a list of calls")
+    return [_call(each, words) for each in tree.elts]
 
-    def calls(self) -> list[tuple[str, dict[str, object]]]:
-        """The calls of a list, each with its arguments by name."""
-        self._expect("mark", "[")
-        calls: list[tuple[str, dict[str, object]]] = []
-        while not self._takes("]"):
-            name = self._expect("word")
-            self._expect("mark", "(")
-            arguments: dict[str, object] = {}
-            while not self._takes(")"):
-                key = self._expect("word")
-                self._expect("mark", "=")
-                if key in arguments:
-                    raise ValueError(f"{key} is there twice")
-                arguments[key] = self._value()
-                self._separate(")")
-            calls.append((name, arguments))
-            self._separate("]")
-        self._expect("end", "")
-        return calls
 
-    def _value(self, depth: int = 0) -> object:
-        kind, text = self._next()
-        if depth > MAX_DEPTH:
-            raise ValueError("too deep")
-        match kind, text:
-            case "string", _:
-                parts = [text]
-                while self._peek()[0] == "string":
-                    parts.append(self._next()[1])
-                return "".join(map(_unquoted, parts))
-            case "number", _:
-                return _number(text)
-            case "word", _ if text in WORDS:
-                return WORDS[text]
-            case "mark", "[" | "(":
-                return self._list("]" if text == "[" else ")", depth)
-            case "mark", "{":
-                return self._dict(depth)
-        raise ValueError(f"{text!r} is no value")
+def _parsed(text: str) -> tuple[ast.expr, Mapping[str, str]]:
+    """The syntax of a text, in which words are numbered, and the words by these names.
 
-    def _list(self, closer: str, depth: int) -> list[object]:
-        values = []
-        while not self._takes(closer):
-            values.append(self._value(depth + 1))
-            self._separate(closer)
-        return values
+    So any word may name a tool or a parameter, those of Python's too, and strings are as models write them.
+    """
+    spelled: list[str] = []
+    words: dict[str, str] = {}
+    for kind, token in _tokens(text):
+        match kind:
+            case "word":
+                spelled.append(f"_{len(words)}")
+                words[spelled[-1]] = token
+            case "string":
+                spelled.append(repr(_unquoted(token)))
+            case "number":
+                spelled.append(repr(_number(token)))
+            case _:
+                spelled.append(token)
+    try:
+        return ast.parse(" ".join(spelled), mode="eval").body, words
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError("no literal") from error
 
-    def _dict(self, depth: int) -> dict[str, object]:
-        members: dict[str, object] = {}
-        while not self._takes("}"):
-            key = self._value(depth + 1)
-            self._expect("mark", ":")
-            if not isinstance(key, str) or key in members:
-                raise ValueError(f"{key!r} is no key, or is there twice")
-            members[key] = self._value(depth + 1)
-            self._separate("}")
-        return members
 
-    def _peek(self) -> tuple[str, str]:
-        return self._tokens[self._place]
+def _call(node: ast.expr, words: Mapping[str, str]) -> tuple[str, dict[str, object]]:
+    match node:
+        case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):
+            arguments = {words[each.arg or ""]: _value(each.value, words) for each in keywords}
+            if len(arguments) == len(keywords):
+                return words[name], arguments
+    raise ValueError("not a call, or one with a parameter twice")
 
-    def _next(self) -> tuple[str, str]:
-        token = self._tokens[self._place]
-        # The end stays the end.
-        self._place += token[0] != "end"
-        return token
 
-    def _expect(self, kind: str, text: str | None = None) -> str:
-        found = self._next()
-        if found[0] != kind or (text is not None and found[1] != text):
-            raise ValueError(f"{found[1]!r} is not expected")
-        return found[1]
-
-    def _takes(self, mark: str) -> bool:
-        """Whether that mark is next, which is then read."""
-        is_next = self._peek() == ("mark", mark)
-        self._place += is_next
-        return is_next
-
-    def _separate(self, closer: str) -> None:
-        """Reads a comma, which only the last entry may lack."""
-        if self._peek() != ("mark", closer):
-            self._expect("mark", ",") if self._peek() != ("end", "") else self._expect("mark", closer)
+def _value(node: ast.expr, words: Mapping[str, str], depth: int = 0) -> object:
+    if depth > MAX_DEPTH:
+        raise ValueError("too deep")
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.Name(id=name) if words[name] in WORDS:
+            return WORDS[words[name]]
+        case ast.List(elts=entries) | ast.Tuple(elts=entries):
+            return [_value(each, words, depth + 1) for each in entries]
+        case ast.Dict(keys=keys, values=entries):
+            names = [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+            if len({*names}) == len(keys):
+                return {name: _value(each, words, depth + 1) for name, each in zip(names, entries, strict=True)}
+    raise ValueError("no value")
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str]]:
@@ -199,7 +170,6 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
             raise ValueError(f"{text[place : place + 20]!r} is no literal")
         yield found.lastgroup, found[found.lastgroup]
         place = found.end()
-    yield "end", ""
 
 
 def _unquoted(literal: str) -> str:

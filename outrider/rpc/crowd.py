@@ -77,6 +77,8 @@ class Known:
     """Number of calls that run."""
     is_welcome: bool = False
     """Whether any was ever let in."""
+    was_heard: bool = False
+    """Whether its last message came in time."""
     active_s: float = field(default_factory=time.monotonic)
     refused: int = 0
     """Calls for which it had no key, since the last that was let in."""
@@ -120,6 +122,14 @@ class Crowd:
         known.active_s = time.monotonic()
         if was_let_in:
             known.is_welcome, known.refused = True, 0
+
+    def hear(self, name: str, *, was_heard: bool) -> None:
+        """Takes note whether a message of a client came in time."""
+        self._of(name).was_heard = was_heard
+
+    def was_heard(self, name: str) -> bool:
+        """Whether the last message of a client came in time; False before the first."""
+        return self._of(name).was_heard
 
     async def refuse(self, name: str) -> None:
         """Waits for the turn of a client that has no key to hear so."""

@@ -24,7 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from outrider.errors import InvalidKey, InvalidRequest, OutriderError, check_count
 from outrider.rpc.crowd import Crowd
 from outrider.rpc.errors import UNEXPECTED_TEXT, status_of
-from outrider.rpc.memory import SHORT_BYTES, RequestMemory
+from outrider.rpc.memory import SHORT_BYTES, STRANGERS, RequestMemory
 from outrider.rpc.tls import check_client
 from outrider.v1 import model_service_pb2
 
@@ -39,8 +39,8 @@ MAX_THROTTLED_WAIT_S = 0.2
 # A message of 4 MB that is all small fields becomes 220 MB, and takes as long to read as a hundred ordinary ones.
 MAX_FIELDS = 50_000
 MAX_NUMBER_BITS = 70
-# For how long a caller may send its message, for which there has to be room.
-MESSAGE_WAIT_S = 10.0
+# For how long a caller may send its message, for which there has to be room; and where others wait for that room.
+MESSAGE_WAIT_S, HURRIED_WAIT_S = 10.0, 0.25
 # A prompt of a million tokens takes 4 bytes for each of them at most.
 MAX_MESSAGE_BYTES = 4 << 20
 # What a message holds while its call lasts, in its own lengths: as bytes, as they are in gRPC, and as fields.
@@ -201,15 +201,20 @@ class Guard(grpc.aio.ServerInterceptor):
         self, is_open: bool, parse: Callable[[bytes], Any], _messages: object, context: Context
     ) -> AsyncIterator[list[Any]]:
         """The one message of a call, alone in a list, so that the code that takes it out is the only one to have it."""
-        metadata, memory = context.invocation_metadata(), self._accounts.memory
+        metadata, memory, peer = context.invocation_metadata(), self._accounts.memory, context.peer()
         whose = "" if is_open else self._accounts.name(metadata)
-        with memory.coming.share(whose) as coming, memory.kept.share(whose) as kept:
+        sender = whose or (peer if self._crowd.was_heard(peer) else STRANGERS)
+        with memory.coming.share(sender) as coming, memory.kept.share(whose) as kept:
             await coming.take(MAX_MESSAGE_BYTES)
+            data: Any = None
             try:
-                async with asyncio.timeout(MESSAGE_WAIT_S):
-                    data: Any = await context.read()
+                async with memory.coming.reading(coming, MESSAGE_WAIT_S, HURRIED_WAIT_S):
+                    data = await context.read()
             except TimeoutError:
-                raise InvalidRequest("message", "absent", f"here within {MESSAGE_WAIT_S:g} seconds") from None
+                within = f"here within {MESSAGE_WAIT_S:g} seconds, and {HURRIED_WAIT_S:g} while others wait"
+                raise InvalidRequest("message", "absent", within) from None
+            finally:
+                self._crowd.hear(peer, was_heard=isinstance(data, bytes))
             if not isinstance(data, bytes):
                 raise InvalidRequest("message", "absent", "a message of this method")
             await kept.take(HELD_TIMES * len(data))

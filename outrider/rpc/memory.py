@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from outrider.errors import Overloaded
@@ -13,13 +13,16 @@ WAIT_S = 15.0
 # What takes no more is let in where longer ones wait, into a part of the memory that is left to it.
 SHORT_BYTES = 64 << 10
 SHORT_PART = 8
+# Name of those of whom nothing is known, not even that they ever sent what they began. They are served after all
+# others.
+STRANGERS = "strangers"
 
 
 class Memory:
     """A budget of bytes. Who finds too little waits, in order, but not for long.
 
-    Where it is known whose the bytes are, the requests of one together hold no more than a half. An eighth is left to
-    those that are short.
+    Where it is known whose the bytes are, the requests of one together hold no more than a half; so do strangers. An
+    eighth is left to those that are short.
     """
 
     def __init__(self, limit: int, wait_s: float = WAIT_S) -> None:
@@ -28,6 +31,8 @@ class Memory:
         self._wait_s = wait_s
         self._held_by: Counter[str] = Counter()
         self._waiting: dict[asyncio.Future[None], tuple[Share, int]] = {}
+        # Whose each is that reads, and when it has to be done if it keeps others waiting.
+        self._readers: dict[asyncio.Timeout, tuple[str, float]] = {}
 
     @contextmanager
     def share(self, whose: str = "") -> Iterator["Share"]:
@@ -38,6 +43,30 @@ class Memory:
         finally:
             share.give_back()
 
+    @asynccontextmanager
+    async def reading(self, share: "Share", longest_s: float, hurried_s: float) -> AsyncIterator[None]:
+        """Time for a share whose bytes are taken before they are there; raises TimeoutError after longest_s.
+
+        Where it keeps others waiting for memory it has hurried_s, so that who says nothing keeps nobody out for long.
+        """
+        async with asyncio.timeout(longest_s) as limit:
+            self._readers[limit] = share.whose, asyncio.get_running_loop().time() + hurried_s
+            self._hurry()
+            try:
+                yield
+            finally:
+                del self._readers[limit]
+
+    def _hurry(self) -> None:
+        """Has those that read done soon who keep others waiting: for memory, or for a name's half of it."""
+        kept_out = [share.whose if self._is_too_much(share, size) else None for share, size in self._waiting.values()]
+        now_s = asyncio.get_running_loop().time()
+        for limit, (whose, hurried_s) in self._readers.items():
+            until_s = max(hurried_s, now_s)
+            # Later than now, so that it has not run out, after which it cannot be changed.
+            if (None in kept_out or whose in kept_out) and (limit.when() or 0.0) > until_s:
+                limit.reschedule(until_s)
+
     async def take(self, share: "Share", num_bytes: int) -> None:
         """Takes so many bytes; raises Overloaded where they do not come free in time, or never could."""
         if num_bytes <= SHORT_BYTES and self._has_room(share, num_bytes):
@@ -46,6 +75,8 @@ class Memory:
         turn = asyncio.get_running_loop().create_future()
         self._waiting[turn] = share, num_bytes
         self._call()
+        if not turn.done():
+            self._hurry()
         try:
             async with asyncio.timeout(self._wait_s):
                 await turn
@@ -89,7 +120,9 @@ class Memory:
 
     def _call(self) -> None:
         """Lets those in that wait and have room now; none passes one that all the others keep out."""
-        for turn, (share, num_bytes) in list(self._waiting.items()):
+        known = [each for each in self._waiting.items() if each[1][0].whose != STRANGERS]
+        strangers = [each for each in self._waiting.items() if each[1][0].whose == STRANGERS]
+        for turn, (share, num_bytes) in (*known, *strangers):
             if turn.done():
                 continue
             if self._has_room(share, num_bytes):

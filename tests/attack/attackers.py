@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 from attack.messages import LINKS, Garbage, Method
 from support.requests.garbage import PYTHON_TEXT, check_refusal
+from support.requests.silent_calls import CALL, PREFACE
 from support.rest.random_bodies import RandomBodies
 from support.rest.rest_stack import exchange
 
@@ -36,10 +37,6 @@ LEAK = re.compile(rb"Traceback|object at 0x|<class '|" + UNEXPECTED_TEXT.encode(
 MAX_TEXT_LEN = 2000
 # What gRPC's client says of a write into a stream that has its answer already; no process of ours says so.
 CUT_OFF = "Internal error from Core"
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-# The head of a call of Health's Check, whose message does not come: its fields as HTTP/2 has them, in a frame.
-FIELDS = b"\x83\x86\x04\x1c/grpc.health.v1.Health/Check\x01\x01x\x0f\x10\x10application/grpc\x00\x02te\x08trailers"
-CALL = len(FIELDS).to_bytes(3, "big") + b"\1\4\0\0\0\1" + FIELDS
 HTTP_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 # How connections begin: with nothing, half a head, a head without its body; and with nothing, half a greeting, a
 # greeting, the head of a call, bytes of TLS.

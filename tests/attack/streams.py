@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +16,10 @@ from bench.common import OPENINGS
 from outrider.cli.local_stack import Addresses
 from outrider.client import AsyncClient, Round
 
-NUM_STREAMS = 16
+NUM_MESSAGES = int(os.environ.get("OUTRIDER_FUZZ_MESSAGES", "300"))
+# Whether waits are compared: shorter runs have too few gaps for it, and fewer streams.
+IS_LONG = NUM_MESSAGES >= 10_000
+NUM_STREAMS = 16 if IS_LONG else 4
 ASKED: dict[str, Any] = {"max_tokens": 64, "temperature": 0.8, "ignore_eos": True}
 PATIENCE_S = 600.0
 

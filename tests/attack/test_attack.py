@@ -7,7 +7,6 @@ well.
 
 import asyncio
 import json
-import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
@@ -23,7 +22,7 @@ import pytest
 from attack.attackers import Tally, hold_connections, post_bodies, send_messages
 from attack.heavy import crowd_out, post_heavy, send_heavy
 from attack.messages import Method, methods
-from attack.streams import NUM_STREAMS, Streams
+from attack.streams import IS_LONG, NUM_MESSAGES, NUM_STREAMS, Streams
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.basics import eventually
 from support.observability import num_descriptors, peak_bytes, thread_names
@@ -40,14 +39,13 @@ from outrider.process.children import Supervisor
 from outrider.process.metrics import scraped
 from outrider.rpc.channels import open_channel
 
-NUM_MESSAGES = int(os.environ.get("OUTRIDER_FUZZ_MESSAGES", "300"))
 NUM_BODIES, NUM_CONNECTIONS = max(200, NUM_MESSAGES // 5), max(40, NUM_MESSAGES // 50)
 # Of what is long to look at or becomes a lot, and connections to each port of a gateway beyond those that it takes.
-NUM_HEAVY, NUM_CROWD = max(26, NUM_MESSAGES // 200), 300 if NUM_MESSAGES < 10_000 else 2_500
+NUM_HEAVY, NUM_CROWD = max(26, NUM_MESSAGES // 200), 2_500 if IS_LONG else 300
 # Before anything is compared, because caches fill and threads start with the first that ask.
 WARM_UP = max(100, NUM_MESSAGES // 10)
 # Of each stream, before and after, for the p99 gap to be one of a thousand and more.
-QUIET_ANSWERS = 32 if NUM_MESSAGES >= 10_000 else 4
+QUIET_ANSWERS = 32 if IS_LONG else 4
 # Of the connections to another port, for one to a port of metrics.
 SHARE = 8
 ROLES = ("gateway", "target", "draft")
@@ -69,8 +67,6 @@ POOLED_THREADS = 8
 EVENT_ENGINE, EVENT_ENGINE_THREADS = "event_engine", 16
 # Of the gaps of all streams: times that alone, and how many have a percentile.
 AT_MOST, LEAST_GAPS = 1.5, 100
-# Whether that is asserted: shorter runs have too few gaps for it.
-IS_LONG = NUM_MESSAGES >= 100_000
 # Of the processes: a session whose link broke, and a cache in which no prompt is too long to matter.
 ENVIRONMENT = {
     "OUTRIDER_LEASE_SECONDS": "1",

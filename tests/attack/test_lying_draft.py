@@ -5,8 +5,7 @@ from multiprocessing import get_context
 
 import pytest
 from attack.liar import LIES, lie_for
-from attack.streams import OPENINGS, Streams
-from attack.test_attack import IS_LONG
+from attack.streams import IS_LONG, OPENINGS, Streams
 from support.basics import eventually
 from support.stack import DRAFT, TARGET
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 from attack.attackers import Tally, post_bodies
-from attack.streams import Streams
-from attack.test_attack import IS_LONG, NUM_BODIES, NUM_MESSAGES, REST, attacks
+from attack.streams import IS_LONG, NUM_MESSAGES, Streams
+from attack.test_attack import NUM_BODIES, REST, attacks
 from support.basics import eventually
 from support.stack import DRAFT, TARGET
 

@@ -264,6 +264,7 @@ async def plain_answers(gateway: Gateway) -> dict[int, Sequence[Sequence[int]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.timeout(1800 + MINUTES * 60)
 async def test_no_kill_is_seen_and_nothing_is_left() -> None:
     """No token is wrong, lost or doubled, every request ends, memory is flat, and all blocks are free in the end."""

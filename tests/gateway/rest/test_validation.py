@@ -148,6 +148,7 @@ DEPTH = 8
         (b'{"a": [1, {"b": -Infinity}]}', "a.1.b is -inf, but must be a finite number"),
         (b'{"top_p": 1e999}', "top_p is inf, but must be a finite number"),
         (b'{"a": ["\\ud800"]}', "a.0 is '\\ud800', but must be text without lone surrogates"),
+        (b'{"a": "\\u00e4", "b": "\\uDBFF"}', "b is '\\udbff', but must be text without lone surrogates"),
         (b'{"\\udfff": 1}', "body has the key '\\udfff', which is not text"),
         (b'{"a": \xff}', "The body is not UTF-8: byte 6 is 0xff"),
         (b'{"a":\n }', "The body is not JSON: expecting value in line 2, column 2"),

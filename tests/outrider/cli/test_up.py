@@ -375,7 +375,7 @@ async def test_a_stack_outlives_who_listens_to_it() -> None:
         serving = await life.until("serving")
         transport: Any = life.process._transport  # type: ignore[attr-defined]
         transport.get_pipe_transport(1).close()
-        for name in ("target", "gateway", "target"):
+        for name in ("target", "gateway"):
             [pid] = child_of(life.process.pid, MODULES[name])
             os.kill(pid, signal.SIGKILL)
 

@@ -7,7 +7,7 @@ import pytest
 from support.basics import eventually
 
 from outrider.errors import Overloaded
-from outrider.rpc.memory import SHORT_BYTES, Memory
+from outrider.rpc.memory import SHORT_BYTES, STRANGERS, Memory
 
 LONG = SHORT_BYTES + 1
 
@@ -74,3 +74,54 @@ async def test_one_holder_leaves_half_to_the_others() -> None:
         one.give_back()
         await eventually(waiting.done)
     assert memory.held == 0
+
+
+async def test_who_reads_is_hurried_by_those_it_keeps_waiting() -> None:
+    """Alone it has all its time; then the rest of its hurried time, be it there before the others or after them."""
+    memory, ended = Memory(16 * LONG, wait_s=60), list[str]()
+
+    async def read(whose: str, num_bytes: int, hurried_s: float) -> None:
+        with memory.share(whose) as share:
+            await share.take(num_bytes)
+            with pytest.raises(TimeoutError):
+                async with memory.reading(share, 3600, hurried_s):
+                    await asyncio.Event().wait()
+            ended.append(whose)
+
+    silent = [asyncio.create_task(read(whose, 7 * LONG, 0.01)) for whose in ("a", "b")]
+    await eventually(lambda: memory.held == 14 * LONG)
+    assert not ended
+    with memory.share("c") as share:
+        await share.take(2 * LONG)
+        await asyncio.gather(*silent)
+        # One that waits for the half of its own name hurries no other's reader.
+        slow = asyncio.create_task(read("d", LONG, 0.01))
+        first, second = (asyncio.create_task(read("e", 7 * LONG, 0.01)) for _ in range(2))
+        await asyncio.gather(first)
+        assert not slow.done()
+        last = asyncio.create_task(read("f", 7 * LONG, 0.01))
+        await asyncio.gather(slow, second)
+        assert not last.done()
+        last.cancel()
+        await asyncio.wait({last})
+    assert ended[:3] == ["a", "b", "e"]
+    assert memory.held == 0
+
+
+async def test_strangers_come_last() -> None:
+    """Those who are known pass them."""
+    memory, order = Memory(16 * LONG, wait_s=60), list[str]()
+
+    async def hold(name: str, whose: str) -> None:
+        with memory.share(whose) as share:
+            await share.take(13 * LONG)
+            order.append(name)
+
+    with memory.share() as first:
+        await first.take(2 * LONG)
+        names = {"old": STRANGERS, "new": STRANGERS, "known": "a", "nameless": ""}
+        waiting = [asyncio.create_task(hold(*each)) for each in names.items()]
+        await asyncio.sleep(0)
+        assert not order
+    await asyncio.gather(*waiting)
+    assert order == ["known", "nameless", "old", "new"]
