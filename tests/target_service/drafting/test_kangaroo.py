@@ -23,7 +23,7 @@ from support.services.stepped_target import (
     plain,
 )
 
-from outrider.drafters.drafter import Drafter
+from outrider.drafters.drafter import Drafter, GuessLimits
 from outrider.drafters.hosted import FeatureCopy
 from outrider.drafters.shelf.early_exit import Kangaroo
 from outrider.engine.batching import Feed
@@ -132,7 +132,7 @@ def test_guesses_that_nobody_waits_for_any_longer_leave_the_target_alone(
     own = OwnTarget(target, hosting)
     own.ask(spec, 0)
     own.run()
-    own.sessions.acknowledge(own.fence(1, len(own.tokens)), 40, 0, own.answers, count)
+    own.sessions.acknowledge(own.fence(1, len(own.tokens)), 40, 0, own.answers, GuessLimits(count))
     own.device.step(own.verifier.advance)
     own.go_on(0, 40)
     own.run()
