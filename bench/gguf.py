@@ -59,7 +59,8 @@ async def served_answers(
 ) -> dict[str, list[tuple[int, ...]]]:
     """Token ids of the answers to all questions under each setting, over chat."""
     # transformers' answers have no defaults of a GGUF file either.
-    stack = Stack(str(model), None, dtype=Dtype.FLOAT32.value, threads=threads, generation_defaults=NONE)
+    plain = {"--generation-defaults": NONE}
+    stack = Stack(str(model), None, gateway_flags=plain, dtype=Dtype.FLOAT32.value, threads=threads)
     said: dict[str, list[tuple[int, ...]]] = {}
     async with Supervisor(note, service_log) as supervisor:
         addresses = await start_stack(supervisor, stack)
