@@ -24,7 +24,7 @@ import transformers
 from bench.common import machine, revision
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
-from outrider.cli.local_stack import Stack, start_stack
+from outrider.cli.local_stack import Flags, Stack, start_stack
 from outrider.cli.running import note, service_log
 from outrider.client import AsyncClient, Speculation
 from outrider.engine.models.checkpoints import find_checkpoint
@@ -59,8 +59,8 @@ async def served_answers(
 ) -> dict[str, list[tuple[int, ...]]]:
     """Token ids of the answers to all questions under each setting, over chat."""
     # transformers' answers have no defaults of a GGUF file either.
-    plain = {"--generation-defaults": NONE}
-    stack = Stack(str(model), None, gateway_flags=plain, dtype=Dtype.FLOAT32.value, threads=threads)
+    flags: Flags = {"--generation-defaults": NONE}
+    stack = Stack(str(model), None, gateway_flags=flags, dtype=Dtype.FLOAT32.value, threads=threads)
     said: dict[str, list[tuple[int, ...]]] = {}
     async with Supervisor(note, service_log) as supervisor:
         addresses = await start_stack(supervisor, stack)

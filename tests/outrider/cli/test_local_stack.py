@@ -134,7 +134,7 @@ def test_what_guesses_in_the_target_s_process_is_told_to_the_target_alone() -> N
 
 
 def test_a_draft_in_the_target_s_process_has_threads_of_its_own() -> None:
-    """As many as it would have in a service; without a draft the target hears of neither."""
+    """As many as it would have in a service; without a draft the target gets neither."""
     hosted = HostedOptions(draft_in_target=True)
     given = {name: value for name, value in hosted.target_flags("models/draft", 2).items() if value is not None}
     assert given == {"--draft-model": "models/draft", "--draft-threads": 2}
