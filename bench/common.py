@@ -23,7 +23,7 @@ from outrider.cli.running import Interrupts, note, service_log
 from outrider.client import AsyncClient, GenerationOptions, Result, Round, Speculation, Stream
 from outrider.errors import InvalidRequest, ModelRefused, OutriderError
 from outrider.generation_defaults import NONE
-from outrider.model_service.settings import MAX_THREADS, Dtype, available_cpus, check_cascade
+from outrider.model_service.settings import MAX_THREADS, Dtype, available_cpus
 from outrider.parameters import SamplingParameters, SessionSpec
 from outrider.process.children import Supervisor
 from outrider.process.options import between, refuse_together, run_app
@@ -278,19 +278,16 @@ def stack_of(models: MeasuredModels, cpus: ComputeThreads) -> Stack:
     return Stack(
         target=target,
         draft=draft,
-        head=head,
+        target_flags={"--head": head},
+        draft_flags=models.draft_flags(),
+        # Only what a measurement says counts, whatever its model recommends.
+        gateway_flags={"--no-lookup": True, "--generation-defaults": NONE},
         dtype=(models.dtype or Dtype.BFLOAT16).value,
         threads=cpus.threads or available_cpus(),
         draft_threads=cpus.draft_threads or 1,
         draft_dtype=models.draft_dtype.value if models.draft_dtype else None,
-        top_n=models.top_n,
-        cascade=check_cascade(models.cascade or "", models.cascade_depth or 0),
-        cascade_depth=models.cascade_depth or 0,
         # A prompt that is asked again under other settings must cost the same again.
         prefix_cache=False,
-        looks=False,
-        # Only what a measurement says counts, whatever its model recommends.
-        generation_defaults=NONE,
     )
 
 

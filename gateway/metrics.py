@@ -14,9 +14,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from gateway.generation.admission import Admission
 from gateway.generation.backend import Backend
+from gateway.generation.events import CompletionEvent, Event, RoundEvent, counts_by_drafter
 from gateway.generation.request import CheckedRequest
-from gateway.generation.sample import CompletionEvent, Event, RoundEvent
-from gateway.generation.transcript import counts_by_drafter
 from gateway.keys.door import Door
 from gateway.rounds.round import FallbackReason, Round, TokenOrigin
 from gateway.sessions.peer import ROLLBACK_S
@@ -226,10 +225,10 @@ class GatewayMetrics:
         self.answer_size.add(num_tokens)
         self.total.add(event.total_us / 1e6)
         self.prefill.add(max(0, event.first_token_us - event.queue_us) / 1e6)
-        self.decode.add((event.total_us - event.first_token_us) / 1e6)
+        self.decode.add(event.decode_us / 1e6)
         self.inference.add(max(0, event.total_us - event.queue_us) / 1e6)
         if num_tokens > 1:
-            self.per_token.add((event.total_us - event.first_token_us) / 1e6 / (num_tokens - 1))
+            self.per_token.add(event.decode_us / 1e6 / (num_tokens - 1))
 
 
 class Watched:

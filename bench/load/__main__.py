@@ -156,14 +156,12 @@ def load(
     if wanted.address is None:
         stack = replace(stack_of(models, cpus), rest_port=0)
         # Beside the draft service, so that drafters can be compared.
+        target_flags = hosted.target_flags(stack.draft, stack.draft_threads)
         stack = replace(
             stack,
-            hosted_draft=stack.draft if hosted.draft_in_target else None,
-            head=hosted.head or stack.head,
-            exit_layer=hosted.exit_layer,
-            lookahead=bool(hosted.lookahead),
+            target_flags=target_flags | {"--head": hosted.head or stack.target_flags["--head"]},
             # They would find the answers of the turns before.
-            looks=LOOKUP in wanted.drafters.split(","),
+            gateway_flags=stack.gateway_flags | {"--no-lookup": LOOKUP not in wanted.drafters.split(",")},
         )
 
     async def measuring(interrupts: Interrupts) -> None:

@@ -7,15 +7,15 @@ are left out and counted, because an audit takes the target's time.
 import asyncio
 import random
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter
 
+from gateway.generation.events import CompletionEvent
 from gateway.generation.request import CheckedRequest
-from gateway.generation.transcript import Transcript
 from gateway.rounds.round import Round
 from gateway.sessions.peer import ModelInfo
 from outrider.errors import OutriderError
@@ -26,6 +26,7 @@ MAX_WAITING = 16
 log = structlog.get_logger()
 
 Decode = Callable[[CheckedRequest, ModelInfo], AsyncGenerator[Round, None]]
+Finished = tuple[CheckedRequest, tuple[int, ...], CompletionEvent, ModelInfo]
 
 
 class ShadowAudit:
@@ -33,23 +34,25 @@ class ShadowAudit:
 
     def __init__(self, fraction: float, registry: CollectorRegistry) -> None:
         self._fraction = fraction
-        self._waiting: asyncio.Queue[tuple[CheckedRequest, Transcript, ModelInfo]] = asyncio.Queue(MAX_WAITING)
+        self._waiting: asyncio.Queue[Finished] = asyncio.Queue(MAX_WAITING)
         self._audits = Counter("outrider_audit", "Finished requests decoded again and compared.", registry=registry)
         meaning = "Audited requests whose tokens plain decoding does not give."
         self._mismatches = Counter("outrider_audit_mismatch", meaning, registry=registry)
         meaning = "Requests chosen for an audit without a result."
         self._skipped = Counter("outrider_audit_skipped", meaning, ["reason"], registry=registry)
 
-    def offer(self, request: CheckedRequest, transcript: Transcript, target: ModelInfo) -> None:
+    def offer(
+        self, request: CheckedRequest, token_ids: Sequence[int], completion: CompletionEvent, target: ModelInfo
+    ) -> None:
         """Takes note of a finished request, if its turn has come."""
         if request.spec.acceptance.rule is not Rule.MATCH or random.random() >= self._fraction:
             return
-        if len(transcript.numerics_ids) != 1:
+        if len(completion.numerics_ids) != 1:
             # A request that was moved to another kind of target has no single plain decoding.
             self._skipped.labels("numerics").inc()
             return
         try:
-            self._waiting.put_nowait((request, transcript, target))
+            self._waiting.put_nowait((request, tuple(token_ids), completion, target))
         except asyncio.QueueFull:
             self._skipped.labels("busy").inc()
 
@@ -58,7 +61,7 @@ class ShadowAudit:
         while True:
             finished = await self._waiting.get()
             try:
-                await self._audit(*finished, decode)
+                await self._audit(finished, decode)
             except OutriderError as error:
                 self._skipped.labels("failed").inc()
                 log.warning("audit failed", reason=error.message)
@@ -67,8 +70,9 @@ class ShadowAudit:
                 self._skipped.labels("failed").inc()
                 log.exception("audit failed")
 
-    async def _audit(self, request: CheckedRequest, transcript: Transcript, target: ModelInfo, decode: Decode) -> None:
-        expected, numerics_id = tuple(transcript.token_ids), transcript.numerics_ids[0]
+    async def _audit(self, finished: Finished, decode: Decode) -> None:
+        request, expected, completion, target = finished
+        numerics_id = completion.numerics_ids[0]
         token_ids: list[int] = []
         numerics_ids: set[str] = set()
         # Only tokens are compared, so the target need not send log-probabilities, least of all a prompt's.
@@ -86,7 +90,7 @@ class ShadowAudit:
             return
         self._audits.inc()
         # A stop string ends the text, and plain decoding of tokens knows nothing of it.
-        ends_alike = transcript.finish_reason in {FinishReason.STOP_STRING, committed.verdict.finish_reason}
+        ends_alike = completion.finish_reason in {FinishReason.STOP_STRING, committed.verdict.finish_reason}
         if tuple(token_ids[: len(expected)]) == expected and ends_alike:
             return
         self._mismatches.inc()

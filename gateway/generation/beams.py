@@ -9,8 +9,9 @@ from itertools import repeat
 from gateway.beams.record import BeamRecord, Hypothesis
 from gateway.beams.search import search
 from gateway.beams.sessions import BeamDraftSession, BeamTargetSession
-from gateway.generation.sample import CompletionEvent, Event, RequestContext, RoundEvent, new_reader
-from gateway.generation.transcript import ENDING_TOKENS, GeneratedToken, SpeculationFigures, StopScanner, Transcript
+from gateway.generation.events import Event, OutputToken, RoundEvent, SampleCounts, SpeculationCounts
+from gateway.generation.sample import RequestContext, new_reader
+from gateway.generation.transcript import ENDING_TOKENS, StopScanner, Transcript
 from gateway.rounds.round import TokenOrigin
 from gateway.sessions.draft import AbsentDraftSession
 from outrider.beams import BeamSearch
@@ -32,53 +33,28 @@ async def searched(context: RequestContext, beams: BeamSearch, queue_us: int) ->
         drafting = backend.drafting(request, context.target)
         (replicas, seat), *_ = backend.drafts_for(request, drafting)
         draft = BeamDraftSession(replicas, backend.draft_deadline, spec, record, session_id, True, seat)
-    # Keeps the facts of the rounds.
-    transcript = Transcript(backend.tokenizer.detokenizer(), StopScanner(()))
-    first_token_us = 0
+    counts = SampleCounts()
     async with aclosing(search(record, target, draft, draft_count)) as rounds:
         async for committed in rounds:
-            num_numerics = max(1, len(transcript.numerics_ids))
-            transcript.take(committed)
             elapsed_us = context.elapsed_us
-            first_token_us = first_token_us or elapsed_us
-            new_numerics_id = "".join(transcript.numerics_ids[num_numerics:])
-            yield RoundEvent((), committed, new_numerics_id, elapsed_us=elapsed_us)
+            yield RoundEvent((), committed, counts.add(committed, elapsed_us), elapsed_us=elapsed_us)
     for index, hypothesis in enumerate(record.finished):
-        told = Transcript(
+        if index == 1:
+            # One search makes all sequences, and is counted once.
+            counts = replace(counts, speculation=SpeculationCounts(), target_reopens=0, drift_repairs=0)
+        said = Transcript(
             backend.tokenizer.detokenizer(), StopScanner(()), reader=new_reader(request, backend.tokenizer)
         )
-        told.finish_reason = hypothesis.finish_reason
-        tokens = _spelt(hypothesis, told)
-        deltas = told.take_deltas()
+        said.finish_reason = hypothesis.finish_reason
+        tokens = _spelt(hypothesis, said)
+        deltas = said.take_deltas()
         yield RoundEvent(tokens, None, sample_index=index, elapsed_us=context.elapsed_us, deltas=deltas)
-        yield CompletionEvent(
-            finish_reason=hypothesis.finish_reason,
-            prompt_tokens=spec.prompt_len,
-            cached_prompt_tokens=transcript.cached_prompt_tokens,
-            completion_tokens=len(tokens),
-            seed=spec.seed,
-            # One search makes all sequences, and is counted once.
-            figures=transcript.figures if index == 0 else SpeculationFigures(),
-            model_hash=model_hash,
-            numerics_ids=tuple(transcript.numerics_ids),
-            target_reopens=transcript.target_reopens if index == 0 else 0,
-            drift_repairs=transcript.drift_repairs if index == 0 else 0,
-            text_delta=told.finish(),
-            deltas=told.take_deltas(),
-            has_calls=told.has_calls,
-            reasoning_tokens=told.reasoning_tokens,
-            first_token_us=first_token_us,
-            total_us=context.elapsed_us,
-            queue_us=queue_us,
-            sample_index=index,
-            acceptance=spec.acceptance,
-            cumulative_logprob=hypothesis.cumulative_logprob,
-            sampling=spec.sampling,
-        )
+        yield context.completed(said, counts, index, queue_us, hypothesis.cumulative_logprob)
 
 
-def _spelt(hypothesis: Hypothesis, told: Transcript) -> tuple[GeneratedToken, ...]:
-    """The tokens of a sequence with their text."""
+def _spelt(hypothesis: Hypothesis, said: Transcript) -> tuple[OutputToken, ...]:
+    """Tokens of a sequence with their text, which a transcript takes."""
     last = len(hypothesis.token_ids) - 1 if hypothesis.finish_reason in ENDING_TOKENS else -1
-    texts = [told.say(token_id, is_end=place == last) for place, token_id in enumerate(hypothesis.token_ids)]
-    return tuple(map(GeneratedToken, hypothesis.token_ids, repeat(TokenOrigin.PLAIN), texts))
+    texts = [said.say(token_id, is_end=place == last) for place, token_id in enumerate(hypothesis.token_ids)]
+    said.token_ids += hypothesis.token_ids
+    return tuple(map(OutputToken, hypothesis.token_ids, repeat(TokenOrigin.PLAIN), texts))

@@ -17,9 +17,10 @@ import structlog
 from gateway.generation.admission import Admission, Reservation
 from gateway.generation.backend import Backend
 from gateway.generation.beams import searched
+from gateway.generation.events import Event
 from gateway.generation.request import CheckedRequest, GenerationRequest
 from gateway.generation.request_log import RequestLog
-from gateway.generation.sample import Event, RequestContext, merged, prepare
+from gateway.generation.sample import RequestContext, merged, prepare
 from gateway.keys.door import Entrance
 from gateway.keys.tenant import Spending, Tenant
 from gateway.text.chat_template import ChatTemplate

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 import structlog
 
+from gateway.generation.events import CompletionEvent, Event, SpeculationCounts
 from gateway.generation.request import CheckedRequest
-from gateway.generation.sample import CompletionEvent, Event
-from gateway.generation.transcript import SpeculationFigures
 from outrider.errors import OutriderError
 
 log = structlog.get_logger()
@@ -29,7 +28,7 @@ class RequestLog:
         self.num_tokens = 0
         """Number of output tokens of all samples."""
         self._completions: list[CompletionEvent] = []
-        self._figures = SpeculationFigures()
+        self._counts = SpeculationCounts()
 
     @property
     def prompt_tokens(self) -> int:
@@ -44,10 +43,10 @@ class RequestLog:
             self._first_token_s = time.monotonic()
         self.num_tokens += len(event.tokens)
         if event.committed is not None and not event.committed.is_first:
-            self._figures.add(event.committed)
+            self._counts.add(event.committed)
 
     def ended(self, error: BaseException | None) -> None:
-        ended_s, figures = time.monotonic(), self._figures
+        ended_s, figures = time.monotonic(), self._counts.figures
         if error is None:
             status = "OK"
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):

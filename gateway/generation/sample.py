@@ -5,20 +5,13 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from gateway.generation.backend import Backend
+from gateway.generation.events import CompletionEvent, Event, GuessFacts, RejectedGuess, RoundEvent, SampleCounts
 from gateway.generation.request import CheckedRequest, GenerationRequest, check_request, new_seed
-from gateway.generation.transcript import (
-    GeneratedToken,
-    GuessFacts,
-    PromptToken,
-    RejectedToken,
-    SpeculationFigures,
-    StopScanner,
-    Transcript,
-)
+from gateway.generation.transcript import StopScanner, Transcript
 from gateway.rounds.planner import Drafting, RoundPlanner
 from gateway.rounds.round import Round, TokenLog
 from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
@@ -28,68 +21,13 @@ from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.reader import AnswerReader
-from outrider.deltas import Delta
+from outrider.completion import PromptToken
 from outrider.errors import NoTokenLeft, ProtocolViolation
 from outrider.grammar import GrammarRefused
-from outrider.parameters import Acceptance, FinishReason, SamplingParameters
 from outrider.process import telemetry
 
 EventT = TypeVar("EventT")
 ItemT = TypeVar("ItemT")
-
-
-@dataclass(slots=True)
-class RoundEvent:
-    """A round was committed, by a target of new numerics when new_numerics_id is not empty. The prompt's tokens come
-    with the first round of the first sample, if they were asked for. The tokens of a beam come when its search is over,
-    without a round: those that made them had no tokens.
-    """
-
-    tokens: tuple[GeneratedToken, ...]
-    committed: Round | None
-    new_numerics_id: str = ""
-    sample_index: int = 0
-    prompt_tokens: tuple[PromptToken, ...] = ()
-    rejected: tuple[RejectedToken, ...] = ()
-    elapsed_us: int = 0  # when the tokens were there, since the gateway received the request
-    deltas: tuple[Delta, ...] = ()
-    """New pieces of the answer, in order; only content unless the request said how its answer is to be read."""
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionEvent:
-    """A sample ended. Times are microseconds since the gateway received the request."""
-
-    finish_reason: FinishReason
-    prompt_tokens: int
-    cached_prompt_tokens: int
-    completion_tokens: int
-    seed: int
-    figures: SpeculationFigures
-    model_hash: str
-    numerics_ids: tuple[str, ...]
-    target_reopens: int
-    drift_repairs: int
-    text_delta: str
-    first_token_us: int
-    total_us: int
-    queue_us: int
-    sample_index: int
-    acceptance: Acceptance
-    cumulative_logprob: float | None = None  # of a beam
-    deltas: tuple[Delta, ...] = ()
-    has_calls: bool = False
-    """Whether there are calls of tools among all deltas."""
-    reasoning_tokens: int = 0
-    stop_string: str | None = None
-    """Stop string that ended the answer."""
-    ignored_keywords: tuple[str, ...] = ()
-    """Keywords of a lenient schema that were not enforced."""
-    sampling: SamplingParameters = field(default_factory=SamplingParameters)
-    """Sampling parameters, with the defaults that took effect."""
-
-
-Event = RoundEvent | CompletionEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +52,42 @@ class RequestContext:
         """
         return _sample(replace(self, request=self.request.sample(index)), queue_us)
 
+    def completed(
+        self, said: Transcript, counts: SampleCounts, index: int, queue_us: int, cumulative_logprob: float | None = None
+    ) -> CompletionEvent:
+        """The last event of a sample, with the text that is left of it. Raises ProtocolViolation if it has no end."""
+        spec, text_delta = self.request.spec, said.finish()
+        if said.finish_reason is None:
+            raise ProtocolViolation("the rounds ended without a finish reason")
+        accepted_count, rejected_count = counts.speculation.prediction_counts
+        return CompletionEvent(
+            finish_reason=said.finish_reason,
+            text_delta=text_delta,
+            deltas=said.take_deltas(),
+            stop_string=said.scanner.found,
+            sample_index=index,
+            seed=spec.seed,
+            prompt_tokens=spec.prompt_len,
+            cached_prompt_tokens=counts.cached_prompt_tokens,
+            completion_tokens=len(said.token_ids),
+            accepted_prediction_tokens=accepted_count,
+            rejected_prediction_tokens=rejected_count,
+            reasoning_tokens=said.reasoning_tokens,
+            speculation=counts.speculation.figures,
+            first_token_us=counts.first_token_us,
+            total_us=self.elapsed_us,
+            queue_us=queue_us,
+            target_reopens=counts.target_reopens,
+            drift_repairs=counts.drift_repairs,
+            model_hash=self.target.model_hash,
+            numerics_ids=tuple(counts.numerics_ids),
+            acceptance=spec.acceptance,
+            sampling=spec.sampling,
+            cumulative_logprob=cumulative_logprob,
+            has_calls=said.has_calls,
+            ignored_keywords=() if spec.grammar is None else spec.grammar.ignored_keywords,
+        )
+
 
 async def prepare(request: GenerationRequest, backend: Backend) -> RequestContext:
     """Checks a request. Raises InvalidRequest, PromptTooLong, and what is said of a target that is away."""
@@ -130,18 +104,15 @@ async def _sample(context: RequestContext, queue_us: int) -> AsyncGenerator[Even
     tells_guesses = request.spec.draft_logprobs
     scanner, reader = StopScanner(request.stops, request.naming_stops), new_reader(request, tokenizer)
     transcript = Transcript(tokenizer.detokenizer(), scanner, tells_guesses, reader, request.spec.sampling.min_tokens)
-    first_token_us = 0
+    counts = SampleCounts()
     async with aclosing(_rounds(request, backend, context.target)) as rounds:
         async for committed in rounds:
             elapsed_us = context.elapsed_us
-            first_token_us = first_token_us or elapsed_us
-            num_numerics = max(1, len(transcript.numerics_ids))
-            tokens = transcript.take(committed)
             yield RoundEvent(
-                tokens=tokens,
+                tokens=transcript.take(committed),
                 deltas=transcript.take_deltas(),
                 committed=committed,
-                new_numerics_id="".join(transcript.numerics_ids[num_numerics:]),
+                new_numerics_id=counts.add(committed, elapsed_us),
                 sample_index=request.sample_index,
                 prompt_tokens=await _prompt_tokens(request, tokenizer, committed),
                 rejected=_rejected(tokenizer, committed) if tells_guesses else (),
@@ -149,34 +120,9 @@ async def _sample(context: RequestContext, queue_us: int) -> AsyncGenerator[Even
             )
             if transcript.finish_reason is not None:
                 break
-    text_delta = transcript.finish()
-    if transcript.finish_reason is None:
-        raise ProtocolViolation("the rounds ended without a finish reason")
-    backend.audit.offer(request, transcript, context.target)
-    yield CompletionEvent(
-        finish_reason=transcript.finish_reason,
-        prompt_tokens=request.spec.prompt_len,
-        cached_prompt_tokens=transcript.cached_prompt_tokens,
-        completion_tokens=len(transcript.token_ids),
-        seed=request.spec.seed,
-        figures=transcript.figures,
-        model_hash=context.target.model_hash,
-        numerics_ids=tuple(transcript.numerics_ids),
-        target_reopens=transcript.target_reopens,
-        drift_repairs=transcript.drift_repairs,
-        text_delta=text_delta,
-        first_token_us=first_token_us,
-        total_us=context.elapsed_us,
-        queue_us=queue_us,
-        sample_index=request.sample_index,
-        acceptance=request.spec.acceptance,
-        deltas=transcript.take_deltas(),
-        has_calls=transcript.has_calls,
-        reasoning_tokens=transcript.reasoning_tokens,
-        stop_string=transcript.scanner.found,
-        ignored_keywords=() if request.spec.grammar is None else request.spec.grammar.ignored_keywords,
-        sampling=request.spec.sampling,
-    )
+    completion = context.completed(transcript, counts, request.sample_index, queue_us)
+    backend.audit.offer(request, transcript.token_ids, completion, context.target)
+    yield completion
 
 
 async def _rounds(request: CheckedRequest, backend: Backend, target: ModelInfo) -> AsyncGenerator[Round, None]:
@@ -211,11 +157,11 @@ async def _prompt_tokens(request: CheckedRequest, tokenizer: Tokenizer, committe
     return tuple(map(PromptToken, prompt, texts, (None, *logprobs)))
 
 
-def _rejected(tokenizer: Tokenizer, committed: Round) -> tuple[RejectedToken, ...]:
+def _rejected(tokenizer: Tokenizer, committed: Round) -> tuple[RejectedGuess, ...]:
     proposal, rows = committed.proposal, committed.rejected_rows
     token_ids = [proposal.tree.token_ids[row - 1] for row in rows]
     texts = [tokenizer.decode([token_id]) for token_id in token_ids]
-    return tuple(map(RejectedToken, token_ids, texts, [GuessFacts.of(proposal, row) for row in rows]))
+    return tuple(map(RejectedGuess, token_ids, texts, [GuessFacts.of(proposal, row) for row in rows]))
 
 
 def decode(request: CheckedRequest, backend: Backend, target: ModelInfo) -> AsyncGenerator[Round, None]:

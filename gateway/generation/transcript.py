@@ -1,4 +1,4 @@
-"""What one request says and what it took: text, stop strings, facts and figures.
+"""What one sample says: its tokens as text, which ends at a stop string.
 
 A stop string is found in text that arrives in pieces, and no text is given past one or that may become one. Which stop
 string wins does not depend on how the text is cut: the one that is complete first, and of several that are complete at
@@ -6,24 +6,17 @@ the same character the longest. A special token is no text for clients, and for 
 name of one in them: for those it stands in its place.
 """
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, Self
 
-from gateway.rounds.round import Proposal, Round, TokenOrigin
+from gateway.generation.events import GuessFacts, OutputToken
+from gateway.rounds.round import Round
 from gateway.text.tokenizer import Detokenizer
 from gateway.tools.reader import AnswerReader, joined
 from outrider.deltas import ContentDelta, Delta
-from outrider.parameters import FinishReason, TokenLogprob
+from outrider.parameters import FinishReason
 
-FIGURES = (
-    *("rounds", "drafts", "draft_tokens", "accepted_tokens", "evaluated_tokens"),
-    *("acceptance_rate", "draft_acceptance_rate", "mean_acceptance_length", "fallback_rounds"),
-)
-# The source of guesses that come from the request's prediction.
-PREDICTION = "prediction"
 ENDING_TOKENS = (FinishReason.EOS, FinishReason.STOP_TOKEN)
 
 
@@ -102,146 +95,6 @@ class _StopString:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class GuessFacts:
-    """A row of a proposal, counted from 1, and the row above it, 0 for the last committed token; who guessed it, with
-    its log-probability and the estimate that it would be kept, where the drafter sent them.
-    """
-
-    row: int
-    parent: int
-    drafter: str
-    draft_logprob: float | None
-    value: float | None
-
-    @classmethod
-    def of(cls, proposal: Proposal, row: int) -> Self:
-        """Facts of a row of a proposal."""
-        tree, index = proposal.tree, row - 1
-        logprob = tree.logprobs[index] if tree.logprobs else None
-        value = tree.values[index] if tree.values else None
-        return cls(row, tree.parents[index], proposal.source(row), logprob, value)
-
-
-@dataclass(slots=True)
-class GeneratedToken:
-    """A token of the output and the text that was final with it; of an accepted one the guess, if they are reported."""
-
-    token_id: int
-    origin: TokenOrigin
-    text: str
-    logprob: TokenLogprob | None = None
-    guess: GuessFacts | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RejectedToken:
-    """A guess that was not kept; its text is that of the token alone."""
-
-    token_id: int
-    text: str
-    guess: GuessFacts
-
-
-@dataclass(frozen=True, slots=True)
-class PromptToken:
-    """A token of an echoed prompt; the first has no log-probability."""
-
-    token_id: int
-    text: str
-    logprob: TokenLogprob | None
-
-
-def round_facts(committed: Round) -> dict[str, Any]:
-    """Facts of a round, by the names of RoundFacts in generation_service.proto."""
-    proposal, verdict = committed.proposal, committed.verdict
-    return {
-        "base_len": verdict.base_len,
-        "draft_count": committed.draft_count,
-        "accepted_count": committed.accepted_count,
-        "evaluated_count": verdict.evaluated_count,
-        "fallback_reason": None if proposal.fallback_reason is None else proposal.fallback_reason.value,
-        "draft_compute_us": proposal.compute_us,
-        "verify_compute_us": verdict.compute_us,
-        "draft_queue_us": proposal.hop.queue_us,
-        "verify_queue_us": verdict.hop.queue_us,
-        "draft_wait_us": proposal.hop.wait_us,
-        "verify_wait_us": verdict.hop.wait_us,
-        "round_us": committed.round_us,
-        "draft_bytes": proposal.hop.num_bytes,
-        "verify_bytes": verdict.hop.num_bytes,
-        "target_reopens": verdict.reopens,
-        "drafter": proposal.drafter,
-    }
-
-
-def counts_by_drafter(committed: Round) -> dict[str, tuple[int, int]]:
-    """Draft tokens of a round and those of them that were accepted, by who guessed them; empty without a proposal."""
-    proposal = committed.proposal
-    if not proposal.sources:
-        counts = (committed.draft_count, committed.accepted_count)
-        return {proposal.drafter: counts} if proposal.tree else {}
-    accepted = Counter(map(proposal.source, committed.verdict.accepted_rows))
-    return {drafter: (count, accepted[drafter]) for drafter, count in Counter(proposal.sources).items()}
-
-
-@dataclass(slots=True)
-class SpeculationFigures:
-    """Figures of speculation in a request, counted as generation_service.proto says.
-
-    `drafters` has the draft tokens of each drafter and those of them that were accepted.
-    """
-
-    rounds: int = 0
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    evaluated_tokens: int = 0
-    fallback_rounds: int = 0
-    drafters: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-    def add(self, committed: Round) -> None:
-        """Counts a round that is not the prompt's own pass."""
-        self.rounds += 1
-        self.drafts += committed.draft_count > 0
-        self.draft_tokens += committed.draft_count
-        self.accepted_tokens += committed.accepted_count
-        self.evaluated_tokens += committed.verdict.evaluated_count
-        self.fallback_rounds += committed.proposal.fallback_reason is not None
-        for drafter, (drafted, accepted) in counts_by_drafter(committed).items():
-            drafted_before, accepted_before = self.drafters.get(drafter, (0, 0))
-            self.drafters[drafter] = (drafted_before + drafted, accepted_before + accepted)
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted over evaluated draft tokens, the alpha of the papers; 0 when nothing was evaluated."""
-        return self.accepted_tokens / max(1, self.evaluated_tokens)
-
-    @property
-    def draft_acceptance_rate(self) -> float:
-        """Accepted over drafted tokens, as vLLM counts it; 0 when nothing was drafted."""
-        return self.accepted_tokens / max(1, self.draft_tokens)
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Tokens committed in a round with a draft, on average, as vLLM counts it; 1 when there was none."""
-        return 1 + self.accepted_tokens / max(1, self.drafts)
-
-    @property
-    def prediction_counts(self) -> tuple[int, int]:
-        """Guesses from the request's prediction that were accepted, and that were not."""
-        drafted, accepted = self.drafters.get(PREDICTION, (0, 0))
-        return accepted, drafted - accepted
-
-    def facts(self) -> dict[str, Any]:
-        """Counts and rates, by their names in generation_service.proto."""
-        by_drafter = [
-            {"drafter": drafter, "draft_tokens": drafted, "accepted_tokens": accepted}
-            for drafter, (drafted, accepted) in self.drafters.items()
-        ]
-        return {**{name: getattr(self, name) for name in FIGURES}, "drafters": by_drafter}
-
-
 @dataclass(slots=True)
 class Transcript:
     """Turns rounds into text until the request ends, by the target's word or by a stop string.
@@ -258,11 +111,6 @@ class Transcript:
     token_ids: list[int] = field(default_factory=list)
     reasoning_tokens: int = 0
     finish_reason: FinishReason | None = None
-    numerics_ids: list[str] = field(default_factory=list)
-    target_reopens: int = 0
-    drift_repairs: int = 0
-    cached_prompt_tokens: int = 0
-    figures: SpeculationFigures = field(default_factory=SpeculationFigures)
     _deltas: list[Delta] = field(default_factory=list)
     _num_spared: int = 0
     """Characters of the first min_tokens tokens that the reader holds back at most."""
@@ -321,18 +169,10 @@ class Transcript:
             self._deltas.append(ContentDelta(content))
         return content
 
-    def take(self, committed: Round) -> tuple[GeneratedToken, ...]:
+    def take(self, committed: Round) -> tuple[OutputToken, ...]:
         """The tokens of a round with their text. Tokens after the one that completes a stop string do not exist."""
         verdict = committed.verdict
-        if self.numerics_ids[-1:] != [verdict.numerics_id]:
-            self.numerics_ids.append(verdict.numerics_id)
-        self.target_reopens += verdict.reopens
-        self.drift_repairs += committed.drift_repairs
-        if committed.is_first:
-            self.cached_prompt_tokens = verdict.prefix_len
-        else:
-            self.figures.add(committed)
-        tokens: list[GeneratedToken] = []
+        tokens: list[OutputToken] = []
         # The target's own token comes after all of them.
         rows = verdict.accepted_rows if self.tells_guesses else ()
         self.finish_reason = verdict.finish_reason
@@ -341,7 +181,7 @@ class Transcript:
             text = self.say(token_id, is_end=index == last)
             logprob = verdict.logprobs[index] if verdict.logprobs else None
             guess = GuessFacts.of(committed.proposal, rows[index]) if index < len(rows) else None
-            tokens.append(GeneratedToken(token_id, committed.origins[index], text, logprob, guess))
+            tokens.append(OutputToken(token_id, committed.origins[index], text, logprob, guess))
             self.token_ids.append(token_id)
             if self.scanner.found is not None:
                 self.finish_reason = FinishReason.STOP_STRING

@@ -19,9 +19,8 @@ from gateway.generation.conversation import (
     shows_tools,
     tool_named,
 )
+from gateway.generation.events import CompletionEvent, RoundEvent, round_facts
 from gateway.generation.request import MAX_DRAFTERS, GenerationRequest
-from gateway.generation.sample import CompletionEvent, RoundEvent
-from gateway.generation.transcript import round_facts
 from gateway.rounds.round import FallbackReason, TokenOrigin
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.json_counts import JsonCounts
@@ -32,9 +31,10 @@ from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, Reaso
 from outrider.errors import InvalidRequest, check_count
 from outrider.grammar import MAX_CHOICES, Constraint, ConstraintKind
 from outrider.parameters import MAX_BANNED_WORDS, MAX_STOP_TOKEN_IDS, MAX_STOPS
-from outrider.rpc.messages.round import finish_reason_message, logprob_message
-from outrider.rpc.messages.rules import RULES, acceptance_from, settings_message
-from outrider.rpc.messages.session import sampling_from, sampling_message
+from outrider.rpc.messages.completion import completion_message
+from outrider.rpc.messages.round import logprob_message
+from outrider.rpc.messages.rules import acceptance_from
+from outrider.rpc.messages.session import sampling_from
 from outrider.rpc.messages.tree import shape_from
 from outrider.v1 import generation_service_pb2 as pb
 
@@ -249,33 +249,8 @@ def _variables(message: pb.ChatRequest, template: ChatTemplate) -> dict[str, Any
 def event_message(event: RoundEvent | CompletionEvent) -> pb.GenerateResponse:
     """Message for an event of a request."""
     if isinstance(event, CompletionEvent):
-        accepted_count, rejected_count = event.figures.prediction_counts
-        completion = pb.Completion(
-            finish_reason=finish_reason_message(event.finish_reason),
-            usage=pb.Usage(
-                prompt_tokens=event.prompt_tokens,
-                completion_tokens=event.completion_tokens,
-                cached_prompt_tokens=event.cached_prompt_tokens,
-                accepted_prediction_tokens=accepted_count,
-                rejected_prediction_tokens=rejected_count,
-                reasoning_tokens=event.reasoning_tokens,
-            ),
-            seed=event.seed,
-            speculation=pb.SpeculationFigures(**event.figures.facts()),
-            model_hash=event.model_hash,
-            numerics_id=event.numerics_ids[-1],
-            numerics_ids=event.numerics_ids,
-            survival=pb.SurvivalFigures(target_reopens=event.target_reopens, drift_repairs=event.drift_repairs),
-            text_delta=event.text_delta,
-            timings=pb.Timings(first_token_us=event.first_token_us, total_us=event.total_us, queue_us=event.queue_us),
-            sample_index=event.sample_index,
-            rule=RULES[event.acceptance.rule],
-            acceptance=settings_message(event.acceptance),
-            cumulative_logprob=event.cumulative_logprob,
-            has_calls=event.has_calls,
-            ignored_keywords=event.ignored_keywords,
-            sampling=sampling_message(event.sampling),
-        )
+        completion = completion_message(event)
+        completion.text_delta = event.text_delta
         _write_deltas(completion.deltas, event.deltas)
         return pb.GenerateResponse(completion=completion)
     response = pb.GenerateResponse()

@@ -14,7 +14,7 @@ import structlog
 
 from gateway.keys.table import Key, KeysRefused, find_key, parse_keys, read_file
 from gateway.keys.tenant import Clock, Tenant
-from gateway.keys.usage import OwnUsage, Usage
+from gateway.keys.usage import KeyUsage, OwnUsage
 from outrider.errors import InvalidKey
 
 # Within this time a file can change again without another date: file systems count in ticks.
@@ -30,7 +30,7 @@ log = structlog.get_logger()
 class Door:
     """Lets the holders of a file's keys in."""
 
-    def __init__(self, path: str, clock: Clock = time.monotonic, usage: Usage | None = None) -> None:
+    def __init__(self, path: str, clock: Clock = time.monotonic, usage: KeyUsage | None = None) -> None:
         """`usage` is where the workers of a gateway count together; None counts for this process alone.
 
         Raises KeysRefused about a file that cannot be read, or is no file of keys.

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gateway.keys.table import Key, KeyLimits
-from gateway.keys.usage import MINUTE_S, SLACK, Bucket, OwnUsage, Usage
+from gateway.keys.usage import MINUTE_S, SLACK, Bucket, KeyUsage, OwnUsage
 from outrider.errors import InvalidRequest, PromptTooLong, RateLimited
 
 Clock = Callable[[], float]
@@ -40,7 +40,7 @@ class Tenant:
 
     key: Key
     clock: Clock
-    usage: Usage = field(default_factory=OwnUsage)
+    usage: KeyUsage = field(default_factory=OwnUsage)
     _held_s: float = WAIT_S[0]
 
     @property

@@ -66,7 +66,7 @@ class Account:
     other_held_tokens: int = 0
 
 
-class Usage(Protocol):
+class KeyUsage(Protocol):
     """The accounts of all keys."""
 
     def account(self, name: str) -> AbstractContextManager[Account]:

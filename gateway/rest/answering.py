@@ -17,10 +17,9 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.generation.events import CompletionEvent, Event, OutputToken, RoundEvent
 from gateway.generation.frontend import Frontend
 from gateway.generation.request import GenerationRequest
-from gateway.generation.sample import CompletionEvent, Event, RoundEvent
-from gateway.generation.transcript import GeneratedToken, PromptToken
 from gateway.keys.door import Entrance
 from gateway.rest.bodies import ignored_header
 from gateway.rest.errors import unexpected
@@ -30,6 +29,7 @@ from gateway.rest.openai.asking import in_names_of
 from gateway.rest.openai.models import Finish, finish_of
 from gateway.rest.settings import RestSettings
 from gateway.rest.sse import KEEP_ALIVE, EventStream, while_there
+from outrider.completion import PromptToken
 from outrider.deltas import Delta
 from outrider.errors import OutriderError, ProtocolViolation
 
@@ -39,7 +39,7 @@ class ChoiceBuffer:
     """Choice of an answer that is sent whole."""
 
     texts: list[str] = field(default_factory=list)
-    tokens: list[GeneratedToken] = field(default_factory=list)
+    tokens: list[OutputToken] = field(default_factory=list)
     deltas: list[Delta] = field(default_factory=list)
     prompt_tokens: tuple[PromptToken, ...] = ()
     end: CompletionEvent | None = None

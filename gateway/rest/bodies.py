@@ -91,7 +91,7 @@ class BodyLimits:
                     kept.give_back()
                 await send(message)
 
-            turn = Turn(self._lock, self._parser)
+            turn = ParserTurn(self._lock, self._parser)
             try:
                 try:
                     body = await self._read(headers, receive, coming, state)
@@ -140,7 +140,7 @@ class BodyLimits:
             raise BodyTimeout(f"The body did not come within {self._settings.body_wait_s:g} seconds") from None
         return bytes(body)
 
-    async def _parsed(self, body: bytes, headers: Headers, receive: Receive, kept: Share, turn: "Turn") -> Json:
+    async def _parsed(self, body: bytes, headers: Headers, receive: Receive, kept: Share, turn: "ParserTurn") -> Json:
         kind, encoding = headers.get("content-type", ""), headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise UnsupportedMedia("The body must not be compressed", field="content-encoding", value=encoding[:80])
@@ -161,7 +161,7 @@ class BodyLimits:
         return value
 
 
-class Turn:
+class ParserTurn:
     """The time that a long body has with the parser, until it is checked; a short one has none, and needs none."""
 
     def __init__(self, lock: asyncio.Lock, parser: ThreadPoolExecutor) -> None:
@@ -199,7 +199,7 @@ class ParsedRequest(Request):
 
     async def check(self, bodies: TypeAdapter[Any] | None) -> None:
         """Checks a long body where it was parsed: the framework would do it on the loop. Raises what that raises."""
-        turn: Turn | None = getattr(self.state, "turn", None)
+        turn: ParserTurn | None = getattr(self.state, "turn", None)
         if bodies is None or turn is None or not turn.has_begun:
             return
         value: Json = self.state.json

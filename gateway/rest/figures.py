@@ -2,13 +2,12 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from statistics import fmean
 
+from gateway.generation.events import CompletionEvent, Event, SpeculationCounts
 from gateway.generation.request import CheckedRequest
-from gateway.generation.sample import CompletionEvent, Event
-from gateway.generation.transcript import SpeculationFigures
 from gateway.rest.openai.models import (
     CompletionTokensDetails,
     Facts,
@@ -29,7 +28,7 @@ class ResponseFigures:
     requests: Sequence[CheckedRequest]
     max_draft_count: int
     return_rounds: bool = False
-    figures: SpeculationFigures = field(default_factory=SpeculationFigures)
+    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     steps: list[tuple[int, int]] = field(default_factory=list)
     """Drafted and accepted tokens of every verdict on a proposal."""
     ends: dict[int, CompletionEvent] = field(default_factory=dict)
@@ -52,7 +51,7 @@ class ResponseFigures:
             return
         self.token_counts[index] += len(event.tokens)
         if event.committed is not None and not event.committed.is_first:
-            self.figures.add(event.committed)
+            self.counts.add(event.committed)
             if event.committed.draft_count:
                 self.steps.append((event.committed.draft_count, event.committed.accepted_count))
 
@@ -62,7 +61,7 @@ class ResponseFigures:
         completion_tokens = self.token_counts.total()
         prompt_tokens = sum(request.spec.prompt_len for request in self.requests)
         cached_tokens = sum(end.cached_prompt_tokens for end in firsts)
-        accepted_count, rejected_count = self.figures.prediction_counts
+        accepted_count, rejected_count = self.counts.prediction_counts
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
@@ -78,7 +77,7 @@ class ResponseFigures:
     def metrics(self) -> Metrics:
         """Times, and what speculation did if there is one choice, the only case in which vLLM says it."""
         ends = list(self.ends.values())
-        spans_ms = [(end.total_us - end.first_token_us) / 1e3 for end in ends]
+        spans_ms = [end.decode_us / 1e3 for end in ends]
         counts = [end.completion_tokens for end in ends]
         gaps_ms = [span_ms / (count - 1) for span_ms, count in zip(spans_ms, counts, strict=True) if count > 1]
         spent_s = (max(end.total_us for end in ends) - min(end.queue_us for end in ends)) / 1e6
@@ -93,7 +92,7 @@ class ResponseFigures:
         )
 
     def _speculation(self) -> SpeculativeDecoding:
-        by_length: dict[int, Counter[int]] = {}
+        figures, by_length = self.counts.figures, dict[int, Counter[int]]()
         for drafted, accepted in self.steps:
             by_length.setdefault(drafted, Counter())[accepted] += 1
         max_count = self.max_draft_count if self.requests[0].draft_count is None else self.requests[0].draft_count
@@ -103,16 +102,16 @@ class ResponseFigures:
             "per_step_accepted": [accepted for _, accepted in self.steps],
         }
         return SpeculativeDecoding(
-            mean_acceptance_length=self.figures.mean_acceptance_length,
-            draft_acceptance_rate=self.figures.draft_acceptance_rate,
+            mean_acceptance_length=figures.mean_acceptance_length,
+            draft_acceptance_rate=figures.draft_acceptance_rate,
             acceptance_histogram=[accepted_counts[count] for count in range(max([max_count, *by_length]) + 1)],
             acceptance_histogram_by_draft_length={
                 str(length): [counts[count] for count in range(length + 1)]
                 for length, counts in sorted(by_length.items())
             },
-            num_spec_steps=self.figures.drafts,
-            num_accepted_draft_tokens=self.figures.accepted_tokens,
-            num_draft_tokens=self.figures.draft_tokens,
+            num_spec_steps=figures.drafts,
+            num_accepted_draft_tokens=figures.accepted_tokens,
+            num_draft_tokens=figures.draft_tokens,
             num_spec_tokens=max_count,
             **(drafted_and_accepted if self.return_rounds else {}),
         )
@@ -133,7 +132,7 @@ class ResponseFigures:
             finish_reasons=[end.finish_reason.value for end in ends],
             target_reopens=sum(end.target_reopens for end in ends),
             drift_repairs=sum(end.drift_repairs for end in ends),
-            **self.figures.facts(),
+            **asdict(self.counts.figures),
         )
         if logprobs:
             facts.cumulative_logprobs = logprobs

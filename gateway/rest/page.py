@@ -22,10 +22,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from gateway.generation.events import CompletionEvent, GuessFacts, RoundEvent, round_facts
 from gateway.generation.frontend import Frontend
 from gateway.generation.request import GenerationRequest
-from gateway.generation.sample import CompletionEvent, RoundEvent
-from gateway.generation.transcript import GuessFacts, round_facts
 from gateway.keys.door import Entrance
 from gateway.rest.bodies import ParsedBodyRoute
 from gateway.rest.errors import MissingParameter
@@ -241,31 +240,19 @@ def _apart(event: RoundEvent | CompletionEvent) -> dict[str, str]:
 
 
 def _completion_view(event: CompletionEvent) -> dict[str, Any]:
-    accepted_count, rejected_count = event.figures.prediction_counts
     return {
         "finish_reason": event.finish_reason,
         "text": event.text_delta,
         **_apart(event),
         "seed": str(event.seed),
-        "usage": {
-            "prompt_tokens": event.prompt_tokens,
-            "cached_prompt_tokens": event.cached_prompt_tokens,
-            "completion_tokens": event.completion_tokens,
-            "accepted_prediction_tokens": accepted_count,
-            "rejected_prediction_tokens": rejected_count,
-            "reasoning_tokens": event.reasoning_tokens,
-        },
-        "speculation": event.figures.facts(),
+        "usage": event.section("usage"),
+        "speculation": asdict(event.speculation),
         "rule": event.acceptance.rule,
         "follows_target": event.acceptance.rule.is_exact,
-        "timings": {
-            "first_token_us": event.first_token_us,
-            "total_us": event.total_us,
-            "queue_us": event.queue_us,
-        },
+        "timings": event.section("timings"),
         "model_hash": event.model_hash,
         "numerics_ids": list(event.numerics_ids),
-        "survival": {"target_reopens": event.target_reopens, "drift_repairs": event.drift_repairs},
+        "survival": event.section("survival"),
     }
 
 

@@ -14,7 +14,7 @@ from gateway.generation.request import GenerationRequest
 from gateway.rest.bodies import ignored_header
 from gateway.rest.errors import MissingParameter
 from gateway.rest.openai.asking import check_model, check_prompt_len
-from gateway.rest.openai.conversation import Conversation, conversation
+from gateway.rest.openai.conversation import ChatPrompt, conversation
 from gateway.rest.openai.schemas import ChatRequest, DetokenizeRequest, TemplateFields, TokenizeRequest
 from gateway.rest.openapi import documented
 from gateway.rest.settings import RestSettings
@@ -63,7 +63,7 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
         target = frontend.backend.target.info
         return None if target is None else target.context_len
 
-    async def asked(body: TokenizeRequest) -> Conversation:
+    async def asked(body: TokenizeRequest) -> ChatPrompt:
         """The prompt, and what of the body was not looked at."""
         if body.messages is not None:
             if body.prompt is not None:
@@ -77,7 +77,7 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
             if getattr(body, name) is not None:
                 raise InvalidRequest(name, "present", "absent without messages")
         check_prompt_len("prompt", body.prompt, settings.max_prompt_chars)
-        return Conversation(GenerationRequest(text=body.prompt))
+        return ChatPrompt(GenerationRequest(text=body.prompt))
 
     @router.post("/tokenize", response_model=TokenList, responses=errors)
     async def tokenize(body: TokenizeRequest) -> Response:

@@ -18,7 +18,7 @@ from outrider.errors import InvalidRequest
 from outrider.process.options import between
 from training.data import IGNORED, HeldOut, TrainingBlocks, targets_of
 from training.head_files import METHODS, HeadFiles
-from training.heads import Eagle3, HeadShape, Medusa, MlpSpeculator, Mtp
+from training.heads import Eagle3, HeadShape, Medusa, Mtp, TrainedMlpSpeculator
 from training.imitate import Teacher, continued, greedy_tokens_per_pass, imitation, measure_head
 from training.learn import Lesson, Stage, go_through
 from training.model import PRESETS
@@ -292,4 +292,4 @@ def new_head(files: HeadFiles, embedding: Tensor, output: Tensor, seed: int) -> 
             return Mtp(shape, embedding, output)
         if files.method == "medusa":
             return Medusa(shape, output)
-        return MlpSpeculator(shape, *embedding.shape[::-1])
+        return TrainedMlpSpeculator(shape, *embedding.shape[::-1])

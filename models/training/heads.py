@@ -50,7 +50,7 @@ def seen_keys(num_rows: int, step: int) -> Tensor:
     return torch.cat([torch.ones_like(own).tril(), *[own] * step], 1)
 
 
-class Layer(nn.Module):
+class TrainedLayer(nn.Module):
     """A Llama layer whose attention reads vectors of any width; subclasses add the norms before it."""
 
     def __init__(self, shape: HeadShape, width: int) -> None:
@@ -94,7 +94,7 @@ class Layer(nn.Module):
         return moved
 
 
-class EagleLayer(Layer):
+class EagleLayer(TrainedLayer):
     """EAGLE-3's, whose attention reads the embedding and the state side by side."""
 
     def __init__(self, shape: HeadShape) -> None:
@@ -107,7 +107,7 @@ class EagleLayer(Layer):
         return self.decode(states, x, memory)
 
 
-class MtpLayer(Layer):
+class MtpLayer(TrainedLayer):
     """MTP's, whose rows are products with the embedding and the state side by side."""
 
     def __init__(self, shape: HeadShape) -> None:
@@ -216,7 +216,7 @@ class Medusa(nn.Module):
             yield linear(states, self.get_buffer("output"))
 
 
-class MlpSpeculator(nn.Module):
+class TrainedMlpSpeculator(nn.Module):
     """A state without attention, from what leaves the target's final norm and from each token after it.
 
     The weights of all steps are the same, but for the first product, which reads the target's width.

@@ -15,13 +15,13 @@ STEP_WEIGHT = 0.8
 """Weight of a step, of that of the step before it: a guess is of use only after right ones."""
 
 
-class Head(Protocol):
+class TrainedHead(Protocol):
     """A head of training.heads, as the loss uses it."""
 
     def guesses(self, features: Tensor, token_ids: Tensor) -> Iterator[Tensor]: ...
 
 
-class Reading(NamedTuple):
+class TargetReading(NamedTuple):
     """Results of a target for texts [B, L]."""
 
     features: Tensor
@@ -46,16 +46,16 @@ class Teacher:
     draft_ids: Tensor
 
     @torch.no_grad()
-    def read(self, token_ids: Tensor) -> Reading:
+    def read(self, token_ids: Tensor) -> TargetReading:
         """Computed in bfloat16 wherever that is safe, where the caller's autocast says so."""
         result = self.model(input_ids=token_ids, use_cache=False, output_hidden_states=True)
         features = torch.cat([result.hidden_states[tap].float() for tap in self.taps], -1)
         logits = result.logits.float()
         best = logits.argmax(-1)
         if len(self.draft_ids) == logits.shape[-1]:
-            return Reading(features, logits, best, torch.ones_like(logits[..., 0]))
+            return TargetReading(features, logits, best, torch.ones_like(logits[..., 0]))
         known = logits[..., self.draft_ids]
-        return Reading(features, known, best, (known.logsumexp(-1) - logits.logsumexp(-1)).exp())
+        return TargetReading(features, known, best, (known.logsumexp(-1) - logits.logsumexp(-1)).exp())
 
     def knows(self, token_ids: Tensor) -> Tensor:
         """Mask of the ids that are the draft's."""
@@ -94,7 +94,7 @@ def row_losses(laws: Tensor, guessed: Tensor, *, overlap: bool) -> Tensor:
 
 def guesses_of(head: nn.Module, features: Tensor, token_ids: Tensor) -> Iterator[Tensor]:
     """Guesses that the head yields, typed here, because a module's attributes have no types."""
-    own: Head = head  # type: ignore[assignment]
+    own: TrainedHead = head  # type: ignore[assignment]
     return own.guesses(features, token_ids)
 
 

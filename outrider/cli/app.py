@@ -24,7 +24,7 @@ from outrider.cli.views import choose_view
 from outrider.errors import InvalidRequest, ModelRefused
 from outrider.generation_defaults import OperatorDefaults
 from outrider.model_names import embedded_model
-from outrider.model_service.settings import Dtype, available_cpus, check_cascade, check_model
+from outrider.model_service.settings import Dtype, available_cpus, check_model
 from outrider.process.options import grouped, listed, options_of, refuse_together
 from outrider.process.streams import unfailing
 from outrider.rpc.channels import check_address
@@ -90,7 +90,8 @@ def up(
     if race and machine.api_keys is not None and not key:
         raise InvalidRequest("--race", True, f"left out with --api-keys unless {KEY_VARIABLE} has one of the keys")
     stack = _stack(models, machine, hosted, has_draft=not no_draft and drafter != LOOKUP)
-    stack = replace(stack, looks=not no_draft and drafter != MODEL, datastore=datastore)
+    lookup = {"--no-lookup": no_draft or drafter == MODEL, "--datastore": datastore}
+    stack = replace(stack, gateway_flags=stack.gateway_flags | lookup)
     question = replace(STORY if stack.target == embedded_model("target") else QUESTION, api_key=key or None)
     with unfailing(lost_as_event if as_json else lost_as_sentence):
         run(serving(stack, choose_display(as_json=as_json), question if race else None), serves=True)
@@ -256,16 +257,16 @@ def _stack(
     target, draft = choose_models(*named, no_draft=not has_draft)
     if draft is None and models.cascade is not None:
         raise InvalidRequest("--cascade", models.cascade, f"left out without a draft, and none was named for {target}")
-    names = (head, hosted.exit_layer, hosted.lookahead)
-    if draft is None and has_draft and not any(names):
+    target_flags = hosted.target_flags(draft, machine.draft_threads)
+    target_flags |= {"--head": None if head is None else check_model("--head", head)}
+    if draft is None and has_draft and not any(target_flags.values()):
         note(f"No draft was named for {target}, so guesses are only looked up; name one with --draft.")
     return Stack(
         target=target,
         draft=None if hosted.draft_in_target else draft,
-        hosted_draft=draft if hosted.draft_in_target else None,
-        head=None if head is None else check_model("--head", head),
-        exit_layer=hosted.exit_layer,
-        lookahead=bool(hosted.lookahead),
+        target_flags=target_flags,
+        draft_flags=models.draft_flags(),
+        gateway_flags={"--generation-defaults": defaults or None},
         dtype=models.dtype or Dtype.BFLOAT16,
         device=machine.device,
         draft_device=machine.draft_device or machine.device,
@@ -276,10 +277,6 @@ def _stack(
         draft_port=machine.draft_port,
         target_port=machine.target_port,
         draft_dtype=models.draft_dtype,
-        top_n=models.top_n,
-        cascade=check_cascade(models.cascade or "", models.cascade_depth or 0),
-        cascade_depth=models.cascade_depth or 0,
         workers=machine.workers,
         api_keys=machine.api_keys,
-        generation_defaults=defaults,
     )

@@ -5,6 +5,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import grpc
 
@@ -25,6 +26,9 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
 # All three would read them: the services would wait for TLS, and the gateway would call them without.
 TLS_VARIABLES = ("OUTRIDER_TLS_", "OUTRIDER_SERVICE_TLS_")
 
+# Options of a service by their flags: True for a switch that is on. What is None or False is left to the service.
+Flags: TypeAlias = dict[str, object]
+
 
 def port_error(port: int) -> OSError | None:
     """Reason why no process can listen on a port of this machine; None where one can."""
@@ -42,20 +46,16 @@ def port_error(port: int) -> OSError | None:
 class Stack:
     """Settings that the three processes are started with; a port of 0 takes a free one.
 
-    Without a draft there is no draft service, and where nothing guesses in the target's process (hosted draft, head,
-    exit layer, lookahead), decoding is plain then.
-    draft_dtype None means that of the target, top_n None the draft service's own default, and rest_port None no REST.
+    Without a draft there is no draft service, and where nothing guesses in the target's process, decoding is plain
+    then. draft_dtype None means that of the target, and rest_port None no REST. What only one of the services knows is
+    among its flags.
     """
 
     target: str
     draft: str | None
-    hosted_draft: str | None = None
-    head: str | None = None
-    exit_layer: int | None = None
-    lookahead: bool = False
-    looks: bool = True
-    """Whether the gateway looks guesses up, in what was said before and in `datastore` if that is a file."""
-    datastore: str | None = None
+    target_flags: Flags = field(default_factory=dict)
+    draft_flags: Flags = field(default_factory=dict)
+    gateway_flags: Flags = field(default_factory=dict)
     dtype: str = "bfloat16"
     device: str = "cpu"
     draft_device: str = "cpu"
@@ -66,18 +66,10 @@ class Stack:
     draft_port: int = 0
     target_port: int = 0
     draft_dtype: str | None = None
-    top_n: int | None = None
-    cascade: str = ""
-    """Cheaper guesser that the draft verifies, in its service; empty for none."""
-    cascade_depth: int = 0
     workers: int | None = None
     """Processes of the gateway; None takes the gateway's own default."""
     api_keys: str | None = None
     """File of the keys that the gateway asks for, if it does."""
-    generation_defaults: str = ""
-    """Defaults of requests, as the gateway's option; empty for those of the target's files."""
-    rebuild_budget_s: float | None = None
-    """Seconds for which a request waits for a target that is away; None takes the gateway's own default."""
     prefix_cache: bool = True
     offline: bool = False
     """Downloads nothing: a hub id that is not on this machine is refused."""
@@ -117,26 +109,14 @@ def choose_models(target: str | None, draft: str | None, *, no_draft: bool) -> t
 def model_launch(role: str, stack: Stack) -> Launch:
     """Launch of the draft or of the target service."""
     is_target = role == "target"
-    flags: dict[str, str | None] = {
+    flags: Flags = {
         "--model": stack.target if is_target else stack.draft or "",
         "--device": stack.device if is_target else stack.draft_device,
         "--dtype": stack.dtype if is_target else stack.draft_dtype or stack.dtype,
-        "--threads": str(stack.threads if is_target else stack.draft_threads),
+        "--threads": stack.threads if is_target else stack.draft_threads,
+        "--no-prefix-cache": not stack.prefix_cache,
+        **(stack.target_flags if is_target else stack.draft_flags),
     }
-    if is_target and stack.hosted_draft is not None:
-        flags |= {"--draft-model": stack.hosted_draft, "--draft-threads": str(stack.draft_threads)}
-    if is_target and stack.head is not None:
-        flags["--head"] = stack.head
-    if is_target and stack.exit_layer is not None:
-        flags["--exit-layer"] = str(stack.exit_layer)
-    if is_target and stack.lookahead:
-        flags["--lookahead"] = None
-    if stack.top_n is not None and not is_target:
-        flags["--top-n"] = str(stack.top_n)
-    if stack.cascade and not is_target:
-        flags |= {"--cascade": stack.cascade, "--cascade-depth": str(stack.cascade_depth)}
-    if not stack.prefix_cache:
-        flags["--no-prefix-cache"] = None
     # Named, because a variable of the environment would name one port for all three.
     further = {"metrics": f"{HOST}:0"}
     port = stack.target_port if is_target else stack.draft_port
@@ -145,21 +125,16 @@ def model_launch(role: str, stack: Stack) -> Launch:
 
 def gateway_launch(stack: Stack, target_address: str, draft_address: str | None) -> Launch:
     """The gateway in front of services that serve already."""
-    # Reflection, because a user who starts a stack by hand wants to look at it with grpcurl.
-    draft_address = draft_address or ""
-    flags = {"--target": target_address, "--draft": draft_address, "--tokenizer": stack.target, "--reflection": None}
-    if not stack.looks:
-        flags["--no-lookup"] = None
-    if stack.datastore is not None:
-        flags["--datastore"] = stack.datastore
-    if stack.workers is not None:
-        flags["--workers"] = str(stack.workers)
-    if stack.api_keys is not None:
-        flags["--api-keys"] = stack.api_keys
-    if stack.generation_defaults:
-        flags["--generation-defaults"] = stack.generation_defaults
-    if stack.rebuild_budget_s is not None:
-        flags["--rebuild-budget-seconds"] = str(stack.rebuild_budget_s)
+    flags: Flags = {
+        "--target": target_address,
+        "--draft": draft_address or "",
+        "--tokenizer": stack.target,
+        # A user who starts a stack by hand wants to look at it with grpcurl.
+        "--reflection": True,
+        "--workers": stack.workers,
+        "--api-keys": stack.api_keys,
+        **stack.gateway_flags,
+    }
     shares_port = (stack.workers or 1) > 1
     # REST has the metrics as well, but for a key that the stack's user need not have; and workers that share a port are
     # asked for them to see whether it hangs.
@@ -169,11 +144,12 @@ def gateway_launch(stack: Stack, target_address: str, draft_address: str | None)
     return replace(launch, shares_port=shares_port)
 
 
-def _launch(
-    name: str, module: str, flags: Mapping[str, str | None], port: int, further: Mapping[str, str], stack: Stack
-) -> Launch:
+def _launch(name: str, module: str, flags: Flags, port: int, further: Mapping[str, str], stack: Stack) -> Launch:
+    words: list[str] = []
+    for flag, value in flags.items():
+        if value is not None and value is not False:
+            words += [flag] if value is True else [flag, str(value)]
     # -P keeps a folder of the user's that is called like one of our packages from being imported instead.
-    words = [word for flag in flags.items() for word in flag if word is not None]
     command = (sys.executable, "-P", "-m", module, *words, "--log-level", "warning")
     return Launch(name, command, f"{HOST}:{port}", further=further, environment=OFFLINE if stack.offline else {})
 

@@ -18,7 +18,7 @@ from outrider.cli.pairs import Pair
 from outrider.client import GenerationOptions, Speculation
 from outrider.client.requests import CONSTRAINTS
 from outrider.errors import InvalidRequest, OutriderError
-from outrider.model_service.settings import MAX_THREADS, Dtype
+from outrider.model_service.settings import MAX_THREADS, Dtype, check_cascade
 from outrider.parameters import (
     MAX_BANNED_WORDS,
     MAX_LOGPROB_COUNT,
@@ -305,10 +305,16 @@ class Models:
         ),
     ] = None
 
+    def draft_flags(self) -> dict[str, object]:
+        """Options that the draft service alone knows. Raises ModelRefused, and InvalidRequest about a cascade."""
+        depth = self.cascade_depth or 0
+        cascade = check_cascade(self.cascade or "", depth)
+        return options_of(self, "top_n") | ({"--cascade": cascade, "--cascade-depth": depth} if cascade else {})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostedOptions:
-    """Options of drafters in the target's process."""
+    """Options of drafters in the target's process. All but the first are settings of the target under the same name."""
 
     draft_in_target: Annotated[
         Switch,
@@ -338,6 +344,13 @@ class HostedOptions:
             show_default=False,
         ),
     ] = None
+
+    def target_flags(self, draft: str | None, draft_threads: int) -> dict[str, object]:
+        """Options of the target service, which has this draft in its process if it is wanted there."""
+        flags = options_of(self)
+        if flags.pop("--draft-in-target") and draft is not None:
+            flags |= {"--draft-model": draft, "--draft-threads": draft_threads}
+        return flags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ import secrets
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from outrider.cli.chat.conversation import Turn
+from outrider.cli.chat.conversation import ChatTurn
 from outrider.cli.options import RequestOptions
 from outrider.cli.running import note
 from outrider.cli.views import choose_view
@@ -53,8 +53,8 @@ async def race(address: str, question: RaceQuestion) -> None:
 
 async def _answered(
     client: AsyncClient, question: RaceQuestion, options: GenerationOptions, shown: RequestOptions
-) -> Turn:
-    turn, view = Turn(question.text, options["seed"] or 0), choose_view(as_json=False)
+) -> ChatTurn:
+    turn, view = ChatTurn(question.text, options["seed"] or 0), choose_view(as_json=False)
     said = [{"role": "user", "content": question.text}]
     view.begin("" if question.is_chat else question.text, shown)
     stream = client.chat(said, **options) if question.is_chat else client.generate(question.text, **options)
@@ -69,7 +69,7 @@ async def _answered(
     return turn
 
 
-def verdict(fast: Turn, plain: Turn) -> str:
+def verdict(fast: ChatTurn, plain: ChatTurn) -> str:
     """Whether the token ids are the same, and how long both took; a stopped race has no result."""
     if fast.result is None or plain.result is None:
         return "No result: both answers must end by themselves to be compared."
@@ -94,5 +94,5 @@ def verdict(fast: Turn, plain: Turn) -> str:
     return f"Differs at token {place}. {reason} {speed}"
 
 
-def _token_ids(turn: Turn) -> list[int]:
+def _token_ids(turn: ChatTurn) -> list[int]:
     return [token.token_id for event in turn.rounds for token in event.tokens]

@@ -34,7 +34,7 @@ from outrider.process.children import Change, RestartPolicy, State, Supervisor
 REFRESH_S = 1.0
 # For a target to read its weights again, from a slow disk too.
 LOAD_S = 120.0
-BUDGET_VARIABLE = "OUTRIDER_REBUILD_BUDGET_SECONDS"
+BUDGET_VARIABLE, BUDGET_FLAG = "OUTRIDER_REBUILD_BUDGET_SECONDS", "--rebuild-budget-seconds"
 MAX_METRICS_BYTES = 1 << 20
 METRIC_PREFIX = "outrider_"
 RUNNING, WAITING, DRAFT_COUNT = "num_requests_running", "num_requests_waiting", "current_draft_tokens"
@@ -338,7 +338,9 @@ def check_ports(stack: Stack) -> None:
 
 def outlasting(policy: RestartPolicy, stack: Stack) -> Stack:
     """The stack, whose requests wait until a target that hangs has been replaced, unless the operator says how long."""
-    return stack if BUDGET_VARIABLE in os.environ else replace(stack, rebuild_budget_s=policy.replaced_s + LOAD_S)
+    if BUDGET_VARIABLE in os.environ:
+        return stack
+    return replace(stack, gateway_flags={**stack.gateway_flags, BUDGET_FLAG: policy.replaced_s + LOAD_S})
 
 
 async def kept_up(display: Display) -> None:

@@ -148,7 +148,7 @@ def choose_view(*, as_json: bool) -> View:
     return PlainView(sys.stdout, sys.stderr)
 
 
-# What a section of a sample's JSON says of its result, field by field.
+# Facts of a result in each section of a sample's JSON, in this order.
 SECTIONS = {
     "usage": (
         *("prompt_tokens", "cached_prompt_tokens", "completion_tokens"),
@@ -157,12 +157,17 @@ SECTIONS = {
     "timings": ("queue_us", "first_token_us", "total_us"),
     "survival": ("target_reopens", "drift_repairs"),
 }
+FIGURES = (
+    *("rounds", "draft_tokens", "accepted_tokens", "acceptance_rate", "draft_acceptance_rate"),
+    *("mean_acceptance_length", "fallback_rounds", "drafts", "drafters"),
+)
 
 
 def sample_object(rounds: Sequence[Round], result: Result, *, with_rounds: bool = False) -> dict[str, Any]:
     """JSON object of one answer. Its tokens come only with log-probabilities, its rounds only when they are wanted."""
     tokens = [token for event in rounds for token in event.tokens]
     logprobs = {"tokens": [_token(each) for each in tokens]} if any(each.logprob for each in tokens) else {}
+    speculation = asdict(result.speculation)
     sections = {name: {field: getattr(result, field) for field in names} for name, names in SECTIONS.items()}
     thought = Sample(tuple(rounds), result).reasoning
     # Of each round who said its tokens first, which guesses were not kept, and how it came about.
@@ -188,7 +193,7 @@ def sample_object(rounds: Sequence[Round], result: Result, *, with_rounds: bool 
         "follows_target": result.acceptance.rule.is_exact,
         "sampling": result.sampling.model_dump(),
         **sections,
-        "speculation": asdict(result.speculation),
+        "speculation": {name: speculation[name] for name in FIGURES},
         "model_hash": result.model_hash,
         "numerics_id": result.numerics_ids[-1],
         "numerics_ids": result.numerics_ids,

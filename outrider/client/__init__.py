@@ -16,19 +16,17 @@ from outrider.client.calls import Cancelled, TimedOut
 from outrider.client.deltas import ToolCall
 from outrider.client.events import (
     Answer,
-    DrafterFigures,
     Event,
     GeneratedToken,
     Origin,
-    PromptToken,
     RejectedToken,
     Result,
     Round,
     RoundFacts,
     Sample,
-    SpeculationFigures,
 )
 from outrider.client.requests import CallMessage, ChatMessage, ChatOptions, GenerationOptions, Speculation, Tool
+from outrider.completion import DrafterFigures, PromptToken, SpeculationFigures
 from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 from outrider.errors import (
     CacheFull,

@@ -4,17 +4,14 @@ from collections import defaultdict
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
-from google.protobuf.descriptor import EnumDescriptor
-
 from outrider.client.deltas import ToolCall, calls_of, deltas_from
+from outrider.completion import CompletionFacts, PromptToken
 from outrider.deltas import Delta, reasoning_of
 from outrider.errors import ProtocolViolation
-from outrider.parameters import Acceptance, SamplingParameters, TokenLogprob
+from outrider.parameters import TokenLogprob
+from outrider.rpc.messages.completion import enum_name, facts_from
 from outrider.rpc.messages.round import logprobs_from
-from outrider.rpc.messages.rules import acceptance_from
-from outrider.rpc.messages.session import sampling_from
 from outrider.v1 import generation_service_pb2 as pb
-from outrider.v1 import types_pb2
 
 
 class Origin(StrEnum):
@@ -24,15 +21,6 @@ class Origin(StrEnum):
     CORRECTION = "correction"
     BONUS = "bonus"
     PLAIN = "plain"
-
-
-@dataclass(frozen=True, slots=True)
-class PromptToken:
-    """A token of the prompt and its share of the text; the first has no log-probability."""
-
-    token_id: int
-    text: str
-    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,67 +100,14 @@ class Round:
     """New pieces of the answer, in order: the text, and what is no text for the user."""
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterFigures:
-    """Figures of one drafter in a sample; the draft service's own choice has no name."""
-
-    drafter: str
-    draft_tokens: int
-    accepted_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationFigures:
-    """Figures of speculation in a sample."""
-
-    rounds: int
-    draft_tokens: int
-    accepted_tokens: int
-    acceptance_rate: float
-    draft_acceptance_rate: float
-    mean_acceptance_length: float
-    fallback_rounds: int
-    drafts: int = 0
-    """Rounds with at least one draft token."""
-    drafters: tuple[DrafterFigures, ...] = ()
-    """Figures of each drafter that guessed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result(CompletionFacts):
     """The last event of a sample. `rest` is text that was held back; times are microseconds since the gateway got the
     request.
     """
 
     rest: str
-    finish_reason: str
-    seed: int
-    prompt_tokens: int
-    completion_tokens: int
-    speculation: SpeculationFigures
-    first_token_us: int
-    total_us: int
-    model_hash: str
-    numerics_ids: tuple[str, ...] = ("",)
-    """Numerics of all targets that took part, in order; more than one when the request was moved."""
-    target_reopens: int = 0
-    drift_repairs: int = 0
-    sample_index: int = 0
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    cached_prompt_tokens: int = 0
-    queue_us: int = 0
-    accepted_prediction_tokens: int = 0
-    """Guesses from the request's prediction that were kept; rejected_prediction_tokens are those that were not."""
-    rejected_prediction_tokens: int = 0
-    cumulative_logprob: float | None = None
-    """Sum of a beam's log-probabilities; None without beam search."""
     deltas: tuple[Delta, ...] = ()
-    has_calls: bool = False
-    reasoning_tokens: int = 0
-    ignored_keywords: tuple[str, ...] = ()
-    """Keywords of a lenient schema that were not enforced."""
-    sampling: SamplingParameters = field(default_factory=SamplingParameters)
-    """Parameters that shaped the distribution: what the request said, and the defaults that took effect."""
 
     @property
     def text(self) -> str:
@@ -297,7 +232,6 @@ ORIGINS = {
     pb.TOKEN_ORIGIN_BONUS: Origin.BONUS,
 }
 FACTS = tuple(each.name for each in fields(RoundFacts) if each.name != "fallback_reason")
-FIGURES = tuple(each.name for each in fields(SpeculationFigures) if each.name != "drafters")
 
 
 def event_from(message: pb.GenerateResponse) -> Event:
@@ -307,7 +241,7 @@ def event_from(message: pb.GenerateResponse) -> Event:
 
 def _round(message: pb.Round) -> Round:
     number = message.facts.fallback_reason
-    reason = _name(pb.FallbackReason.DESCRIPTOR, number, "FALLBACK_REASON_") if number else ""
+    reason = enum_name(pb.FallbackReason.DESCRIPTOR, number, "FALLBACK_REASON_") if number else ""
     return Round(
         tokens=tuple(map(_token, message.tokens)),
         text=message.text_delta,
@@ -342,41 +276,6 @@ def _draft_logprob(token: pb.GeneratedToken | pb.RejectedToken) -> float | None:
     return token.draft_logprob if token.HasField("draft_logprob") else None
 
 
-def _figures(message: pb.SpeculationFigures) -> SpeculationFigures:
-    drafters = (DrafterFigures(each.drafter, each.draft_tokens, each.accepted_tokens) for each in message.drafters)
-    return SpeculationFigures(**{name: getattr(message, name) for name in FIGURES}, drafters=tuple(drafters))
-
-
 def _result(message: pb.Completion) -> Result:
-    return Result(
-        rest=message.text_delta,
-        finish_reason=_name(types_pb2.FinishReason.DESCRIPTOR, message.finish_reason, "FINISH_REASON_"),
-        seed=message.seed,
-        prompt_tokens=message.usage.prompt_tokens,
-        completion_tokens=message.usage.completion_tokens,
-        speculation=_figures(message.speculation),
-        first_token_us=message.timings.first_token_us,
-        total_us=message.timings.total_us,
-        model_hash=message.model_hash,
-        numerics_ids=tuple(message.numerics_ids) or (message.numerics_id,),
-        target_reopens=message.survival.target_reopens,
-        drift_repairs=message.survival.drift_repairs,
-        sample_index=message.sample_index,
-        acceptance=acceptance_from(message.rule, message.acceptance, "completion.rule", "completion.acceptance."),
-        cached_prompt_tokens=message.usage.cached_prompt_tokens,
-        queue_us=message.timings.queue_us,
-        accepted_prediction_tokens=message.usage.accepted_prediction_tokens,
-        rejected_prediction_tokens=message.usage.rejected_prediction_tokens,
-        cumulative_logprob=message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
-        deltas=deltas_from(message.deltas, message.text_delta),
-        has_calls=message.has_calls,
-        reasoning_tokens=message.usage.reasoning_tokens,
-        ignored_keywords=tuple(message.ignored_keywords),
-        sampling=sampling_from(message.sampling, "completion.sampling."),
-    )
-
-
-def _name(enum: EnumDescriptor, number: int, prefix: str) -> str:
-    """A value's name without its prefix; "unknown" for a value of a newer protocol."""
-    value = enum.values_by_number.get(number)
-    return "unknown" if value is None else value.name.removeprefix(prefix).lower()
+    deltas = deltas_from(message.deltas, message.text_delta)
+    return Result(**facts_from(message), rest=message.text_delta, deltas=deltas)

@@ -13,9 +13,8 @@ from support.requests.answer_events import ended
 from support.services.markov import round_of
 from support.services.markov_services import WORDS, MarkovStack, Mischief, markov_stack, request
 
+from gateway.generation.events import CompletionEvent, OutputToken, RoundEvent
 from gateway.generation.request import CheckedRequest
-from gateway.generation.sample import CompletionEvent, RoundEvent
-from gateway.generation.transcript import GeneratedToken
 from gateway.metrics import GatewayMetrics
 from gateway.rounds.round import FallbackReason, HopCost, Proposal, TokenOrigin
 from outrider.errors import InvalidRequest, Overloaded, PeerLost
@@ -50,7 +49,7 @@ def round_event(origins: Sequence[TokenOrigin], num_spoken: int | None = None, *
         "verify_hop": HopCost(100, 2_400, 70),
     }
     committed = round_of(range(len(origins)), origins, **{**fields, **changes})
-    spoken = tuple(GeneratedToken(token_id, origin, "") for token_id, origin in enumerate(origins))
+    spoken = tuple(OutputToken(token_id, origin, "") for token_id, origin in enumerate(origins))
     return RoundEvent(spoken[:num_spoken], committed, elapsed_us=30_000)
 
 

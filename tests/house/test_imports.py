@@ -51,6 +51,7 @@ SHARED = (
     "outrider.generation_defaults",
     "outrider.grammar",
     "outrider.deltas",
+    "outrider.completion",
     "outrider.timing",
 )
 PLUMBING = ("outrider.rpc", "outrider.process")
@@ -73,6 +74,7 @@ RULES = (
     Rule("outrider.beams", ("outrider.errors", "outrider.token_tree")),
     Rule("outrider.grammar", ("outrider.errors",)),
     Rule("outrider.deltas"),
+    Rule("outrider.completion", ("outrider.parameters",)),
     Rule("outrider.timing"),
     Rule("outrider.v1", protobuf=True),
     Rule("outrider.rpc", SHARED, protobuf=True),

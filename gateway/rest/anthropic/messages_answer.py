@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field
 
-from gateway.generation.sample import Event
+from gateway.generation.events import Event
 from gateway.rest.answering import AnswerWriter, ChoiceBuffer, ResponseHeader
 from gateway.rest.errors import messages_error_json
 from gateway.rest.figures import ResponseFigures

@@ -8,8 +8,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.generation.events import CompletionEvent, Event, RoundEvent
 from gateway.generation.frontend import Frontend
-from gateway.generation.sample import CompletionEvent, Event, RoundEvent
 from gateway.rest.answering import ChoiceBuffer, Responder, ResponseHeader
 from gateway.rest.figures import ResponseFigures
 from gateway.rest.openai.asking import CHAT_NAMES

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.generation.sample import Event, RoundEvent
-from gateway.generation.transcript import GeneratedToken, PromptToken
+from gateway.generation.events import Event, OutputToken, RoundEvent
 from gateway.rest.answering import AnswerWriter, ChoiceBuffer, ResponseHeader
 from gateway.rest.errors import error_json
 from gateway.rest.figures import ResponseFigures
@@ -15,6 +14,7 @@ from gateway.rest.openai.models import Envelope, Finish, Tokens, finish_of
 from gateway.rest.openai.schemas import StreamOptions
 from gateway.rest.sse import DONE, data, line
 from gateway.text.tokenizer import Tokenizer
+from outrider.completion import PromptToken
 from outrider.errors import OutriderError, ProtocolViolation
 from outrider.parameters import TokenLogprob
 
@@ -22,7 +22,7 @@ from outrider.parameters import TokenLogprob
 PADDING = 32
 
 
-def logprob_of(token: GeneratedToken | PromptToken) -> TokenLogprob:
+def logprob_of(token: OutputToken | PromptToken) -> TokenLogprob:
     """The log-softmax of the target's raw logits, before any transform of the request. Raises ProtocolViolation."""
     if token.logprob is None:
         raise ProtocolViolation(f"no log-probability came for token {token.token_id}")
@@ -54,7 +54,7 @@ class ResponseFormatter(ABC):
 
     def token_ids(self, tokens: Tokens) -> dict[str, Any]:
         """The field of a choice for clients that want it; an echoed prompt is not part of the answer."""
-        ids = [token.token_id for token in tokens if isinstance(token, GeneratedToken)]
+        ids = [token.token_id for token in tokens if isinstance(token, OutputToken)]
         return {"token_ids": ids} if self.has_token_ids else {}
 
     @abstractmethod

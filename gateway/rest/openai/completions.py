@@ -9,10 +9,9 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.generation.events import Event, OutputToken, RoundEvent
 from gateway.generation.frontend import Frontend
 from gateway.generation.request import check_room
-from gateway.generation.sample import Event, RoundEvent
-from gateway.generation.transcript import GeneratedToken, PromptToken
 from gateway.rest.answering import ChoiceBuffer, Responder, ResponseHeader
 from gateway.rest.figures import ResponseFigures
 from gateway.rest.openai.asking import TEXT_NAMES, check_prompt_len, generation_request, in_names_of
@@ -23,6 +22,7 @@ from gateway.rest.openapi import documented_answer
 from gateway.rest.settings import RestSettings
 from gateway.rest.validation import route_class
 from gateway.text.tokenizer import GAPS, Tokenizer
+from outrider.completion import PromptToken
 from outrider.errors import InvalidRequest, PromptTooLong, Unsupported
 
 
@@ -159,7 +159,7 @@ class CompletionFormatter(ResponseFormatter):
     def _logprobs(self, tokens: Tokens, start: int) -> TextLogprobs:
         """A list for each fact. `start` is where in the text the first token's own text begins."""
 
-        def alternatives(token: GeneratedToken | PromptToken) -> dict[str, float]:
+        def alternatives(token: OutputToken | PromptToken) -> dict[str, float]:
             """The most probable tokens and the token itself. Of tokens that look alike the most probable stands."""
             own, found = logprob_of(token), dict[str, float]()
             top = zip(own.top_token_ids, own.top_logprobs, strict=True)

@@ -38,14 +38,14 @@ ABOUT_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ChatPrompt:
     """Request that a body makes, and what of it was not looked at, for the header x-outrider-ignored."""
 
     request: GenerationRequest
     ignored: tuple[str, ...] = ()
 
 
-async def conversation(body: ChatRequest, frontend: Frontend, settings: RestSettings) -> Conversation:
+async def conversation(body: ChatRequest, frontend: Frontend, settings: RestSettings) -> ChatPrompt:
     """Checks and renders a conversation. Raises UnknownModel, MissingParameter, InvalidRequest and Unsupported."""
     shared, template = generation_request(body, frontend.names), frontend.chat_template
     if body.top_logprobs is not None and not body.logprobs:
@@ -66,7 +66,7 @@ async def conversation(body: ChatRequest, frontend: Frontend, settings: RestSett
         max_tokens=older if newer is None else newer,
         logprob_count=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    return Conversation(request, tuple(dict.fromkeys((*ignored, *_ignored(body, template)))))
+    return ChatPrompt(request, tuple(dict.fromkeys((*ignored, *_ignored(body, template)))))
 
 
 async def _rendered(

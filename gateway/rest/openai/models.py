@@ -5,13 +5,13 @@ from typing import Literal, Self, TypeAlias
 
 from pydantic import BaseModel
 
-from gateway.generation.sample import CompletionEvent
-from gateway.generation.transcript import GeneratedToken, PromptToken
+from gateway.generation.events import CompletionEvent, OutputToken
+from outrider.completion import DrafterFigures, PromptToken
 from outrider.deltas import CallBegun
 from outrider.parameters import FinishReason
 
 Finish = Literal["stop", "length", "tool_calls"]
-Tokens: TypeAlias = Sequence[GeneratedToken | PromptToken]
+Tokens: TypeAlias = Sequence[OutputToken | PromptToken]
 
 
 class PromptTokensDetails(BaseModel):
@@ -62,14 +62,6 @@ class Metrics(BaseModel):
     mean_itl_ms: float | None
     tokens_per_second: float | None
     speculative_decoding: SpeculativeDecoding | None
-
-
-class DrafterFigures(BaseModel):
-    """What one drafter did; the draft service's own choice has no name."""
-
-    drafter: str
-    draft_tokens: int
-    accepted_tokens: int
 
 
 class Sampling(BaseModel):

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Discriminator, Field, ValidationError
 
 from gateway.generation.frontend import Frontend
 from gateway.rest.openai.asking import CHAT_NAMES, in_names_of, renamed
-from gateway.rest.openai.conversation import THINKING, Conversation, conversation
+from gateway.rest.openai.conversation import THINKING, ChatPrompt, conversation
 from gateway.rest.openai.schemas import ChatRequest, Seed, SpeculationFields
 from gateway.rest.settings import RestSettings
 from gateway.rest.validation import error_about
@@ -68,7 +68,7 @@ def text_or_list(kinds: str) -> Discriminator:
 
 
 @dataclass(slots=True)
-class ChatMessage:
+class MessageInPieces:
     """A message of chat in pieces; joined one by one, thousands would take seconds."""
 
     role: str
@@ -98,7 +98,7 @@ class ChatMessages:
     first, and user and assistant in turn. `names` has the place in the body that each comes from.
     """
 
-    messages: list[ChatMessage] = field(default_factory=list)
+    messages: list[MessageInPieces] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
     has_answers: bool = False
 
@@ -117,7 +117,7 @@ class ChatMessages:
         if not self.messages or self.messages[0].role != "system":
             later = {f"messages.{n + 1}": self.names[f"messages.{n}"] for n in range(len(self.messages))}
             self.names = {"messages.0": origin, **later}
-            self.messages.insert(0, ChatMessage("system"))
+            self.messages.insert(0, MessageInPieces("system"))
         self.messages[0].texts.append(text)
 
     def ask(self, text: str, origin: str) -> None:
@@ -153,15 +153,15 @@ class ChatMessages:
         function = {"name": name, "arguments": arguments}
         turn.calls.append({"id": call_id, "type": "function", "function": function})
 
-    def _assistant(self, origin: str) -> ChatMessage:
+    def _assistant(self, origin: str) -> MessageInPieces:
         """The assistant's turn that goes on, else a new one."""
         if self.messages and self.messages[-1].role == "assistant":
             return self.messages[-1]
         return self._begin("assistant", origin)
 
-    def _begin(self, role: str, origin: str) -> ChatMessage:
+    def _begin(self, role: str, origin: str) -> MessageInPieces:
         self.names[f"messages.{len(self.messages)}"] = origin
-        self.messages.append(ChatMessage(role))
+        self.messages.append(MessageInPieces(role))
         self.has_answers = self.has_answers or role == "assistant"
         return self.messages[-1]
 
@@ -180,7 +180,7 @@ class Translation:
         inner = {name: self.names.get(chat, chat) for name, chat in CHAT_NAMES.items()}
         return {**inner, **self.names}
 
-    async def asked(self, frontend: Frontend, settings: RestSettings) -> Conversation:
+    async def asked(self, frontend: Frontend, settings: RestSettings) -> ChatPrompt:
         """Request that the body makes of the gateway; max_tokens may be more than fits, and absent for all that does.
 
         Raises what chat raises, in the dialect's names.
@@ -192,7 +192,7 @@ class Translation:
                 raise error_about(error.errors(), self.chat) from None
             asked = await conversation(body, frontend, settings)
             ignored = (*self.ignored, *(renamed(self.names, name) for name in asked.ignored))
-            return Conversation(replace(asked.request, up_to_context=True), tuple(dict.fromkeys(ignored)))
+            return ChatPrompt(replace(asked.request, up_to_context=True), tuple(dict.fromkeys(ignored)))
         except OutriderError as error:
             raise in_names_of(self.names, error) from None
 

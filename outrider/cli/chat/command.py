@@ -13,7 +13,7 @@ import typer
 from anyio.from_thread import start_blocking_portal
 from rich.console import Console
 
-from outrider.cli.chat.conversation import COMMANDS, Conversation, Turn, help_text, numbered, parse_line
+from outrider.cli.chat.conversation import COMMANDS, ChatTurn, Conversation, help_text, numbered, parse_line
 from outrider.cli.chat.terminal import Reader, Screen, choose_ends
 from outrider.cli.local_stack import Stack, start_stack
 from outrider.cli.options import OPTIONS, in_options
@@ -148,7 +148,7 @@ class Talk:
         """Answers the last message twice, one after the other, because both answers share the machine."""
         fast = self._conversation.again()
         messages, salt = self._conversation.messages(), secrets.token_hex(8)
-        plain = Turn(fast.user, fast.seed)
+        plain = ChatTurn(fast.user, fast.seed)
         # Each reads its prompt itself: with a salt of its own it does not find what the other one left in the cache.
         self._screen.say("With speculation:")
         self._answer(fast, messages, {"cache_salt": f"{salt}-fast"})
@@ -159,7 +159,7 @@ class Talk:
         self._screen.say(verdict(fast, plain))
 
     def _answer(
-        self, turn: Turn, messages: Sequence[ChatMessage] = (), changes: GenerationOptions | None = None
+        self, turn: ChatTurn, messages: Sequence[ChatMessage] = (), changes: GenerationOptions | None = None
     ) -> None:
         """Requests an answer, by default to the whole conversation, and keeps it, or what came of it until Ctrl-C."""
         options = GenerationOptions(**{**self._options, **(changes or {}), "seed": turn.seed})

@@ -71,7 +71,7 @@ def help_text() -> str:
 
 
 @dataclass(slots=True)
-class Turn:
+class ChatTurn:
     """A user's message, and what came back so far. A stopped answer has no result."""
 
     user: str
@@ -125,20 +125,20 @@ class Conversation:
     def __init__(self, system: str = "", seed: int | None = None) -> None:
         self.system = system
         self.seed = seed
-        self.turns: list[Turn] = []
+        self.turns: list[ChatTurn] = []
 
-    def ask(self, text: str) -> Turn:
+    def ask(self, text: str) -> ChatTurn:
         """Begins a turn with a message of the user."""
         if self.turns and self.turns[-1].answer is None:
             self.turns.pop()
         return self._begin(text, self.seed)
 
-    def again(self) -> Turn:
+    def again(self) -> ChatTurn:
         """Begins the last turn again, with its seed. Raises WrongCommand when there is none."""
         last = self._back_to(None)
         return self._begin(last.user, last.seed)
 
-    def retry(self, number: int | None = None) -> Turn:
+    def retry(self, number: int | None = None) -> ChatTurn:
         """Begins the last turn, or one by its number from 1, again with another seed; the turns after it are
         forgotten. Raises WrongCommand when there is none.
         """
@@ -147,7 +147,7 @@ class Conversation:
         next_seed = last.seed + 1 if last.seed < INT64_MAX else -INT64_MAX
         return self._begin(last.user, None if self.seed is None else next_seed)
 
-    def edit(self, text: str, number: int | None = None) -> Turn:
+    def edit(self, text: str, number: int | None = None) -> ChatTurn:
         """Begins the last turn, or one by its number from 1, again with other words, and forgets the turns after it."""
         self._back_to(number)
         return self.ask(text)
@@ -166,11 +166,11 @@ class Conversation:
                 said.append(ChatMessage(role="assistant", content=turn.answer))
         return said
 
-    def _begin(self, text: str, seed: int | None) -> Turn:
-        self.turns.append(Turn(text, secrets.randbits(SEED_BITS) if seed is None else seed))
+    def _begin(self, text: str, seed: int | None) -> ChatTurn:
+        self.turns.append(ChatTurn(text, secrets.randbits(SEED_BITS) if seed is None else seed))
         return self.turns[-1]
 
-    def _back_to(self, number: int | None) -> Turn:
+    def _back_to(self, number: int | None) -> ChatTurn:
         if not self.turns:
             raise WrongCommand("There is no message yet that could be sent again.")
         if number is not None and not 1 <= number <= len(self.turns):

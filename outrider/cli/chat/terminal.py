@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from rich.console import Console
 from rich.text import Text
 
-from outrider.cli.chat.conversation import Turn
+from outrider.cli.chat.conversation import ChatTurn
 from outrider.cli.options import decoded
 from outrider.cli.output import write
 from outrider.cli.rounds import CONTROL_PICTURES, legend, styled, trees
@@ -70,7 +70,7 @@ class Screen:
         if not self._as_json:
             write(sys.stdout, event.text)
 
-    def end(self, turn: Turn) -> None:
+    def end(self, turn: ChatTurn) -> None:
         """Shows the figures of a turn, after its last event."""
         if not self._as_json:
             write(sys.stdout, "\n")
@@ -109,7 +109,7 @@ class StyledScreen(Screen):
         # Soft wrap leaves breaking lines to the terminal: a piece does not know in which column it begins.
         self._console.print(text, end="", soft_wrap=True)
 
-    def end(self, turn: Turn) -> None:
+    def end(self, turn: ChatTurn) -> None:
         self._is_thinking = False
         self._console.print()
         for tree in trees(turn.rounds):

@@ -9,11 +9,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 from support.basics import PATIENCE_S, eventually, spec_of
+from support.requests.answer_events import ended
 from support.services.markov_services import MarkovStack, Mischief, markov_stack, request
 
 from gateway.generation import audit
 from gateway.generation.request import CheckedRequest
-from gateway.generation.transcript import StopScanner, Transcript
 from gateway.rounds.round import Round
 from gateway.sessions.peer import ModelInfo
 from outrider.errors import PeerLost
@@ -70,13 +70,12 @@ async def test_an_audit_asks_for_tokens_only_and_outlives_a_bug(tokenizer: str) 
 
     async with markov_stack(tokenizer) as stack:
         target = await stack.gateway.backend.target.after_handshake(PATIENCE_S)
-        transcript = Transcript(stack.gateway.backend.tokenizer.detokenizer(), StopScanner(()))
-        transcript.numerics_ids.append(target.numerics_id)
+        completion = ended(numerics_ids=(target.numerics_id,))
         request = CheckedRequest(replace(spec_of([5, 6]), logprob_count=20, prompt_logprobs=True), (), None)
         tested = audit.ShadowAudit(1.0, CollectorRegistry())
         auditing = asyncio.create_task(tested.run(decode))
         for _ in range(2):
-            tested.offer(request, transcript, target)
+            tested.offer(request, (), completion, target)
         await eventually(lambda: not errors or auditing.done())
         assert asked == [(0, None, False)] * 2
         auditing.cancel()

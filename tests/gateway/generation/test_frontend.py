@@ -8,9 +8,9 @@ from support.basics import eventually
 from support.services.markov_services import SEED, MarkovStack, markov_stack
 from support.services.markov_services import request as pb_request
 
+from gateway.generation.events import CompletionEvent, Event, RoundEvent
 from gateway.generation.frontend import Frontend, ModelNames
 from gateway.generation.request import GenerationRequest
-from gateway.generation.sample import CompletionEvent, Event, RoundEvent
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded, PromptTooLong, ProtocolViolation
 
 

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 from support.models.renamed import write_renamed
-from support.services.markov import round_of
+from support.services.markov import merged_round, round_of
 
-from gateway.generation.transcript import GuessFacts, StopScanner, Transcript
-from gateway.rounds.round import FallbackReason, Proposal, Round, TokenOrigin, Verdict
+from gateway.generation.events import GuessFacts
+from gateway.generation.transcript import StopScanner, Transcript
+from gateway.rounds.round import Round, TokenOrigin
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.formats import FORMATS
 from gateway.tools.reader import AnswerReader, Reading
 from outrider.parameters import FinishReason
-from outrider.token_tree import TokenTree
 
 TOKENIZER = Tokenizer(str(Path(__file__).resolve().parents[3] / "models" / "target"))
 
@@ -22,13 +22,11 @@ def transcript(*stops: str) -> Transcript:
     return Transcript(TOKENIZER.detokenizer(), StopScanner(stops))
 
 
-async def a_round(text: str, accepted: int = 0, finish: FinishReason | None = None, *, is_first: bool = False) -> Round:
+async def a_round(text: str, accepted: int = 0, finish: FinishReason | None = None) -> Round:
     """A round that says a text, of which the first tokens are accepted ones."""
     token_ids = await TOKENIZER.encode(text)
     origins = [TokenOrigin.ACCEPTED] * accepted + [TokenOrigin.PLAIN] * (len(token_ids) - accepted)
-    reason = None if accepted else FallbackReason.DRAFT_ABSENT
-    counts = {"draft_count": accepted, "accepted_count": accepted, "evaluated_count": accepted}
-    return round_of(token_ids, origins, **counts, fallback_reason=reason, finish_reason=finish, is_first=is_first)
+    return round_of(token_ids, origins, draft_count=accepted, accepted_count=accepted, finish_reason=finish)
 
 
 async def test_tokens_behind_a_stop_string_do_not_exist() -> None:
@@ -81,26 +79,6 @@ async def test_half_a_character_at_the_end_is_shown_broken() -> None:
     assert story.finish_reason is FinishReason.STOP_STRING
 
 
-async def test_figures_leave_out_the_prompts_own_pass() -> None:
-    """The first verdict is no round; the others are counted as the protocol says."""
-    story = transcript()
-    story.take(await a_round("Once", is_first=True))
-    story.take(await a_round(" upon a time", accepted=2))
-    story.take(await a_round(" there"))
-    figures = story.figures
-    assert (figures.rounds, figures.drafts, figures.fallback_rounds) == (2, 1, 1)
-    assert (figures.draft_tokens, figures.accepted_tokens) == (2, 2)
-    assert (figures.acceptance_rate, figures.draft_acceptance_rate, figures.mean_acceptance_length) == (1.0, 1.0, 3.0)
-
-
-def merged_round() -> Round:
-    """A tree of three drafters' guesses, of which a path along a side branch was accepted."""
-    tree = TokenTree((50, 60, 61, 70, 71), (0, 0, 1, 2, 2), values=(0.625, 0.25, 0.5, 0.125, 0.0625))
-    proposal = Proposal(tree, sources=("model", "lookup", "model", "prediction", "prediction"))
-    verdict = Verdict(5, (2, 4), 80, None, 2, numerics_id="numerics")
-    return Round(proposal, verdict, (60, 70, 80), (TokenOrigin.ACCEPTED, TokenOrigin.ACCEPTED, TokenOrigin.BONUS))
-
-
 def test_accepted_tokens_tell_their_guesses_where_they_are_wanted() -> None:
     """Row and parent in the tree, not the place in the round, who guessed it and its value; the target's has none."""
     wanted = Transcript(TOKENIZER.detokenizer(), StopScanner(()), tells_guesses=True)
@@ -110,33 +88,6 @@ def test_accepted_tokens_tell_their_guesses_where_they_are_wanted() -> None:
         None,
     ]
     assert [token.guess for token in transcript().take(merged_round())] == [None, None, None]
-
-
-async def test_figures_by_drafter_are_parts_of_the_whole() -> None:
-    """Every row counts for the drafter that guessed it, and those of the prediction once more, as usage says them."""
-    story = transcript()
-    story.take(merged_round())
-    story.take(await a_round("the king and", accepted=2))
-    figures = story.figures
-    assert figures.drafters == {"model": (2, 0), "lookup": (1, 1), "prediction": (2, 1), "": (2, 2)}
-    totals = tuple(map(sum, zip(*figures.drafters.values(), strict=True)))
-    assert totals == (figures.draft_tokens, figures.accepted_tokens)
-    assert figures.prediction_counts == (1, 1)
-    assert figures.facts()["drafters"][1] == {"drafter": "lookup", "draft_tokens": 1, "accepted_tokens": 1}
-
-
-async def test_rounds_without_guesses_have_no_drafter() -> None:
-    """Neither a round without a proposal nor the prompt's own pass names one."""
-    story = transcript()
-    story.take(await a_round("Once", is_first=True))
-    story.take(await a_round(" upon a time"))
-    assert (story.figures.drafters, story.figures.prediction_counts) == ({}, (0, 0))
-
-
-def test_figures_of_nothing_are_no_division_by_zero() -> None:
-    """A request of one token has figures, too."""
-    figures = transcript().figures
-    assert (figures.acceptance_rate, figures.draft_acceptance_rate, figures.mean_acceptance_length) == (0.0, 0.0, 1.0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 30])

@@ -10,7 +10,7 @@ from support.keys import table_of
 
 from gateway.keys.table import parse_keys
 from gateway.keys.tenant import Allowance, Tenant, salt_of
-from gateway.keys.usage import OwnUsage, SharedUsage, Usage
+from gateway.keys.usage import KeyUsage, OwnUsage, SharedUsage
 from outrider.errors import InvalidRequest, PromptTooLong, RateLimited
 
 
@@ -25,12 +25,12 @@ class Clock:
 
 
 @pytest.fixture(params=["own", "shared"])
-def usage(request: pytest.FixtureRequest, tmp_path: Path) -> Usage:
+def usage(request: pytest.FixtureRequest, tmp_path: Path) -> KeyUsage:
     """Where it is counted."""
     return OwnUsage() if request.param == "own" else SharedUsage(str(tmp_path), 0)
 
 
-def tenant_of(usage: Usage, clock: Clock, **limits: int) -> Tenant:
+def tenant_of(usage: KeyUsage, clock: Clock, **limits: int) -> Tenant:
     """The holder of a key with these limits."""
     [key] = parse_keys(table_of("alice", **limits).encode(), "keys.toml")
     return Tenant(key, clock, usage)
@@ -48,7 +48,7 @@ def count_let_in(tenant: Tenant, times: int) -> int:
     return count
 
 
-def test_a_refused_request_counts_as_one_and_its_bytes_as_tokens(usage: Usage) -> None:
+def test_a_refused_request_counts_as_one_and_its_bytes_as_tokens(usage: KeyUsage) -> None:
     """Down to nothing and no further: what is left of a minute comes back as fast as ever."""
     clock = Clock()
     tenant = tenant_of(usage, clock, requests_per_minute=3, tokens_per_minute=60)
@@ -69,7 +69,7 @@ def test_a_refused_request_counts_as_one_and_its_bytes_as_tokens(usage: Usage) -
     free.check_left()
 
 
-def test_of_two_hundred_requests_at_once_as_many_come_in_as_may(usage: Usage) -> None:
+def test_of_two_hundred_requests_at_once_as_many_come_in_as_may(usage: KeyUsage) -> None:
     """And as time goes by as many more as have come back, to the request."""
     clock = Clock()
     tenant = tenant_of(usage, clock, requests_per_minute=50)
@@ -81,7 +81,7 @@ def test_of_two_hundred_requests_at_once_as_many_come_in_as_may(usage: Usage) ->
 
 
 @pytest.mark.parametrize("per_minute", [1, 7, 50, 59, 61, 997])
-def test_a_request_comes_in_when_it_was_told_to_come_again(usage: Usage, per_minute: int) -> None:
+def test_a_request_comes_in_when_it_was_told_to_come_again(usage: KeyUsage, per_minute: int) -> None:
     """Neither a request sooner, nor refused at that moment for what floating point loses."""
     clock = Clock()
     tenant = tenant_of(usage, clock, requests_per_minute=per_minute)
@@ -97,7 +97,7 @@ def test_a_request_comes_in_when_it_was_told_to_come_again(usage: Usage, per_min
     assert count_let_in(tenant, 1) == 1
 
 
-def test_what_is_left_is_told(usage: Usage) -> None:
+def test_what_is_left_is_told(usage: KeyUsage) -> None:
     """And when all of it is left again; of what is not limited, nothing."""
     clock = Clock()
     tenant = tenant_of(usage, clock, requests_per_minute=60, tokens_per_minute=6000)
@@ -112,7 +112,7 @@ def test_what_is_left_is_told(usage: Usage) -> None:
     assert (tenant_of(usage, clock).requests, tenant_of(usage, clock).tokens) == (None, None)
 
 
-def test_tokens_are_held_while_a_request_runs_so_that_the_limit_is_never_passed(usage: Usage) -> None:
+def test_tokens_are_held_while_a_request_runs_so_that_the_limit_is_never_passed(usage: KeyUsage) -> None:
     """Each holds its prompt and all that it may answer; what it did not say is given back at its end."""
     tenant = tenant_of(usage, Clock(), tokens_per_minute=1000)
     with ExitStack() as running:
@@ -130,7 +130,7 @@ def test_tokens_are_held_while_a_request_runs_so_that_the_limit_is_never_passed(
     assert tenant.tokens.remaining == 650
 
 
-def test_what_is_held_does_not_come_back_while_it_is(usage: Usage) -> None:
+def test_what_is_held_does_not_come_back_while_it_is(usage: KeyUsage) -> None:
     """However long requests run, no more is used than may be: neither by many together, nor by what they give back."""
     clock = Clock()
     tenant = tenant_of(usage, clock, tokens_per_minute=1000)
@@ -158,7 +158,7 @@ def test_what_is_held_does_not_come_back_while_it_is(usage: Usage) -> None:
     assert tenant.tokens == Allowance(1000, 0, 60.0)
 
 
-def test_no_more_samples_are_under_way_than_may(usage: Usage) -> None:
+def test_no_more_samples_are_under_way_than_may(usage: KeyUsage) -> None:
     """A request has all of its samples at once, or none; and a place is free when another one has ended."""
     clock = Clock()
     tenant = tenant_of(usage, clock, concurrent_samples=4)
@@ -174,7 +174,7 @@ def test_no_more_samples_are_under_way_than_may(usage: Usage) -> None:
     assert tenant.samples == 0
 
 
-def test_what_can_never_be_is_no_matter_of_waiting(usage: Usage) -> None:
+def test_what_can_never_be_is_no_matter_of_waiting(usage: KeyUsage) -> None:
     """It is a wrong request, with the field and the most that it may be."""
     tenant = tenant_of(usage, Clock(), concurrent_samples=2, tokens_per_minute=100)
     for size, sentence in (
@@ -191,7 +191,7 @@ def test_what_can_never_be_is_no_matter_of_waiting(usage: Usage) -> None:
     assert (tenant.samples, tenant.tokens) == (0, Allowance(100, 100, 0.0))
 
 
-def test_new_limits_hold_for_what_was_used_before(usage: Usage) -> None:
+def test_new_limits_hold_for_what_was_used_before(usage: KeyUsage) -> None:
     """A tenant that used 40 of 50 has used 40 of 45 as well, and is not given more by running requests of before."""
     tenant = tenant_of(usage, Clock(), requests_per_minute=50)
     assert count_let_in(tenant, 40) == 40

@@ -1,20 +1,20 @@
 """Events of a request are counted and put together in any order, and told in the shapes of vLLM and OpenAI."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from openai.types import CompletionUsage
 from support.basics import spec_of
 from support.services.markov import round_of
 
+from gateway.generation.events import CompletionEvent, OutputToken, RoundEvent
 from gateway.generation.request import CheckedRequest
-from gateway.generation.sample import CompletionEvent, RoundEvent
-from gateway.generation.transcript import GeneratedToken, PromptToken, SpeculationFigures
 from gateway.rest.answering import ResponseHeader
 from gateway.rest.figures import ResponseFigures
 from gateway.rest.openai.completions import CompletionFormatter
 from gateway.rounds.round import TokenOrigin
 from gateway.text.tokenizer import Tokenizer
+from outrider.completion import PromptToken, SpeculationFigures
 from outrider.parameters import Acceptance, FinishReason, TokenLogprob
 
 HEADER = ResponseHeader("cmpl-1", 1, "markov", "fp")
@@ -24,15 +24,13 @@ PROMPT = (PromptToken(3, "fox", None), PromptToken(5, " sea", TokenLogprob(-1.0)
 def said(text: str, drafted: int = 0, accepted: int = 0, prompt: tuple[PromptToken, ...] = ()) -> RoundEvent:
     """A round with one token."""
     committed = round_of((1,), (TokenOrigin.PLAIN,), draft_count=drafted, accepted_count=accepted)
-    return RoundEvent(
-        (GeneratedToken(1, TokenOrigin.PLAIN, text, TokenLogprob(-2.0)),), committed, prompt_tokens=prompt
-    )
+    return RoundEvent((OutputToken(1, TokenOrigin.PLAIN, text, TokenLogprob(-2.0)),), committed, prompt_tokens=prompt)
 
 
 def ended(**changes: Any) -> CompletionEvent:
     """The end of a choice of six tokens, the first after 30 ms of which it waited 10, the last after 130 ms."""
     fields: dict[str, Any] = dict.fromkeys(CompletionEvent.__dataclass_fields__, 0) | {"text_delta": "", "seed": 7}
-    fields |= {"finish_reason": FinishReason.EOS, "figures": SpeculationFigures(), "model_hash": "hash"}
+    fields |= {"finish_reason": FinishReason.EOS, "speculation": SpeculationFigures(), "model_hash": "hash"}
     fields |= {"numerics_ids": ("numerics",), "acceptance": Acceptance(), "prompt_tokens": 2, "completion_tokens": 6}
     return CompletionEvent(**{**fields, "first_token_us": 30_000, "total_us": 130_000, "queue_us": 10_000, **changes})
 
@@ -98,7 +96,7 @@ def test_guesses_of_a_prediction_are_told_as_openai_tells_them() -> None:
     details = CompletionUsage.model_validate(figures.usage().model_dump()).completion_tokens_details
     assert details is not None
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (2, 2)
-    assert [each.model_dump() for each in figures.facts().drafters] == [
+    assert [asdict(each) for each in figures.facts().drafters] == [
         {"drafter": "prediction", "draft_tokens": 4, "accepted_tokens": 2},
         {"drafter": "lookup", "draft_tokens": 2, "accepted_tokens": 0},
     ]

@@ -60,7 +60,7 @@ async def answer(stub: GenerationServiceStub, **fields: object) -> tuple[list[in
 
 @pytest.fixture(scope="module")
 def alone() -> Stack:
-    return Stack(TARGET, None, hosted_draft=DRAFT)
+    return Stack(TARGET, None, target_flags={"--draft-model": DRAFT})
 
 
 async def test_tokens_are_those_of_plain_decoding(alone: Stack) -> None:
@@ -99,7 +99,8 @@ async def test_tokens_are_those_of_plain_decoding(alone: Stack) -> None:
 async def test_packed_weights_draft_for_packed_weights(tmp_path: Path, dtype: str) -> None:
     """A head and a draft, each in the target's process and in its type, give the tokens of plain decoding."""
     head = str(eagle1(tmp_path / "head", hidden=384, vocab=4096, scale=0.3))
-    async with served(Stack(TARGET, None, head=head, hosted_draft=DRAFT, dtype=dtype)) as (stub, _, _):
+    stack = Stack(TARGET, None, target_flags={"--head": head, "--draft-model": DRAFT}, dtype=dtype)
+    async with served(stack) as (stub, _, _):
         plain, _, completion = await answer(stub, temperature=0.8, draft_count=0)
         assert f"cpu-{dtype}-" in completion.numerics_id
         for drafter in ("hosted", "eagle1"):
@@ -114,7 +115,8 @@ async def test_a_target_killed_within_an_unasked_stretch_costs_time_and_no_token
 ) -> None:
     """Its successor fills the cache of the draft, or of a head that is mostly wrong, from the gateway's tokens."""
     if drafter == "eagle1":
-        alone = Stack(TARGET, None, head=str(eagle1(tmp_path / "head", hidden=384, vocab=4096, scale=0.3)))
+        head = eagle1(tmp_path / "head", hidden=384, vocab=4096, scale=0.3)
+        alone = Stack(TARGET, None, target_flags={"--head": head})
     async with served(alone) as (stub, supervisor, _):
         for temperature in (0.0, 0.8):
             plain, _, _ = await answer(stub, temperature=temperature, draft_count=0)
@@ -133,7 +135,7 @@ async def test_a_target_killed_within_an_unasked_stretch_costs_time_and_no_token
 
 async def test_both_drafts_can_serve_one_gateway() -> None:
     """By name, or as the gateway likes: the same tokens, and rounds with K of either are distinguished by their way."""
-    async with served(Stack(TARGET, DRAFT, hosted_draft=DRAFT)) as (stub, supervisor, _):
+    async with served(Stack(TARGET, DRAFT, target_flags={"--draft-model": DRAFT})) as (stub, supervisor, _):
         plain, _, _ = await answer(stub, temperature=0.8, draft_count=0)
         ways = {}
         for drafter in ("hosted", "model"):
@@ -154,7 +156,8 @@ async def test_drafters_that_need_no_model_of_their_own(tmp_path: Path) -> None:
     """Lookahead, and PaSS with embeddings that were never trained: tokens of plain decoding, on a new target too."""
     rows = torch.randn(3, 384, generator=torch.Generator().manual_seed(4))
     head = write_head(tmp_path / "pass", {"drafter": "pass"}, {"pass_embeddings": 0.05 * rows})
-    async with served(Stack(TARGET, None, head=str(head), lookahead=True)) as (stub, supervisor, addresses):
+    stack = Stack(TARGET, None, target_flags={"--head": head, "--lookahead": True})
+    async with served(stack) as (stub, supervisor, addresses):
         async with open_channel(addresses.target) as channel:
             info = await ModelServiceStub(channel).GetModelInfo(model_pb.GetModelInfoRequest())
             assert sorted(info.drafters) == ["lookahead", "pass"]

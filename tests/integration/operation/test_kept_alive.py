@@ -11,7 +11,7 @@ import pytest
 from support.stack import DRAFT, TARGET, request_of
 
 from outrider.cli.local_stack import Addresses, Stack, start_stack
-from outrider.cli.up import LOAD_S, outlasting
+from outrider.cli.up import BUDGET_FLAG, LOAD_S, outlasting
 from outrider.process import children
 from outrider.process.children import RestartPolicy, Supervisor, metrics_miss
 from outrider.rpc.channels import open_channel
@@ -84,8 +84,8 @@ def test_requests_outlast_the_replacement_of_a_target(monkeypatch: pytest.Monkey
     monkeypatch.delenv("OUTRIDER_REBUILD_BUDGET_SECONDS", raising=False)
     policy = RestartPolicy()
     longest_s = policy.ask_every_s + policy.max_misses * policy.answer_s + policy.longest_s
-    assert outlasting(policy, Stack(TARGET, None)).rebuild_budget_s == longest_s + LOAD_S
+    assert outlasting(policy, Stack(TARGET, None)).gateway_flags == {BUDGET_FLAG: longest_s + LOAD_S}
     slower = replace(policy, answer_s=100.0)
-    assert outlasting(slower, Stack(TARGET, None)).rebuild_budget_s == longest_s + 3 * 90.0 + LOAD_S
+    assert outlasting(slower, Stack(TARGET, None)).gateway_flags == {BUDGET_FLAG: longest_s + 3 * 90.0 + LOAD_S}
     monkeypatch.setenv("OUTRIDER_REBUILD_BUDGET_SECONDS", "7")
-    assert outlasting(policy, Stack(TARGET, None)).rebuild_budget_s is None
+    assert outlasting(policy, Stack(TARGET, None)).gateway_flags == {}

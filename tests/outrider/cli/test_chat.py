@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from support.command_line import RESULT, ScriptedGateway, scripted_gateway
 
-from outrider.cli.chat.conversation import COMMANDS, Conversation, Turn, WrongCommand, help_text, parse_line
+from outrider.cli.chat.conversation import COMMANDS, ChatTurn, Conversation, WrongCommand, help_text, parse_line
 from outrider.cli.race import verdict
 from outrider.client import GeneratedToken, Origin, Round
 from outrider.parameters import Acceptance, Rule
@@ -210,8 +210,8 @@ async def test_a_race_compares_the_tokens_of_both_answers(gateway: ScriptedGatew
 def test_a_race_names_the_token_that_differs_and_the_reason(rule: Rule, numerics: str, reason: str) -> None:
     """Counted from 1; an answer that ends sooner differs at its end."""
     other = Round((*ONCE.tokens, GeneratedToken(9, Origin.PLAIN, "!")), "Once!")
-    fast = Turn("One", 5, [ONCE], replace(RESULT, acceptance=Acceptance(rule=rule)))
-    plain = Turn("One", 5, [other], replace(RESULT, numerics_ids=(numerics,)))
+    fast = ChatTurn("One", 5, [ONCE], replace(RESULT, acceptance=Acceptance(rule=rule)))
+    plain = ChatTurn("One", 5, [other], replace(RESULT, numerics_ids=(numerics,)))
     told = verdict(fast, plain)
     assert told.startswith("Differs at token 2. ")
     assert reason in told
@@ -219,8 +219,8 @@ def test_a_race_names_the_token_that_differs_and_the_reason(rule: Rule, numerics
 
 def test_a_race_promises_nothing_that_was_not_seen() -> None:
     """A stopped one has no result, equal answers under another rule are chance, and without guesses time is nothing."""
-    ended = Turn("One", 5, [ONCE], RESULT)
-    assert verdict(Turn("One", 5, [ONCE]), ended).startswith("No result")
+    ended = ChatTurn("One", 5, [ONCE], RESULT)
+    assert verdict(ChatTurn("One", 5, [ONCE]), ended).startswith("No result")
     assert verdict(replace(ended, result=replace(RESULT, acceptance=Acceptance(rule=Rule.BLOCK))), ended).startswith(
         "The same"
     )

@@ -54,9 +54,23 @@ def free_port() -> Iterator[int]:
 
 def answered(*token_ids: int, rounds: int = 4, drafted: int = 8, text: str = "") -> Sample:
     """An answer with invented figures."""
-    figures = SpeculationFigures(rounds, drafted, 3, 0.5, 0.4, 1.7, 0)
+    figures = SpeculationFigures(
+        rounds=rounds, draft_tokens=drafted, accepted_tokens=3, acceptance_rate=0.5, mean_acceptance_length=1.7
+    )
+    result = Result(
+        rest="",
+        finish_reason="length",
+        seed=7,
+        prompt_tokens=3,
+        completion_tokens=5,
+        speculation=figures,
+        first_token_us=1,
+        total_us=2,
+        model_hash="0123456789abcdef",
+        numerics_ids=("cpu-x",),
+    )
     tokens = tuple(GeneratedToken(token_id, Origin.PLAIN, "") for token_id in token_ids)
-    return Sample((Round(tokens, text),), Result("", "length", 7, 3, 5, figures, 1, 2, "0123456789abcdef", ("cpu-x",)))
+    return Sample((Round(tokens, text),), result)
 
 
 def reported(*, as_json: bool) -> str:

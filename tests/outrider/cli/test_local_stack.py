@@ -6,12 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from draft_service.server import DraftSettings
+from gateway.settings import GatewaySettings
 from outrider import model_names
 from outrider.cli.local_stack import Stack, choose_models, gateway_launch, model_launch, start_stack
-from outrider.cli.up import check_ports
+from outrider.cli.options import HostedOptions, Models
+from outrider.cli.up import check_ports, outlasting
 from outrider.errors import InvalidRequest, ModelRefused, NotReady
 from outrider.model_names import embedded_model
-from outrider.process.children import Supervisor
+from outrider.process.children import Launch, RestartPolicy, Supervisor
+from outrider.process.options import settings_of
+from outrider.process.run import ProcessSettings
+from target_service.server import TargetSettings
 
 PAIR = Stack("models/target", "models/draft", threads=4, draft_threads=1)
 
@@ -82,7 +88,8 @@ def test_command_lines() -> None:
     assert gateway[gateway.index("--draft") + 1] == ""
     assert "--workers" not in gateway
     assert "--generation-defaults" not in gateway
-    gateway = gateway_launch(replace(PAIR, generation_defaults="none"), "127.0.0.1:7", None).command
+    plain = replace(PAIR, gateway_flags={"--generation-defaults": "none"})
+    gateway = gateway_launch(plain, "127.0.0.1:7", None).command
     assert gateway[gateway.index("--generation-defaults") + 1] == "none"
     gateway = gateway_launch(replace(PAIR, workers=3), "127.0.0.1:7", None).command
     assert gateway[gateway.index("--workers") + 1] == "3"
@@ -95,7 +102,7 @@ def test_the_draft_may_have_a_dtype_and_a_top_n_of_its_own() -> None:
         words = model_launch(role, stack).command
         assert words[words.index("--dtype") + 1] == "float32"
         assert "--top-n" not in words
-    stack = replace(stack, draft_dtype="bfloat16", top_n=16)
+    stack = replace(stack, draft_dtype="bfloat16", draft_flags={"--top-n": 16})
     target, draft = (model_launch(role, stack).command for role in ("target", "draft"))
     assert (target[target.index("--dtype") + 1], "--top-n" in target) == ("float32", False)
     assert (draft[draft.index("--dtype") + 1], draft[draft.index("--top-n") + 1]) == ("bfloat16", "16")
@@ -103,22 +110,50 @@ def test_the_draft_may_have_a_dtype_and_a_top_n_of_its_own() -> None:
 
 def test_a_cascade_is_the_draft_s_alone() -> None:
     """With its depth; without one no service hears of any."""
-    stack = replace(PAIR, cascade="lookup", cascade_depth=2)
+    models = Models(cascade="lookup", cascade_depth=2)
+    stack = replace(PAIR, draft_flags=models.draft_flags())
     target, draft = (model_launch(role, stack).command for role in ("target", "draft"))
     assert "--cascade" not in target
     assert draft[draft.index("--cascade") :][:4] == ("--cascade", "lookup", "--cascade-depth", "2")
-    assert "--cascade" not in model_launch("draft", PAIR).command
+    assert "--cascade" not in model_launch("draft", replace(PAIR, draft_flags=Models().draft_flags())).command
+    with pytest.raises(InvalidRequest, match="--cascade-depth is 2, but must be left out without --cascade"):
+        Models(cascade_depth=2).draft_flags()
 
 
 def test_what_guesses_in_the_target_s_process_is_told_to_the_target_alone() -> None:
     """A head's folder, a layer, and a switch; none unless wanted."""
-    stack = replace(PAIR, head="models/head", lookahead=True, exit_layer=3)
+    hosted = HostedOptions(head="models/head", lookahead=True, exit_layer=3)
+    stack = replace(PAIR, target_flags=hosted.target_flags("models/draft", 2))
     target, draft = (model_launch(role, stack).command for role in ("target", "draft"))
     assert target[target.index("--head") + 1] == "models/head"
     assert target[target.index("--exit-layer") + 1] == "3"
     assert "--lookahead" in target
-    for words in (draft, model_launch("target", PAIR).command):
-        assert not {"--head", "--exit-layer", "--lookahead"} & set(words)
+    bare = replace(PAIR, target_flags=HostedOptions(lookahead=False).target_flags("models/draft", 2))
+    for words in (draft, model_launch("target", bare).command):
+        assert not {"--head", "--exit-layer", "--lookahead", "--draft-model"} & set(words)
+
+
+def test_a_draft_in_the_target_s_process_has_threads_of_its_own() -> None:
+    """As many as it would have in a service; without a draft the target gets neither."""
+    hosted = HostedOptions(draft_in_target=True)
+    given = {name: value for name, value in hosted.target_flags("models/draft", 2).items() if value is not None}
+    assert given == {"--draft-model": "models/draft", "--draft-threads": 2}
+    assert not any(hosted.target_flags(None, 2).values())
+
+
+def test_services_know_the_flags_that_they_get() -> None:
+    """An option that they call otherwise would end them at their start."""
+    stack = replace(PAIR, workers=2, api_keys="keys.toml", prefix_cache=False)
+    stack = replace(stack, target_flags=HostedOptions(draft_in_target=True, lookahead=True).target_flags("d", 1))
+    stack = replace(stack, draft_flags=Models(top_n=4, cascade="lookup", cascade_depth=2).draft_flags())
+    launches: dict[type[ProcessSettings], Launch] = {
+        TargetSettings: model_launch("target", stack),
+        DraftSettings: model_launch("draft", stack),
+        GatewaySettings: gateway_launch(outlasting(RestartPolicy(), stack), "127.0.0.1:7", "127.0.0.1:8"),
+    }
+    for settings, launch in launches.items():
+        known = {flag for option in settings_of(settings) for flag in option.flags.split("/")}
+        assert {word for word in launch.argv if word.startswith("--")} <= known
 
 
 def test_an_offline_stack_downloads_nothing() -> None:

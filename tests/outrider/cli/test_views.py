@@ -263,7 +263,7 @@ def test_figures_say_why_nothing_was_guessed(options: RequestOptions, words: str
     output, notes = io.StringIO(), io.StringIO()
     view = PlainView(output, notes)
     view.begin("Ask: ", options)
-    view.finish(replace(RESULT, speculation=SpeculationFigures(5, 0, 0, 0.0, 0.0, 1.0, 0)))
+    view.finish(replace(RESULT, speculation=SpeculationFigures(rounds=5)))
     assert notes.getvalue() == f"5 tokens, 50 tokens/s, 5 rounds, {words}, 0 fallback rounds, seed 11\n"
 
 

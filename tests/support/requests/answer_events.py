@@ -6,14 +6,14 @@ from typing import Any
 
 from support.basics import spec_of
 
+from gateway.generation.events import CompletionEvent, Event, OutputToken, RoundEvent
 from gateway.generation.request import CheckedRequest
-from gateway.generation.sample import CompletionEvent, Event, RoundEvent
-from gateway.generation.transcript import GeneratedToken, SpeculationFigures
 from gateway.rest.answering import AnswerWriter, ChoiceBuffer
 from gateway.rest.figures import ResponseFigures
 from gateway.rounds.round import TokenOrigin
+from outrider.completion import SpeculationFigures
 from outrider.deltas import Delta
-from outrider.parameters import Acceptance, FinishReason
+from outrider.parameters import FinishReason
 
 
 def ended(**changes: Any) -> CompletionEvent:
@@ -24,24 +24,20 @@ def ended(**changes: Any) -> CompletionEvent:
         "cached_prompt_tokens": 1,
         "completion_tokens": 6,
         "seed": 7,
-        "figures": SpeculationFigures(),
+        "speculation": SpeculationFigures(),
         "model_hash": "hash",
         "numerics_ids": ("numerics",),
-        "target_reopens": 0,
-        "drift_repairs": 0,
         "text_delta": "",
         "first_token_us": 30_000,
         "total_us": 130_000,
         "queue_us": 10_000,
-        "sample_index": 0,
-        "acceptance": Acceptance(),
     }
     return CompletionEvent(**{**fields, **changes})
 
 
 def events_of(*rounds: tuple[Delta, ...], **end: Any) -> list[Event]:
     """A round for each tuple of deltas, of which the first has all six tokens, and the end."""
-    tokens = (GeneratedToken(1, TokenOrigin.PLAIN, ""),) * 6
+    tokens = (OutputToken(1, TokenOrigin.PLAIN, ""),) * 6
     events = [RoundEvent((), None, deltas=deltas) for deltas in ((), *rounds)]
     return [replace(events[0], tokens=tokens), *events[1:], ended(**end)]
 

@@ -242,3 +242,11 @@ def round_of(
     hop = verify_hop or HopCost()
     verdict = Verdict(5, rows, None, finish_reason, evaluated_count, verify_compute_us, numerics_id="numerics", hop=hop)
     return Round(proposal, verdict, tuple(token_ids), tuple(origins), round_us, gap_us, is_first)
+
+
+def merged_round() -> Round:
+    """A tree of three drafters' guesses, of which a path along a side branch was accepted."""
+    tree = TokenTree((50, 60, 61, 70, 71), (0, 0, 1, 2, 2), values=(0.625, 0.25, 0.5, 0.125, 0.0625))
+    proposal = Proposal(tree, sources=("model", "lookup", "model", "prediction", "prediction"))
+    verdict = Verdict(5, (2, 4), 80, None, 2, numerics_id="numerics")
+    return Round(proposal, verdict, (60, 70, 80), (TokenOrigin.ACCEPTED, TokenOrigin.ACCEPTED, TokenOrigin.BONUS))

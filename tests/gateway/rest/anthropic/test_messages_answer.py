@@ -8,7 +8,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 from support.requests.answer_events import events_of, figures_of, payloads, streamed, whole
 
-from gateway.generation.sample import Event
+from gateway.generation.events import Event
 from gateway.rest.answering import ResponseHeader
 from gateway.rest.anthropic.messages_answer import MessageWriter
 from outrider.deltas import CallArguments, CallBegun, ContentDelta, ReasoningDelta
