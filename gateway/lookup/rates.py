@@ -2,7 +2,7 @@
 
 from enum import IntEnum
 
-from outrider.estimates.acceptance import Tally
+from outrider.estimates.acceptance import GuessTally
 
 SHORTEST = (3, 4, 8, 16, 32)  # match of each bucket
 PRIORS = (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -47,7 +47,7 @@ class LookupRates:
         self.means = [PRIORS[ground % NUM_BUCKETS] for ground in range(num_grounds)]
         self.means[PREDICTION_GROUND] = 0.8
         self._priors = tuple(self.means)
-        self._tallies = [Tally() for _ in range(num_grounds)]
+        self._tallies = [GuessTally() for _ in range(num_grounds)]
 
     def observe(self, ground: int, share: float, *, accepted: bool) -> None:
         """Adds a test of guesses on one ground that had this share of its votes, in (0, 1]."""

@@ -7,7 +7,7 @@ it decides how long a proposal takes, and never what is proposed.
 
 from collections.abc import Callable, Sequence
 
-from outrider.estimates.acceptance import Tally
+from outrider.estimates.acceptance import GuessTally
 from outrider.estimates.row_costs import Metering, RecentMedian, RowCosts
 
 # Guesses whose median counts: one that a busy machine made slow says nothing.
@@ -59,7 +59,7 @@ class Chance:
 
     def __init__(self) -> None:
         # What it is at first is forgotten too: a chance near 0 must be found out.
-        self._tally = Tally(DECAY, PRIOR_COUNT, PRIOR_CHANCE * PRIOR_COUNT)
+        self._tally = GuessTally(DECAY, PRIOR_COUNT, PRIOR_CHANCE * PRIOR_COUNT)
 
     @property
     def value(self) -> float:

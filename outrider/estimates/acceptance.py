@@ -1,8 +1,8 @@
 """Acceptance of guesses, learnt from those that were tested: the learner of all who choose how much to guess. Pure.
 
 What is counted is the same everywhere, guesses that were tested and those of them that were accepted, recent ones more
-than others. It is kept by what tells guesses apart: by depth for chains, by what a draft promises for trees, and by
-what a guess stands on for lookups.
+than others. It is kept by what distinguishes guesses: by depth for chains, by what a draft promises for trees,
+and by what a guess stands on for lookups.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ HIGHEST = 0.999  # rate of acceptance: no guess is certain, however often it was
 MAX_PROMISES = 50.0  # trees whose values are averaged, after which old ones are forgotten
 
 
-class Tally:
+class GuessTally:
     """Tested guesses of one kind, and those of them that were accepted."""
 
     __slots__ = ("_memory", "accepted", "tested")
@@ -46,7 +46,7 @@ class AcceptanceRates:
 
     def __init__(self, prior: "AcceptanceRates | None" = None) -> None:
         self._prior = prior
-        self._depths = [Tally() for _ in range(MAX_DRAFT_COUNT)]
+        self._depths = [GuessTally() for _ in range(MAX_DRAFT_COUNT)]
 
     def observe(self, accepted_count: int, evaluated_count: int) -> None:
         """Adds a chain of which so many guesses were tested, and so many of these accepted."""
@@ -68,7 +68,7 @@ class AcceptanceRates:
     def mean(self) -> float:
         """Share of the guesses of all depths that are accepted."""
         tested, accepted = sum(each.tested for each in self._depths), sum(each.accepted for each in self._depths)
-        return min(Tally(MEMORY, tested, accepted).share(FIRST_RATE, FIRST_WEIGHT), HIGHEST)
+        return min(GuessTally(MEMORY, tested, accepted).share(FIRST_RATE, FIRST_WEIGHT), HIGHEST)
 
     def tokens(self) -> list[float]:
         """Tokens that a round with K guesses is expected to commit, for K in [0, MAX_DRAFT_COUNT]."""
@@ -92,7 +92,7 @@ class TreeGains:
         ]
         self._weights = [[FIRST_WEIGHT] * (MAX_TREE_ROWS + 1) for _ in self._sums]
         # Values that were promised, and rows that were kept.
-        self._kept = Tally(MEMORY, FIRST_WEIGHT * FIRST_RATE, FIRST_WEIGHT * FIRST_RATE)
+        self._kept = GuessTally(MEMORY, FIRST_WEIGHT * FIRST_RATE, FIRST_WEIGHT * FIRST_RATE)
         self.num_promises = 0
 
     def promise(self, tree: TokenTree, count: int, max_depth: int) -> None:

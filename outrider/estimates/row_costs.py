@@ -19,10 +19,10 @@ NUM_SAMPLES = 5  # of the latest, a median counts: two that a busy machine made 
 SLOPE_WEIGHT = 0.5  # of what is believed of the cost of a row before there are two entries, in squared rows
 DRIFT = 0.02  # how much of a sample's surprise about one number of rows is believed of all others
 EXACT_ROWS = 32  # larger numbers of rows share an entry with their neighbours
-LEAST_SPREAD = 0.5  # of numbers of rows, in squared rows, with which a step's fixed part can be told from its rows
+LEAST_SPREAD = 0.5  # of numbers of rows, in squared rows, with which a step's fixed part is distinguished from its rows
 
 
-class Entry(Protocol):
+class CostEstimate(Protocol):
     """A cost as it is now, learnt from samples; `known` when it is more than a first impression."""
 
     known: bool
@@ -125,7 +125,7 @@ class Line:
 class Metering:
     """How a meter learns, and what it believes of numbers of rows that it has not seen."""
 
-    entry: Callable[[], Entry]
+    entry: Callable[[], CostEstimate]
     has_trend: bool = True
     """Whether all entries move a little with one of them, and further rows cost what rows cost on the whole. Else each
     number of rows is known by its own samples alone, and a larger step is like the largest that was seen."""
@@ -152,7 +152,7 @@ class RowCosts:
         self._model = model
         self._metering = metering
         self._rows: list[int] = []
-        self._entries: dict[float, Entry] = {}
+        self._entries: dict[float, CostEstimate] = {}
         self._scale = 1.0
         # Through all entries, without the scale.
         self._line = Line()
@@ -178,7 +178,9 @@ class RowCosts:
         self._line.move(key, entry.mean - before)
         self._num_steps += 1
         if self._metering.forget_steps is not None and self._num_steps % self._metering.forget_steps == 0:
-            self._forget(int(next(iter(self._entries))))
+            oldest = next(iter(self._entries))
+            self._line.add(oldest, self._entries.pop(oldest).mean, -1.0)
+            self._rows.remove(int(oldest))
 
     def at(self, rows: float) -> float:
         """Expected cost of a step."""
@@ -212,13 +214,9 @@ class RowCosts:
         return self._scale * self._line.slope(share * mean_cost, SLOPE_WEIGHT)
 
     def renew(self) -> None:
-        """Marks what was learnt as old; see Entry."""
+        """Marks what was learnt as old; see CostEstimate."""
         for entry in self._entries.values():
             entry.renew()
-
-    def _forget(self, key: int) -> None:
-        self._line.add(key, self._entries.pop(key).mean, -1.0)
-        self._rows.remove(key)
 
 
 def _row_key(rows: float) -> int:

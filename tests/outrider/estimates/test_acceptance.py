@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.estimates.acceptance import AcceptanceRates, Tally, TreeGains
+from outrider.estimates.acceptance import AcceptanceRates, GuessTally, TreeGains
 from outrider.token_tree import TokenTree
 
 
@@ -36,11 +36,11 @@ def test_what_was_not_asked_for_is_not_thought_worthless() -> None:
 
 def test_a_tally_follows_what_is_seen() -> None:
     """A prior counts less with every test; what it begins with is forgotten."""
-    tally = Tally(0.9)
+    tally = GuessTally(0.9)
     assert tally.share(0.6, 4.0) == 0.6
     tally.add(1, 1)
     assert tally.share(0.6, 4.0) == pytest.approx(3.4 / 5)
-    begun = Tally(0.9, 2.0, 2.0)
+    begun = GuessTally(0.9, 2.0, 2.0)
     assert begun.share() == 1
     for _ in range(90):
         begun.add(1, 0)
@@ -49,7 +49,7 @@ def test_a_tally_follows_what_is_seen() -> None:
 
 def test_several_tests_at_once_leave_as_much_as_one_after_the_other() -> None:
     """Of what was there before them."""
-    once, each = Tally(0.9, 10, 10), Tally(0.9, 10, 10)
+    once, each = GuessTally(0.9, 10, 10), GuessTally(0.9, 10, 10)
     once.add(0, 0, 3)
     for _ in range(3):
         each.add(0, 0)
