@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator
 
 from gateway.lookup.guesses import LookupGuesses
 from gateway.rounds.planner import RoundPlanner
-from gateway.rounds.round import Round, TokenLog
+from gateway.rounds.round import Place, Round, TokenLog
 from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
 from gateway.sessions.draft_team import DraftTeam
 from gateway.sessions.target import RemoteTargetSession
@@ -40,9 +40,10 @@ async def speculate(
                 look = lookup.look(planner.room(log))
                 # How many tokens to draft, and how many the target may commit unasked while there is nothing to draft.
                 plan = planner.plan(log, target.outstanding, draft.outlook, target.drafter, look.tree.values)
-                drafted = await draft.propose(plan.draft_count, plan.shape)
-                proposal = planner.complete(plan, drafted, lookup.proposal(plan.look_count))
-                verdict = await target.verify(proposal, plan.plain_budget, plan.own)
+                asked = plan.asked(Place.REMOTE)
+                drafted = await draft.propose(asked.count, asked.shape)
+                proposal = planner.complete(plan, drafted, lookup.proposal(plan.asked(Place.LOOKUP).count))
+                verdict = await target.verify(proposal, plan.plain_budget, plan.asked(Place.HOSTED))
                 committed = log.commit(proposal, verdict)
                 planner.observe(committed)
                 lookup.commit(committed.token_ids)

@@ -10,39 +10,13 @@ import time
 from collections.abc import Callable, Collection, Hashable
 from weakref import WeakKeyDictionary
 
-MEMORY = 0.98  # weight that each step leaves to those before it
+from outrider.estimates.row_costs import Line
+
+MEMORY = 0.98  # of a step's weight, is left after another: sessions come and go within some tens of steps
 # How much later than last time a session may be and is still waited for, as a share of its absence and in seconds.
 LATE_SHARE, LATE_S = 0.1, 0.0005
 WORTH_JOINING = 0.95  # of the round of two groups, what that of one may take for them to become one
 MAX_AWAY_S = 1.0  # no step waits for a session that was away longer
-
-
-class StepCosts:
-    """Seconds of a step as a fixed part and one for each row, by least squares over recent steps."""
-
-    def __init__(self) -> None:
-        self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
-
-    def add(self, num_rows: int, seconds: float) -> None:
-        """Adds the rows and seconds of a step."""
-        self._weight = MEMORY * self._weight + 1
-        self._rows = MEMORY * self._rows + num_rows
-        self._seconds = MEMORY * self._seconds + seconds
-        self._squares = MEMORY * self._squares + num_rows**2
-        self._products = MEMORY * self._products + num_rows * seconds
-
-    @property
-    def parts(self) -> tuple[float, float]:
-        """The fixed part and that of a row, neither below 0; nothing counts as fixed while all steps look alike."""
-        if not self._weight:
-            return 0.0, 0.0
-        mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight
-        spread = self._squares / self._weight - mean_rows**2
-        if spread < 0.5:
-            return 0.0, mean_s / mean_rows
-        row_s = (self._products / self._weight - mean_rows * mean_s) / spread
-        row_s = min(max(row_s, 0.0), mean_s / mean_rows)
-        return mean_s - row_s * mean_rows, row_s
 
 
 class Gathering:
@@ -51,7 +25,7 @@ class Gathering:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         """Takes a clock that counts seconds."""
         self._clock = clock
-        self.costs = StepCosts()
+        self.costs = Line(MEMORY)
         self._left_s: dict[Hashable, float] = {}
         # How long each was away last time, of those that have to be asked for each step.
         self._away_s: WeakKeyDictionary[Hashable, float] = WeakKeyDictionary()

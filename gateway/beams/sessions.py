@@ -3,7 +3,7 @@
 from typing import cast
 
 from gateway.beams.record import BeamRecord
-from gateway.rounds.round import OwnGuesses, Proposal, Verdict
+from gateway.rounds.round import GuessRequest, Proposal, Verdict
 from gateway.sessions.draft import DrafterSeat, DraftOpening, RemoteDraftSession
 from gateway.sessions.link import opening_of
 from gateway.sessions.peer import ServicePeer
@@ -27,7 +27,7 @@ class BeamTargetOpening(TargetOpening):
         self.steps: tuple[BeamStep, ...] = ()
         """Steps of the last answer."""
 
-    def send_step(self, proposal: Proposal, plain_budget: int, _own: OwnGuesses) -> None:
+    def send_step(self, proposal: Proposal, plain_budget: int, _own: GuessRequest) -> None:
         """Opens with all beams, or asks for a pass; a search has neither budget nor own guesses."""
         message = self._next_message(plain_budget)
         step, parts = message.open.step if self.is_opening else message.step, list[types_pb2.OpenPart]()

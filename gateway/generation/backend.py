@@ -8,7 +8,7 @@ from gateway.generation.request import CheckedRequest, Offers
 from gateway.lookup.guesses import LookupGuesses, LookupSources
 from gateway.rounds.planner import Drafting
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import LOOKUP
+from gateway.rounds.round import LOOKUP, DrafterId, Makes, Place
 from gateway.sessions.draft import DrafterSeat
 from gateway.sessions.peer import ModelInfo
 from gateway.sessions.replicas import Replicas, Targets
@@ -65,34 +65,29 @@ class Backend:
 
     def drafting(self, request: CheckedRequest, target: ModelInfo) -> Drafting:
         """Choice of the drafters that guess for a request, and of what they make."""
-        names, rule = request.drafters, request.spec.acceptance.rule
+        names, rule, shape = request.drafters, request.spec.acceptance.rule, request.shape
         if request.draft_count == 0:
-            return Drafting(None, rule=rule)
-        looks = self.lookup is not None and (not names or LOOKUP in names)
-        own = next((name for name in names if name in target.drafters), "")
-        if own:
-            makes_trees = own in target.tree_drafters
-            return Drafting(None, own, request.shape, own_makes_trees=makes_trees, looks=looks, rule=rule)
-        fitting = [name for name, rules in target.drafters.items() if rule in rules] if not names else []
-        if request.shape is not None:
-            fitting = [name for name in fitting if name in target.tree_drafters]
-        own = self.policy.pick(fitting) if fitting else ""
-        remotes = [name for name in names if name != LOOKUP]
-        has_remote = bool(self.drafts) and (not names or bool(remotes))
-        return Drafting(
-            "+".join(names or [*self.drafts][:1]) if has_remote else None,
-            own,
-            shape=request.shape,
-            own_makes_trees=own in target.tree_drafters,
-            may_grow_trees=self._grows_trees(remotes) and not rule.needs_distributions,
-            looks=looks,
-            merges=len(names) > 1,
-            rule=rule,
-        )
+            return Drafting((), rule=rule)
+        hosted = [DrafterId(name, Place.HOSTED) for name in names if name in target.drafters][:1]
+        remotes = [name for name in names if name != LOOKUP.name]
+        has_remote = bool(self.drafts) and not hosted and (not names or bool(remotes))
+        if not names:
+            fitting = [name for name, rules in target.drafters.items() if rule in rules]
+            fitting = [name for name in fitting if shape is None or name in target.tree_drafters]
+            hosted = [self.policy.pick([DrafterId(name, Place.HOSTED) for name in fitting])] if fitting else []
+        drafters = [each._replace(makes=_makes(each.name in target.tree_drafters)) for each in hosted]
+        if has_remote:
+            grows = self._grows_trees(remotes) and not rule.needs_distributions
+            # Several go by one name, which users read.
+            together = "+".join(names or [*self.drafts][:1])
+            drafters.append(DrafterId(together, Place.REMOTE, _makes(grows or shape is not None)))
+        if self.lookup is not None and (not names or LOOKUP.name in names):
+            drafters.append(LOOKUP)
+        return Drafting(tuple(drafters), shape, merges=len(names) > 1, rule=rule)
 
     def lookup_for(self, request: CheckedRequest, drafting: Drafting, max_rows: int) -> LookupGuesses:
         """The lookup of a request, whose proposals have at most max_rows rows."""
-        if self.lookup is None or not drafting.looks:
+        if self.lookup is None or drafting.at(Place.LOOKUP) is None:
             return LookupGuesses()
         spec = request.spec
         session = self.lookup.session(spec.token_ids, request.prediction, spec.cache_salt.decode())
@@ -100,9 +95,9 @@ class Backend:
 
     def drafts_for(self, request: CheckedRequest, drafting: Drafting) -> list[tuple[Replicas, DrafterSeat]]:
         """The services of each draft that guesses."""
-        if drafting.remote is None:
+        if drafting.at(Place.REMOTE) is None:
             return []
-        names = [name for name in request.drafters if name != LOOKUP] or [next(iter(self.drafts))]
+        names = [name for name in request.drafters if name != LOOKUP.name] or [next(iter(self.drafts))]
         return [
             (self._behind(name), DrafterSeat("" if name in self.drafts else name, name, lane))
             for lane, name in enumerate(names)
@@ -116,3 +111,7 @@ class Backend:
     def _behind(self, name: str) -> Replicas:
         """The draft of that name, or else the first one, which has a drafter of that name."""
         return self.drafts[name if name in self.drafts else next(iter(self.drafts))]
+
+
+def _makes(grows_trees: bool) -> Makes:
+    return Makes.TREE if grows_trees else Makes.CHAIN

@@ -105,7 +105,7 @@ def round_facts(committed: Round) -> dict[str, Any]:
         "draft_bytes": proposal.hop.num_bytes,
         "verify_bytes": verdict.hop.num_bytes,
         "target_reopens": verdict.reopens,
-        "drafter": proposal.drafter,
+        "drafter": proposal.drafter.name,
     }
 
 
@@ -114,7 +114,7 @@ def counts_by_drafter(committed: Round) -> dict[str, tuple[int, int]]:
     proposal = committed.proposal
     if not proposal.sources:
         counts = (committed.draft_count, committed.accepted_count)
-        return {proposal.drafter: counts} if proposal.tree else {}
+        return {proposal.drafter.name: counts} if proposal.tree else {}
     accepted = Counter(map(proposal.source, committed.verdict.accepted_rows))
     return {drafter: (count, accepted[drafter]) for drafter, count in Counter(proposal.sources).items()}
 

@@ -116,7 +116,7 @@ class CheckedRequest:
     def fixes_guesses(self) -> bool:
         """Whether it says itself who guesses and how much, so that nothing of other requests has a part in that."""
         is_shaped = self.shape is None or bool(self.shape.expansions)
-        return self.draft_count is not None and bool(self.drafters) and LOOKUP not in self.drafters and is_shaped
+        return self.draft_count is not None and bool(self.drafters) and LOOKUP.name not in self.drafters and is_shaped
 
     def sample(self, index: int) -> Self:
         """Request for one of its samples, with its own seed. Only the first reads the prompt's log-probabilities."""
@@ -142,7 +142,7 @@ class Offers:
 
     @property
     def names(self) -> dict[str, frozenset[Rule]]:
-        lookup = {LOOKUP: frozenset(Rule)} if self.looks else {}
+        lookup = {LOOKUP.name: frozenset(Rule)} if self.looks else {}
         # Once more after the remote ones, which a draft may call as it likes.
         return {**lookup, **(self.remote or {}), **lookup, **self.own}
 
@@ -238,7 +238,9 @@ def _check_beams(request: GenerationRequest, offers: Offers) -> None:
         "sample_count": request.sample_count,
         "logprob_count": request.logprob_count,
         "speculation.return_rounds": request.return_rounds,
-        "speculation.drafter": next((each for each in request.drafters if each == LOOKUP or each in offers.own), ""),
+        "speculation.drafter": next(
+            (each for each in request.drafters if each == LOOKUP.name or each in offers.own), ""
+        ),
         "speculation.drafters": request.drafters if len(request.drafters) > 1 else (),
         "speculation.shape": request.shape,
         "prediction": None if request.prediction is None else "present",
@@ -321,7 +323,7 @@ def _check_shape(request: GenerationRequest, drafters: Sequence[str], offers: Of
     shape = request.shape
     if shape is None:
         return
-    names = [name for name in drafters if name != LOOKUP and (name not in offers.own or name in offers.own_trees)]
+    names = [name for name in drafters if name != LOOKUP.name and (name not in offers.own or name in offers.own_trees)]
     if not names and (drafters or (offers.remote == {} and not offers.own_trees)):
         raise InvalidRequest("speculation.shape", "present", "absent where nobody makes trees")
     name, limit = "draft_count", request.draft_count
@@ -352,8 +354,8 @@ async def _prediction(
         return ()
     if draft_count == 0:
         raise InvalidRequest("prediction", "present", "absent where speculation is off")
-    if not offers.looks or (drafters and LOOKUP not in drafters):
-        raise InvalidRequest("prediction", "present", f"absent unless {LOOKUP} is among the drafters")
+    if not offers.looks or (drafters and LOOKUP.name not in drafters):
+        raise InvalidRequest("prediction", "present", f"absent unless {LOOKUP.name} is among the drafters")
     if isinstance(prediction, str):
         check_count("prediction", len(prediction), max_chars(target.context_len, tokenizer), "characters")
         prediction = await tokenizer.encode(prediction, special=False)

@@ -13,7 +13,7 @@ from gateway.generation.events import CompletionEvent, Event, GuessFacts, Reject
 from gateway.generation.request import CheckedRequest, GenerationRequest, check_request, new_seed
 from gateway.generation.transcript import StopScanner, Transcript
 from gateway.rounds.planner import Drafting, RoundPlanner
-from gateway.rounds.round import Round, TokenLog
+from gateway.rounds.round import Place, Round, TokenLog
 from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
 from gateway.sessions.draft_team import DraftTeam
 from gateway.sessions.peer import ModelInfo
@@ -173,7 +173,10 @@ def decode(request: CheckedRequest, backend: Backend, target: ModelInfo) -> Asyn
     log, session_id = TokenLog(spec.token_ids), secrets.token_bytes(16)
     planner = RoundPlanner(backend.policy, request.draft_count, spec.max_len, target.max_draft_count, drafting)
     timeouts, model_hash = backend.target_timeouts, target.model_hash
-    verifying = RemoteTargetSession(backend.target, timeouts, spec, log, session_id, model_hash, drafting.own)
+    hosted = drafting.at(Place.HOSTED)
+    verifying = RemoteTargetSession(
+        backend.target, timeouts, spec, log, session_id, model_hash, hosted.name if hosted else ""
+    )
     warm = planner.expects_draft()
     # Each has an id of its own, because two drafters of one service are two sessions there.
     sessions = [
@@ -196,8 +199,7 @@ def noise_seed(request: CheckedRequest, drafting: Drafting) -> int:
     and a policy that has learned from it, know of that. They are then asked about noise that was never used before.
     """
     is_tested = request.spec.acceptance.rule.needs_distributions
-    is_plain = drafting.remote is None and not drafting.own and not drafting.looks
-    return new_seed() if is_tested and not is_plain and not request.fixes_guesses else request.spec.seed
+    return new_seed() if is_tested and drafting.drafters and not request.fixes_guesses else request.spec.seed
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,11 @@
 
 from enum import IntEnum
 
+from outrider.estimates.acceptance import GuessTally
+
 SHORTEST = (3, 4, 8, 16, 32)  # match of each bucket
 PRIORS = (0.5, 0.6, 0.7, 0.8, 0.9)
 PRIOR_WEIGHT = 8.0  # in tested guesses
-MEMORY = 0.98  # of what was learnt, is left after a further test
 HIGHEST = 0.995
 
 
@@ -46,12 +47,9 @@ class LookupRates:
         self.means = [PRIORS[ground % NUM_BUCKETS] for ground in range(num_grounds)]
         self.means[PREDICTION_GROUND] = 0.8
         self._priors = tuple(self.means)
-        self._tested = [0.0] * num_grounds
-        self._accepted = [0.0] * num_grounds
+        self._tallies = [GuessTally() for _ in range(num_grounds)]
 
     def observe(self, ground: int, share: float, *, accepted: bool) -> None:
         """Adds a test of guesses on one ground that had this share of its votes, in (0, 1]."""
-        self._tested[ground] = MEMORY * self._tested[ground] + share
-        self._accepted[ground] = MEMORY * self._accepted[ground] + accepted
-        weighed = self._accepted[ground] + PRIOR_WEIGHT * self._priors[ground]
-        self.means[ground] = min(weighed / (self._tested[ground] + PRIOR_WEIGHT), HIGHEST)
+        self._tallies[ground].add(share, accepted)
+        self.means[ground] = min(self._tallies[ground].share(self._priors[ground], PRIOR_WEIGHT), HIGHEST)

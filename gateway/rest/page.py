@@ -35,7 +35,6 @@ from gateway.rest.openai.models import Sampling
 from gateway.rest.openai.schemas import GenerationFields, Messages, Seed, Text, Unserved
 from gateway.rest.settings import RestSettings
 from gateway.rest.sse import EventStream, typed
-from gateway.rounds.estimates import MAX_DRAFT_COUNT
 from gateway.sessions.replicas import Replicas
 from gateway.text.chat_template import RenderedPrompt
 from outrider.deltas import reasoning_of
@@ -259,7 +258,8 @@ def _completion_view(event: CompletionEvent) -> dict[str, Any]:
 def status_view(frontend: Frontend, grpc_port: int) -> dict[str, Any]:
     """State of the services at this moment, and the policy's draft length, from what the gateway knows already."""
     target, draft, policy = frontend.backend.target, frontend.backend.draft, frontend.backend.policy
-    limit = MAX_DRAFT_COUNT if target.info is None else min(MAX_DRAFT_COUNT, target.info.max_draft_count)
+    limit = policy.tuning.chain_counts[-1]
+    limit = limit if target.info is None else min(limit, target.info.max_draft_count)
     has_draft = (draft is not None and draft.info is not None) or bool(target.info and target.info.drafters)
     return {
         "gateway": {

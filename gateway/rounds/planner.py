@@ -4,15 +4,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from gateway.rounds.drafter_estimates import TREE
+from gateway.rounds.choice import Choice
 from gateway.rounds.merging import cut, merged
-from gateway.rounds.policy import PLAIN_BUDGET, Choice, SpeculationPolicy
-from gateway.rounds.round import LOOKUP, FallbackReason, OwnGuesses, Proposal, Round, TokenLog
+from gateway.rounds.policy import SpeculationPolicy
+from gateway.rounds.round import (
+    ANY_DRAFT,
+    LOOKUP,
+    NO_REQUEST,
+    DrafterId,
+    FallbackReason,
+    GuessRequest,
+    Makes,
+    Place,
+    Proposal,
+    Round,
+    TokenLog,
+)
 from outrider.parameters import Rule
 from outrider.token_tree import TreeShape
-
-OWN_BUDGET = 64  # tokens committed unasked while the target drafts for itself
-WAITING_BUDGET = 8  # tokens committed unasked while the draft is away and may come back at any time
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +35,19 @@ class DraftOutlook:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """Plan of a round: draft tokens to ask for, tokens that the target may commit unasked, and why there is no draft.
+    """Plan of a round: guesses to ask for, tokens that the target may commit unasked, and why there is no draft.
 
-    own_draft_count are those that the target's own drafter is to make, for this verdict and for unasked ones after it,
-    a chain or in own_shape. `shape` is that of the draft's guesses, None for a chain. look_count rows come from a
-    lookup, and where the target would go on unasked, they end that.
+    Guesses of a hosted drafter are for this verdict and for unasked ones after it. Where the target would go on
+    unasked, those of a lookup end that.
     """
 
-    draft_count: int
-    plain_budget: int
+    guesses: tuple[GuessRequest, ...] = ()
+    plain_budget: int = 0
     fallback_reason: FallbackReason | None = None
-    own_draft_count: int = 0
-    shape: TreeShape | None = None
-    look_count: int = 0
-    own_shape: TreeShape | None = None
 
-    @property
-    def own(self) -> OwnGuesses:
-        return OwnGuesses(self.own_draft_count, self.own_shape)
+    def asked(self, place: Place) -> GuessRequest:
+        """Request for guesses from a place, for none of them where it is not asked."""
+        return next((each for each in self.guesses if each.drafter.place is place), NO_REQUEST)
 
     def explain(self, proposal: Proposal) -> Proposal:
         """The proposal, with this plan's reason where it has none of its own."""
@@ -53,24 +57,21 @@ class RoundPlan:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Drafters that may guess for a request.
+    """Drafters that may guess for a request, at most one at each place; the policy chooses between them.
 
-    `remote` is what the draft services are asked for, None where there is none to ask; `own` a drafter of the target's
-    process, empty for none, and own_makes_trees says whether it makes any. `shape` is that of guesses where the request
-    names one. Where it does not, the policy chooses between chains and trees, of a draft with may_grow_trees, and of
-    the target's own drafter wherever it makes some and the rule does not test with distributions. `looks` says that
-    lookups are made: the policy chooses between these and the other drafters. With `merges` several drafters, lookups
-    among them, make one proposal under the request's rule, and `remote` is what they are called together.
+    One that makes trees makes chains too. `shape` is that of guesses where the request names one. Where it does not,
+    the policy chooses between chains and trees, unless the rule tests with distributions. With `merges` several
+    drafters, lookups among them, make one proposal under the request's rule, and the remote one stands for all.
     """
 
-    remote: str | None = ""
-    own: str = ""
+    drafters: tuple[DrafterId, ...] = (ANY_DRAFT,)
     shape: TreeShape | None = None
-    may_grow_trees: bool = False
-    own_makes_trees: bool = False
-    looks: bool = False
     merges: bool = False
     rule: Rule = Rule.MATCH
+
+    def at(self, place: Place) -> DrafterId | None:
+        """Drafter at a place; None where none may guess."""
+        return next((each for each in self.drafters if each.place is place), None)
 
 
 class RoundPlanner:
@@ -89,20 +90,18 @@ class RoundPlanner:
     ) -> None:
         self._policy = policy
         self._drafting = drafting
-        self._remote = drafting.remote
-        is_free = draft_count is None and drafting.shape is None
-        self._grows_trees = drafting.may_grow_trees and is_free
-        self._grows_own_trees = drafting.own_makes_trees and is_free and not drafting.rule.needs_distributions
-        self._own = drafting.own
-        self._own_shape = drafting.shape if drafting.own_makes_trees else None
-        # Without any drafter, rounds say that a draft is absent.
-        nobody = () if drafting.looks else ("",)
-        self._session = policy.session(*(self._drafters(drafting.own) or nobody))
         self._draft_count = draft_count
+        self._remote, self._hosted = drafting.at(Place.REMOTE), drafting.at(Place.HOSTED)
+        self._looks = drafting.at(Place.LOOKUP) is not None
+        self._remotes, self._hosteds = self._kinds(self._remote), self._kinds(self._hosted)
+        self._is_hosting = self._hosted is not None
+        # Without any drafter, rounds say that a draft is absent.
+        absent = () if self._looks else (ANY_DRAFT,)
+        self._session = policy.session(*((*self._hosteds, *self._remotes) or absent))
         self._max_len = max_len
         self._max_draft_count = max_draft_count
         self._next: Choice | None = None
-        self._plain_plan = RoundPlan(0, 0)
+        self._plain_plan = RoundPlan()
         self._unasked = False
 
     def __enter__(self) -> Self:
@@ -133,14 +132,15 @@ class RoundPlanner:
             look_count = self._look_count(outstanding, look)
             if look_count:
                 self._next, self._unasked = None, outstanding > 0
-                return RoundPlan(0, 0, look_count=look_count)
+                return RoundPlan((GuessRequest(LOOKUP, look_count),))
         if 2 * outstanding > self._plain_plan.plain_budget > 0:
             # Nothing is sent in the first half of a stretch, so there is nothing to choose at every token.
             self._unasked = True
-            return RoundPlan(0, 0, self._plain_plan.fallback_reason)
-        if own != self._own and self._drafters(own):
-            self._own = own
-            self._policy.change(self._session, *self._drafters(own))
+            return RoundPlan(fallback_reason=self._plain_plan.fallback_reason)
+        is_hosting = bool(own) and self._hosted is not None
+        if is_hosting != self._is_hosting and (is_hosting or self._remotes):
+            self._is_hosting = is_hosting
+            self._policy.change(self._session, *(self._hosteds if is_hosting else ()), *self._remotes)
         is_first, limit = len(log) == log.prompt_len, min(self._max_draft_count, self.room(log))
         past_context = draft.context_len is not None and len(log) + 1 > draft.context_len
         obstacle = FallbackReason.DRAFT_CONTEXT if past_context else draft.obstacle
@@ -150,11 +150,11 @@ class RoundPlanner:
         self._next, self._unasked = None, outstanding > 0
         if choice.draft_count == 0 or limit == 0:
             return self._plain(choice.plain_budget)
-        if choice.drafter in self._owns(self._own):
-            return self._own_plan(choice, limit, own, is_first)
+        if choice.drafter.place is Place.HOSTED:
+            return self._hosted_plan(choice, limit, is_hosting, is_first)
         if obstacle is None and (outstanding or is_first):
             # Choosing waits for the end of the stretch, or for the prompt's own pass.
-            return RoundPlan(0, 0, None if is_first else self._plain_plan.fallback_reason)
+            return RoundPlan(fallback_reason=None if is_first else self._plain_plan.fallback_reason)
         return self._draft_plan(choice, log, draft, obstacle, len(look))
 
     def complete(self, plan: RoundPlan, drafted: Proposal, found: Proposal) -> Proposal:
@@ -163,12 +163,13 @@ class RoundPlanner:
         Where the request leaves K to the policy, rows of a tree that are not worth verifying are left out.
         """
         proposal, rule = found if found.tree else drafted, self._drafting.rule
+        asked = plan.asked(Place.REMOTE)
         if self._drafting.merges:
-            parts = [self._policy.valued(each) for each in (*(drafted.parts or (drafted,)), found)]
-            whole = merged(parts, rule, self._max_draft_count, plan.draft_count)
+            parts = [self._policy.costs.valued(each) for each in (*(drafted.parts or (drafted,)), found)]
+            whole = merged(parts, rule, self._max_draft_count, asked.count)
             proposal = replace(whole, drafter=self._remote or LOOKUP)
         if proposal.tree.values and proposal.drafter != LOOKUP:
-            self._policy.saw(proposal, plan.draft_count, plan.shape.max_depth if plan.shape else 0)
+            self._policy.costs.observe_tree(proposal, asked)
             if self._draft_count is None and not rule.needs_distributions:
                 proposal = cut(proposal, self._policy.cut_count(proposal))
         return plan.explain(proposal)
@@ -180,7 +181,8 @@ class RoundPlanner:
             own = committed.verdict.own
             unasked = self._unasked and (own is not None or not committed.proposal.tree)
             if own is not None and own.tree.values:
-                self._policy.saw(own, self._plain_plan.own_draft_count)
+                asked = self._plain_plan.asked(Place.HOSTED)
+                self._policy.costs.observe_tree(own, replace(asked, shape=None))
             self._policy.observe(committed, self._session, unasked=unasked)
 
     def _look_count(self, outstanding: int, look: Sequence[float]) -> int:
@@ -188,85 +190,82 @@ class RoundPlanner:
         if self._draft_count is None:
             return self._policy.look_count(look[: self._max_draft_count], self._session, halts=outstanding > 0)
         # Of a fixed number the draft makes them where there is one, and then the target's own drafter.
-        alone = self._remote is None and not self._own
+        alone = self._remote is None and not self._is_hosting
         return min(self._draft_count, len(look), self._max_draft_count) if alone else 0
 
     def _draft_plan(
         self, choice: Choice, log: TokenLog, draft: DraftOutlook, obstacle: FallbackReason | None, num_looked: int
     ) -> RoundPlan:
         """Guesses of the draft services, or whatever there is without them."""
-        is_first = len(log) == log.prompt_len
+        is_first, tuning = len(log) == log.prompt_len, self._policy.tuning
         # A number that the request gives holds for each who guesses.
         num_looked = min(num_looked, self._max_draft_count if self._draft_count is None else self._draft_count)
-        if self._remote is None and self._drafting.looks:
+        if self._remote is None and self._looks:
             # There is no other drafter to ask.
-            return self._plain(PLAIN_BUDGET)
+            return self._plain(tuning.plain_budget)
         if obstacle is not None and num_looked and not is_first and self._drafting.merges:
-            return RoundPlan(0, 0, look_count=num_looked)
+            return RoundPlan((GuessRequest(LOOKUP, num_looked),))
         if obstacle is not None:
             past_context = obstacle is FallbackReason.DRAFT_CONTEXT
-            return self._plain(PLAIN_BUDGET if past_context else WAITING_BUDGET, obstacle, is_first)
+            return self._plain(tuning.plain_budget if past_context else tuning.waiting_budget, obstacle, is_first)
         if choice.rounds > 1:
             self._next = replace(choice, rounds=choice.rounds - 1)
         room = self.room(log) if draft.context_len is None else min(self.room(log), draft.context_len - len(log))
-        shape = self._drafting.shape or (TreeShape() if choice.drafter.endswith(TREE) and self._grows_trees else None)
+        # What several drafters make together is a tree, even where they are asked for chains.
+        is_grown = choice.drafter.makes is Makes.TREE and choice.drafter == self._remote and self._draft_count is None
+        shape = self._drafting.shape or (TreeShape() if is_grown else None)
         if shape == TreeShape():
             # How deep a tree should be depends on what a forward of the draft costs, which only the policy knows.
             shape = TreeShape(max_depth=choice.depth)
         count = min(choice.draft_count, self._max_draft_count, draft.max_draft_count or choice.draft_count)
         # A tree is limited in depth by the room, and its drafter sees to that.
         count = min(count, room) if shape is None else count
-        looks = num_looked if self._drafting.merges else 0
-        return RoundPlan(count, 0, shape=shape, look_count=looks)
+        looked = (GuessRequest(LOOKUP, num_looked),) if self._drafting.merges and num_looked else ()
+        return RoundPlan((GuessRequest(choice.drafter, count, shape), *looked))
 
-    def _own_plan(self, choice: Choice, limit: int, own: str, is_first: bool) -> RoundPlan:
+    def _hosted_plan(self, choice: Choice, limit: int, is_hosting: bool, is_first: bool) -> RoundPlan:
         """The target guesses and goes on unasked, in short stretches while it is only tried.
 
         In the prompt's own pass the drafter reads along.
         """
-        if not own:
-            return self._plain(WAITING_BUDGET, FallbackReason.DRAFT_ABSENT, is_first)
-        shape = self._own_shape or (TreeShape() if choice.drafter.endswith(TREE) else None)
+        if not is_hosting:
+            return self._plain(self._policy.tuning.waiting_budget, FallbackReason.DRAFT_ABSENT, is_first)
+        shape = None
+        if self._hosted is not None and self._hosted.makes is Makes.TREE:
+            shape = self._drafting.shape or (TreeShape() if choice.drafter.makes is Makes.TREE else None)
         # A tree is limited in depth by the room, as that of a draft service is.
         count = min(choice.draft_count, limit if shape is None else self._max_draft_count)
+        guesses = (GuessRequest(choice.drafter, count, shape),)
         if is_first:
-            return RoundPlan(0, 0, own_draft_count=count, own_shape=shape)
-        budget = OWN_BUDGET if choice.rounds == 1 else min(choice.rounds * (count + 1), OWN_BUDGET)
-        self._plain_plan = RoundPlan(0, budget, own_draft_count=count, own_shape=shape)
+            return RoundPlan(guesses)
+        budget = self._policy.tuning.hosted_budget
+        budget = budget if choice.rounds == 1 else min(choice.rounds * (count + 1), budget)
+        self._plain_plan = RoundPlan(guesses, budget)
         return self._plain_plan
 
-    def _drafters(self, own: str) -> tuple[str, ...]:
-        """Names of the drafters, the target's own first, and of their trees, which cost and bring others than chains.
+    def _kinds(self, drafter: DrafterId | None) -> tuple[DrafterId, ...]:
+        """A drafter by what it may be asked to make, which costs and brings different things.
 
-        Trees that were drawn have no values, and are taken for chains.
+        Trees that were drawn have no values, and count as chains. Several drafters together make trees of any guesses.
         """
-        return (*self._owns(own), *self._remotes)
-
-    def _owns(self, own: str) -> tuple[str, ...]:
-        """The target's own drafter, if it has one, by what it makes."""
-        if not own:
+        if drafter is None:
             return ()
-        if self._own_shape is not None and not self._drafting.rule.needs_distributions:
-            return (own + TREE,)
-        return (own, own + TREE) if self._grows_own_trees else (own,)
-
-    @property
-    def _remotes(self) -> tuple[str, ...]:
-        if self._remote is None:
-            return ()
-        if (self._drafting.shape is not None or self._drafting.merges) and not self._drafting.rule.needs_distributions:
-            return (self._remote + TREE,)
-        return (self._remote, *([self._remote + TREE] if self._grows_trees else []))
+        chain, tree = (drafter._replace(makes=each) for each in Makes)
+        if self._drafting.rule.needs_distributions:
+            return (chain,)
+        if self._drafting.merges or (drafter == tree and self._drafting.shape is not None):
+            return (tree,)
+        return (chain, tree) if drafter == tree and self._draft_count is None else (chain,)
 
     def _plain(self, plain_budget: int, reason: FallbackReason | None = None, is_first: bool = False) -> RoundPlan:
-        self._plain_plan = RoundPlan(0, plain_budget, reason)
-        return RoundPlan(0, plain_budget, None if is_first else reason)
+        self._plain_plan = RoundPlan((), plain_budget, reason)
+        return RoundPlan((), plain_budget, None if is_first else reason)
 
     def _choose(self, limit: int, *, ready: bool) -> Choice:
         if self._draft_count is None:
             return self._policy.choose(limit, self._session, ready=ready)
         if ready:
-            self._policy.note(self._session, is_drafting=self._draft_count > 0)
+            self._policy.mark(self._session, is_drafting=self._draft_count > 0)
         # The draft service remains what it is for where there are two devices.
-        drafter, *_ = *self._remotes, *self._owns(self._own), ""
-        return Choice(self._draft_count, 0 if self._draft_count else PLAIN_BUDGET, drafter=drafter)
+        drafter, *_ = *self._remotes, *(self._hosteds if self._is_hosting else ()), ANY_DRAFT
+        return Choice(self._draft_count, 0 if self._draft_count else self._policy.tuning.plain_budget, drafter=drafter)

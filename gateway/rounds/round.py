@@ -7,15 +7,50 @@ once a round is never changed either, but not frozen, because that makes making 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import NamedTuple
 
 from outrider.errors import ProtocolViolation
 from outrider.parameters import FinishReason, TokenLogprob
 from outrider.token_tree import EMPTY, TokenTree, TreeShape
 
-LOOKUP = "lookup"
-"""The drafter in the gateway itself, which needs no model."""
+
+class Place(StrEnum):
+    """Place where a drafter guesses."""
+
+    REMOTE = "remote"  # a draft service
+    HOSTED = "hosted"  # the target's process
+    LOOKUP = "lookup"  # the gateway itself, without a model
+
+
+class Makes(StrEnum):
+    """Kind of proposals: chains and trees cost and bring different things."""
+
+    CHAIN = "chain"
+    TREE = "tree"
+
+
+class DrafterId(NamedTuple):
+    """Identity of a drafter, or of several that guess together; without a name the draft service's own choice."""
+
+    name: str = ""
+    place: Place = Place.REMOTE
+    makes: Makes = Makes.CHAIN
+
+
+ANY_DRAFT, LOOKUP = DrafterId(), DrafterId("lookup", Place.LOOKUP)
+
+
+@dataclass(frozen=True, slots=True)
+class GuessRequest:
+    """Request for guesses of one drafter: how many, and in which shape, None for a chain."""
+
+    drafter: DrafterId = ANY_DRAFT
+    count: int = 0
+    shape: TreeShape | None = None
+
+
+NO_REQUEST = GuessRequest()
 
 
 class TokenOrigin(Enum):
@@ -58,26 +93,21 @@ class Proposal:
     caught_up_count: int = 0  # committed tokens that the draft had to read before it could guess
     hop: HopCost = HopCost()
     drift_repairs: int = 0
-    drafter: str = ""  # that made it; empty for the draft service's own choice
+    drafter: DrafterId = ANY_DRAFT  # that made it
     sources: tuple[str, ...] = ()  # who made each row, where several drafters did
     parts: tuple["Proposal", ...] = ()  # of several drafters, of which it was or will be made
 
     def source(self, row: int) -> str:
-        """The drafter that made a row, counted from 1."""
-        return self.sources[row - 1] if self.sources else self.drafter
+        """Name of what made a row, counted from 1."""
+        return self.sources[row - 1] if self.sources else self.drafter.name
+
+    @property
+    def learner(self) -> DrafterId:
+        """Drafter that is to learn from it: of trees, which have values, another one than of chains."""
+        return self.drafter._replace(makes=Makes.TREE if self.tree.values else Makes.CHAIN)
 
 
 NOTHING = Proposal()
-
-
-class OwnGuesses(NamedTuple):
-    """Guesses that the target's own drafter is to make, for this verdict and unasked ones after it."""
-
-    draft_count: int = 0
-    shape: TreeShape | None = None
-
-
-NO_OWN_GUESSES = OwnGuesses()
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple, Self
 import structlog
 
 from gateway.rounds.planner import DraftOutlook
-from gateway.rounds.round import NOTHING, FallbackReason, HopCost, Proposal, TokenLog
+from gateway.rounds.round import NOTHING, DrafterId, FallbackReason, HopCost, Proposal, TokenLog
 from gateway.sessions.link import Mailbox, opening_of
 from gateway.sessions.peer import ServicePeer
 from gateway.sessions.replicas import Replicas
@@ -274,7 +274,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
             opening, response = await self._exchange(draft_count, shape, started_s + timeout_s)
             wait_us = int(1e6 * (clock_s() - started_s))
             proposal = opening.proposal(response, draft_count, catch_up_count, wait_us, shape)
-            proposal = replace(proposal, drafter=self._seat.name)
+            proposal = replace(proposal, drafter=DrafterId(self._seat.name))
         except asyncio.CancelledError:
             self._fault(FallbackReason.DRAFT_LATE)
             raise

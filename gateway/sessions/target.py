@@ -11,7 +11,17 @@ import asyncio
 
 import structlog
 
-from gateway.rounds.round import NO_OWN_GUESSES, NOTHING, HopCost, OwnGuesses, Proposal, TokenLog, Verdict
+from gateway.rounds.round import (
+    NO_REQUEST,
+    NOTHING,
+    DrafterId,
+    GuessRequest,
+    HopCost,
+    Place,
+    Proposal,
+    TokenLog,
+    Verdict,
+)
 from gateway.sessions.link import Mailbox, opening_of
 from gateway.sessions.peer import ServicePeer
 from gateway.sessions.replicas import Need, Replicas
@@ -76,7 +86,7 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         # A verdict that is here already decides the next token, whatever is proposed.
         return max(left, 0) or int(len(self._log) in self._early)
 
-    def send_next(self, proposal: Proposal, plain_budget: int, own: OwnGuesses) -> None:
+    def send_next(self, proposal: Proposal, plain_budget: int, own: GuessRequest) -> None:
         """Opens, steps, extends a stretch of unasked tokens, ends it for a proposal, or sends nothing within one."""
         budget = min(plain_budget, self._max_budget)
         if proposal.tree and self.outstanding and len(self._log) not in self._early:
@@ -93,7 +103,7 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
             self._ask_own(message.acknowledge, own)
             self.send(message)
 
-    def send_step(self, proposal: Proposal, plain_budget: int, own: OwnGuesses) -> None:
+    def send_step(self, proposal: Proposal, plain_budget: int, own: GuessRequest) -> None:
         """Opens, or asks for the verdict on the log's length, which a target that has given it gives once more."""
         budget = min(plain_budget, self._max_budget)
         message = self._next_message(budget)
@@ -144,14 +154,14 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
             forward_count=times.forward_count,
             row_count=times.row_count,
             caught_up_count=response.caught_up_count,
-            drafter=self.drafter,
+            drafter=DrafterId(self.drafter, Place.HOSTED),
         )
 
     def end(self, fence: types_pb2.Fence) -> None:
         self.close(pb.VerifyRequest(fence=fence, close=types_pb2.CloseSession()))
 
-    def _ask_own(self, message: pb.TargetStep | pb.Acknowledge, own: OwnGuesses) -> None:
-        message.own_draft_count = min(own.draft_count, self._max_own_count) if self.drafter else 0
+    def _ask_own(self, message: pb.TargetStep | pb.Acknowledge, own: GuessRequest) -> None:
+        message.own_draft_count = min(own.count, self._max_own_count) if self.drafter else 0
         if own.shape is not None and message.own_draft_count and self._makes_trees:
             message.own_shape.CopyFrom(shape_message(own.shape))
 
@@ -208,7 +218,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         """The drafter that guesses in the target's process; empty where there is none."""
         return self._opening.drafter if self._opening is not None else self._drafter
 
-    async def verify(self, proposal: Proposal, plain_budget: int, own: OwnGuesses = NO_OWN_GUESSES) -> Verdict:
+    async def verify(self, proposal: Proposal, plain_budget: int, own: GuessRequest = NO_REQUEST) -> Verdict:
         """Returns the verdict on the log's length, whatever happens to targets within the budget for that.
 
         Raises PeerLost after it, and CacheFull and the like when a target says so.
@@ -255,7 +265,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         )
 
     async def _exchange(
-        self, proposal: Proposal, plain_budget: int, own: OwnGuesses
+        self, proposal: Proposal, plain_budget: int, own: GuessRequest
     ) -> tuple[TargetOpening, pb.VerifyResponse]:
         """The answer of the first target that gives a verdict, and the opening that it came by.
 
@@ -294,7 +304,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
             except InvalidRequest as error:  # 5
                 field = error.metadata.get("field", "")
                 if field.startswith(OWN_GUESSES) and self._drafter:
-                    self._drafter, own = "", NO_OWN_GUESSES
+                    self._drafter, own = "", NO_REQUEST
                 elif field.startswith(GUESSES) and proposal.tree:
                     proposal = NOTHING
                 else:
@@ -322,7 +332,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         return TargetOpening(peer, self._spec, self._log, self._fence(), self._drafter)
 
     async def _attempt(
-        self, opening: TargetOpening, proposal: Proposal, plain_budget: int, own: OwnGuesses
+        self, opening: TargetOpening, proposal: Proposal, plain_budget: int, own: GuessRequest
     ) -> pb.VerifyResponse:
         """Makes one request and takes its answer. The request is repeated ever more seldom, which fencing makes safe.
 

@@ -5,14 +5,17 @@ of g + 1 rows (Leviathan, Kalman and Matias, 2023, arXiv 2211.17192). Pure, but 
 it decides how long a proposal takes, and never what is proposed.
 """
 
-from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Callable, Sequence
 
-# Steps whose median counts: one that a busy machine made slow says nothing.
+from outrider.estimates.acceptance import GuessTally
+from outrider.estimates.row_costs import Metering, RecentMedian, RowCosts
+
+# Guesses whose median counts: one that a busy machine made slow says nothing.
 NUM_SAMPLES = 5
 # After so many steps the size that was seen longest ago counts as unknown, or a bad first sample would stay.
 FORGET_STEPS = 64
+# A step says nothing of larger ones, which are tried when guesses may pay, and then is known by its own samples.
+LATEST = Metering(RecentMedian, has_trend=False, unknown=1.0, forget_steps=FORGET_STEPS)
 # A clock may stand still.
 MIN_SECONDS = 1e-9
 # What guesses must promise, or a misjudged cost would lose more than they win.
@@ -55,52 +58,23 @@ class Chance:
     """Share of guesses of one kind that were right lately."""
 
     def __init__(self) -> None:
-        self._tested, self._right = PRIOR_COUNT, PRIOR_CHANCE * PRIOR_COUNT
+        # What it is at first is forgotten too: a chance near 0 must be found out.
+        self._tally = GuessTally(DECAY, PRIOR_COUNT, PRIOR_CHANCE * PRIOR_COUNT)
 
     @property
     def value(self) -> float:
-        return self._right / self._tested
+        return self._tally.share()
 
     def add(self, num_tested: int, num_right: int) -> None:
-        kept = DECAY**num_tested
-        self._tested, self._right = kept * self._tested + num_tested, kept * self._right + num_right
+        self._tally.add(num_tested, num_right, num_tested)
 
 
-class RowSeconds:
-    """Seconds of a step by its rows: medians of the last ones, a line between neighbours, and beyond them the same."""
+class RowSeconds(RowCosts):
+    """Seconds of a step by its rows, as they were lately; 1 while nothing is known."""
 
     def __init__(self) -> None:
-        # In the order in which they were seen last.
-        self._samples: dict[int, deque[float]] = {}
-        self._rows: list[int] = []
-        self._medians: dict[int, float] = {}
-        self._num_steps = 0
-
-    def add(self, num_rows: int, seconds: float) -> None:
-        samples = self._samples.pop(num_rows, None)
-        if samples is None:
-            samples = deque(maxlen=NUM_SAMPLES)
-            insort(self._rows, num_rows)
-        samples.append(max(seconds, MIN_SECONDS))
-        self._samples[num_rows] = samples
-        self._medians[num_rows] = sorted(samples)[len(samples) // 2]
-        self._num_steps += 1
-        if self._num_steps % FORGET_STEPS == 0:
-            oldest = next(iter(self._samples))
-            del self._samples[oldest]
-            self._rows.remove(oldest)
+        super().__init__(metering=LATEST)
 
     def __call__(self, num_rows: int) -> float:
-        """Seconds of a step of so many rows; 1 while nothing is known."""
-        rows, medians = self._rows, self._medians
-        if not rows:
-            return 1.0
-        place = bisect_left(rows, num_rows)
-        if place == len(rows):
-            return medians[rows[-1]]
-        after = rows[place]
-        if after == num_rows or not place:
-            return medians[after]
-        before = rows[place - 1]
-        share = (num_rows - before) / (after - before)
-        return (1 - share) * medians[before] + share * medians[after]
+        """Seconds of a step of so many rows."""
+        return max(self.at(num_rows), MIN_SECONDS)

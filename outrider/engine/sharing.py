@@ -7,20 +7,18 @@ hundreds where reading the weights outweighs computing. It decides which rows go
 computes.
 """
 
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from outrider.engine.batching import Feed
 from outrider.engine.session import Session
+from outrider.estimates.row_costs import RecentMedian
 
 # Of prompts in every step but for those that measure the others, so that reading comes to an end whatever is measured.
 MIN_PROMPT_ROWS = 4
 # How long a step with rows of prompts may take, in steps without.
 MAX_SLOWDOWN = 1.5
-# Steps whose median counts: one that a busy machine made slow says nothing, and a new load is known soon.
-NUM_SAMPLES = 5
 # Of so many steps one has no rows of prompts, while others run, and shows how long such a step takes now.
 PROBE_STEPS = 16
 # A session that waits for its draft, or for its client, has no part in some steps, and is running all the same.
@@ -92,8 +90,7 @@ class Pace:
         self._rows = MIN_PROMPT_ROWS
         self._steps_since_probe = 0
         # Of steps without prompts the seconds, and of others the seconds that a row of a prompt adds.
-        self._plain_s: deque[float] = deque(maxlen=NUM_SAMPLES)
-        self._row_s: deque[float] = deque(maxlen=NUM_SAMPLES)
+        self._plain_s, self._row_s = RecentMedian(), RecentMedian()
         self._recent: deque[list[Session]] = deque(maxlen=GRACE_STEPS)
 
     def begin(self, feeds: Sequence[Feed], max_rows: int) -> int:
@@ -111,11 +108,10 @@ class Pace:
         running = (each for sessions in self._recent for each in sessions if each.cached_len and each not in reading)
         if not reading or not any(running):
             return max_rows
-        if steps and (not self._plain_s or self._steps_since_probe >= PROBE_STEPS):
+        if steps and (not self._plain_s.known or self._steps_since_probe >= PROBE_STEPS):
             return 0
-        if self._row_s:
-            allowed_s = (MAX_SLOWDOWN - 1) * statistics.median(self._plain_s)
-            row_s = statistics.median(self._row_s)
+        if self._row_s.known:
+            allowed_s, row_s = (MAX_SLOWDOWN - 1) * self._plain_s.mean, self._row_s.mean
             # Not too much at once, because the first samples may be wrong.
             most = min(2 * self._rows, max_rows)
             self._rows = max(MIN_PROMPT_ROWS, most if row_s * most <= allowed_s else int(allowed_s / row_s))
@@ -129,9 +125,9 @@ class Pace:
             # Only prompts: what a step costs without them cannot be separated from what they cost.
             return
         if num_rows == 0:
-            self._plain_s.append(seconds)
+            self._plain_s.add(seconds)
             self._steps_since_probe = 0
         else:
             self._steps_since_probe += 1
-            if self._plain_s:
-                self._row_s.append((seconds - statistics.median(self._plain_s)) / num_rows)
+            if self._plain_s.known:
+                self._row_s.add((seconds - self._plain_s.mean) / num_rows)

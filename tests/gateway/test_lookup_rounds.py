@@ -17,13 +17,25 @@ from gateway.lookup.session import LookupSession
 from gateway.lookup.votes import Look
 from gateway.rounds.planner import Drafting, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import LOOKUP, Proposal, Round, TokenLog, TokenOrigin
+from gateway.rounds.round import (
+    ANY_DRAFT,
+    LOOKUP,
+    DrafterId,
+    Makes,
+    Place,
+    Proposal,
+    Round,
+    TokenLog,
+    TokenOrigin,
+)
 from gateway.speculation import speculate
 from outrider.parameters import Rule
 from outrider.token_tree import TokenTree, TreeShape
 
 PROMPT = (3, 5)
 QUIET = settings(deadline=None, derandomize=True)
+OWN = DrafterId("own", Place.HOSTED)
+ALONE, MERGED = Drafting((LOOKUP,)), Drafting((DrafterId("lookup+model"), LOOKUP), merges=True)
 KINDS = ("oracle", "random", "adversary", "stale", "empty", "real")
 
 
@@ -62,7 +74,7 @@ class Guesses(LookupGuesses):
             parents = [noise.randint(0, row) for row in range(len(tokens))] if self.kind == "random" else None
             values = [0.9**row for row in range(1, len(tokens) + 1)]
             tree = TokenTree(tuple(tokens), tuple(parents or range(len(tokens))), values=tuple(values))
-            self._look = Look(tree, (LOOKUP,) * len(tree))
+            self._look = Look(tree, (LOOKUP.name,) * len(tree))
         else:
             self._look = self._look.cut(count)
         return self._look
@@ -106,12 +118,12 @@ class Request:
     st.integers(3, 90),
     st.sampled_from(
         [
-            Drafting(None, looks=True),
-            Drafting("", looks=True),
-            Drafting("", "own", looks=True),
-            Drafting("lookup+model", looks=True, merges=True),
-            Drafting("", looks=True, may_grow_trees=True),
-            Drafting("", shape=TreeShape(), looks=True),
+            ALONE,
+            Drafting((ANY_DRAFT, LOOKUP)),
+            Drafting((OWN, ANY_DRAFT, LOOKUP)),
+            MERGED,
+            Drafting((DrafterId(makes=Makes.TREE), LOOKUP)),
+            Drafting((DrafterId(makes=Makes.TREE), LOOKUP), TreeShape()),
         ]
     ),
 )
@@ -119,22 +131,22 @@ async def test_tokens_equal_plain_decoding(
     kind: str, count: int | None, seed: int, max_len: int, drafting: Drafting
 ) -> None:
     """With any lookup, beside any drafters, chosen or merged."""
-    await Request(kind, drafting, count, seed, max_len, drafting.own).run()
+    await Request(kind, drafting, count, seed, max_len, "own" if OWN in drafting.drafters else "").run()
 
 
-@pytest.mark.parametrize("drafting", [Drafting(None, looks=True), Drafting("lookup+model", looks=True, merges=True)])
+@pytest.mark.parametrize("drafting", [ALONE, MERGED])
 async def test_an_oracle_is_believed(drafting: Drafting) -> None:
     """What is always right is proposed and accepted, and says that it was the lookup."""
     request = Request("oracle", drafting, None, 5, 200)
     rounds = await request.run()
     kept = [each for each in rounds if each.accepted_count]
     assert kept
-    assert LOOKUP in {each.proposal.source(row) for each in kept for row in each.verdict.accepted_rows}
+    assert LOOKUP.name in {each.proposal.source(row) for each in kept for row in each.verdict.accepted_rows}
 
 
 async def test_stretches_end_for_what_was_found() -> None:
     """An oracle that begins in the middle of a stretch halts it; a verdict that came too late counts as plain."""
-    request = Request("oracle", Drafting(None, looks=True), None, 8, 300)
+    request = Request("oracle", ALONE, None, 8, 300)
     for row in request.target.model._rows:
         row[EOS] = 1e-12
     request.expected = request.lookup.expected = plain_decoding(request.target.model, PROMPT, 8, 300)
@@ -153,10 +165,10 @@ async def test_stretches_end_for_what_was_found() -> None:
 
 async def test_a_useless_lookup_is_soon_left_alone() -> None:
     """Guesses that are never right cost a few rounds, and then the real index says what they are worth."""
-    request = Request("real", Drafting(None, looks=True), None, 2, 400)
+    request = Request("real", ALONE, None, 2, 400)
     rounds = await request.run()
     assert sum(each.draft_count > 0 for each in rounds) <= len(rounds)
-    empty = Request("empty", Drafting(None, looks=True), None, 2, 400)
+    empty = Request("empty", ALONE, None, 2, 400)
     assert all(each.draft_count == 0 for each in await empty.run())
     assert empty.target.halts == 0
     assert empty.target.steps == 1

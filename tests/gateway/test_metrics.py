@@ -16,7 +16,7 @@ from support.services.markov_services import WORDS, MarkovStack, Mischief, marko
 from gateway.generation.events import CompletionEvent, OutputToken, RoundEvent
 from gateway.generation.request import CheckedRequest
 from gateway.metrics import GatewayMetrics
-from gateway.rounds.round import FallbackReason, HopCost, Proposal, TokenOrigin
+from gateway.rounds.round import DrafterId, FallbackReason, HopCost, Proposal, TokenOrigin
 from outrider.errors import InvalidRequest, Overloaded, PeerLost
 from outrider.parameters import FinishReason
 from outrider.process.metrics import new_registry
@@ -91,7 +91,7 @@ def test_rounds_are_counted_as_vllm_counts_them() -> None:
 def test_each_drafter_has_its_part_of_what_was_drafted() -> None:
     """By the name that its rounds have; one without a name is the draft service's own choice."""
     named = round_event([ACCEPTED, CORRECTION], draft_count=3, evaluated_count=2)
-    named.committed.proposal = replace(named.committed.proposal, drafter="eagle3")
+    named.committed.proposal = replace(named.committed.proposal, drafter=DrafterId("eagle3"))
     found = counted(named, named, round_event([ACCEPTED, BONUS], draft_count=1, evaluated_count=1))
     name = "drafter_draft_tokens_total"
     assert (found[f"{name} eagle3"], found[f"{name} default"]) == (6, 1)

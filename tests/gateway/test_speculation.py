@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +10,19 @@ from support.services.markov import EOS, NUM_TOKENS, MarkovDraft, MarkovModel, M
 
 from gateway.rounds.planner import Drafting, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import FallbackReason, OwnGuesses, Proposal, Round, TokenLog, TokenOrigin, Verdict
+from gateway.rounds.round import (
+    ANY_DRAFT,
+    DrafterId,
+    FallbackReason,
+    GuessRequest,
+    Makes,
+    Place,
+    Proposal,
+    Round,
+    TokenLog,
+    TokenOrigin,
+    Verdict,
+)
 from gateway.speculation import speculate
 from outrider.errors import PeerLost, ProtocolViolation
 from outrider.parameters import FinishReason
@@ -46,7 +57,8 @@ class Request:
         return rounds
 
 
-SHAPED = Drafting(own="own", own_makes_trees=True, shape=TreeShape())
+OWN, OWN_TREES = (DrafterId("own", Place.HOSTED, makes) for makes in Makes)
+SHAPED = Drafting((OWN_TREES,), TreeShape())
 
 
 @QUIET
@@ -89,7 +101,7 @@ async def test_no_fault_of_the_draft_changes_a_token(
     st.floats(0, 5),
     st.booleans(),
     st.frozensets(st.integers(2, 60)),
-    st.sampled_from([Drafting(own="own"), Drafting(own="own", own_makes_trees=True), SHAPED]),
+    st.sampled_from([Drafting((OWN,)), Drafting((OWN_TREES,)), SHAPED]),
 )
 async def test_a_target_that_drafts_for_itself_says_the_same(
     count: int | None, seed: int, max_len: int, noise: float, has_draft: bool, bare: frozenset[int], drafting: Drafting
@@ -101,7 +113,8 @@ async def test_a_target_that_drafts_for_itself_says_the_same(
     request = Request(count, seed, max_len)
     request.target.own, request.target.own_model, request.target.bare = "own", MarkovModel(noise=noise), bare
     # The draft makes chains.
-    drafting = replace(drafting, remote="", shape=None) if has_draft else replace(drafting, remote=None)
+    if has_draft:
+        drafting = Drafting((*drafting.drafters, ANY_DRAFT))
     request.planner = RoundPlanner(SpeculationPolicy(), count, max_len, 8, drafting)
     rounds = await request.run()
     for committed in rounds:
@@ -110,11 +123,11 @@ async def test_a_target_that_drafts_for_itself_says_the_same(
             committed.token_ids[: committed.accepted_count]
         )
     if has_draft and count is not None:
-        assert {committed.proposal.drafter for committed in rounds} <= {""}
+        assert {committed.proposal.drafter.name for committed in rounds} <= {""}
     elif not bare and len(rounds) > 3:
-        assert any(committed.proposal.drafter == "own" for committed in rounds)
+        assert any(committed.proposal.drafter.name == "own" for committed in rounds)
         grown = [bool(each.proposal.tree.values) for each in rounds if each.proposal.tree]
-        assert all(grown) if drafting.shape is not None else drafting.own_makes_trees or not any(grown)
+        assert all(grown) if drafting.shape is not None else OWN_TREES in drafting.drafters or not any(grown)
     assert has_draft or not request.draft.asked
 
 
@@ -126,7 +139,7 @@ async def test_a_target_that_drafts_for_itself_is_hardly_asked() -> None:
         row[EOS] = 1e-12
     for row in request.target.own_model._rows:
         row[EOS] = 1e-12
-    request.planner = RoundPlanner(SpeculationPolicy(), 4, 400, 8, Drafting(None, "own"))
+    request.planner = RoundPlanner(SpeculationPolicy(), 4, 400, 8, Drafting((OWN,)))
     rounds = await request.run()
     num_tokens = sum(len(committed.token_ids) for committed in rounds)
     assert num_tokens == 398
@@ -222,7 +235,7 @@ async def test_both_sessions_close_when_the_target_fails() -> None:
     """An error of the target reaches the caller after both sessions were left."""
     request = Request(4, 2)
 
-    async def fail(proposal: Proposal, plain_budget: int, own: OwnGuesses) -> Verdict:
+    async def fail(proposal: Proposal, plain_budget: int, own: GuessRequest) -> Verdict:
         """Loses the target."""
         raise PeerLost("gone")
 

@@ -12,7 +12,7 @@ from itertools import count
 
 from gateway.rounds.planner import DraftOutlook, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import HopCost, Proposal, TokenLog, Verdict
+from gateway.rounds.round import HopCost, Place, Proposal, TokenLog, Verdict
 from outrider.token_tree import TokenTree
 from target_service.gathering import Gathering
 
@@ -93,9 +93,9 @@ class SimulatedSession:
         self.log.begin_round()
         outstanding = max(0, self.limit - len(self.log))
         plan = self.planner.plan(self.log, outstanding, DraftOutlook())
-        self.asked = plan.draft_count
-        if plan.draft_count:
-            self.left, self.draft_us, self.draft_rows = plan.draft_count, 0.0, 0
+        self.asked = plan.asked(Place.REMOTE).count
+        if self.asked:
+            self.left, self.draft_us, self.draft_rows = self.asked, 0.0, 0
             self.world.after(self.world.message_us / 2, lambda: self.world.draft.put(self, 1))
             return
         if not outstanding or 2 * outstanding <= plan.plain_budget:

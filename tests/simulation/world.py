@@ -31,8 +31,10 @@ from gateway.generation.backend import Backend
 from gateway.generation.frontend import Frontend
 from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
-from gateway.rounds.drafter_estimates import SessionEstimates
-from gateway.rounds.policy import Choice, SpeculationPolicy
+from gateway.rounds.choice import Choice
+from gateway.rounds.costs import SessionEstimates
+from gateway.rounds.policy import SpeculationPolicy
+from gateway.rounds.round import ANY_DRAFT
 from gateway.sessions.breaker import BREAKERS, CircuitBreaker
 from gateway.sessions.peer import ServicePeer
 from gateway.sessions.replicas import Replicas, Targets
@@ -96,7 +98,7 @@ class DicePolicy(SpeculationPolicy):
         draft_count = min(limit, self._dice.choice((0, 0, 1, 2, 4, 8)))
         if draft_count < 1:
             return Choice(0, self._dice.choice((0, 1, 4, 32)))
-        drafter = self._dice.choice(sorted(session.drafters)) if session else ""
+        drafter = self._dice.choice(sorted(session.drafters)) if session else ANY_DRAFT
         return Choice(draft_count, rounds=self._dice.choice((1, 1, 3)), drafter=drafter)
 
 

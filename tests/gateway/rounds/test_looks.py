@@ -5,16 +5,33 @@ from collections.abc import Sequence
 
 import pytest
 
-from gateway.rounds.drafter_estimates import TREE
+from gateway.rounds.choice import fastest
 from gateway.rounds.planner import Drafting, DraftOutlook, RoundPlan, RoundPlanner
-from gateway.rounds.policy import PLAIN_BUDGET, SpeculationPolicy
-from gateway.rounds.round import LOOKUP, NOTHING, FallbackReason, HopCost, Proposal, Round, TokenLog, Verdict
+from gateway.rounds.policy import SpeculationPolicy
+from gateway.rounds.round import (
+    ANY_DRAFT,
+    LOOKUP,
+    NOTHING,
+    DrafterId,
+    FallbackReason,
+    GuessRequest,
+    HopCost,
+    Makes,
+    Place,
+    Proposal,
+    Round,
+    TokenLog,
+    Verdict,
+)
+from gateway.rounds.tuning import TUNING
 from outrider.parameters import Rule
 from outrider.token_tree import TokenTree, TreeShape
 
 SURE = (0.95, 0.9, 0.86, 0.81, 0.77, 0.74, 0.7, 0.66)
 AWAY = DraftOutlook(FallbackReason.DRAFT_ABSENT)
-ALONE = Drafting(None, looks=True)
+ALONE, BOTH = Drafting((LOOKUP,)), Drafting((ANY_DRAFT, LOOKUP))
+MODEL, TREES = DrafterId("model"), DrafterId(makes=Makes.TREE)
+TOGETHER = Drafting((DrafterId("lookup+model"), LOOKUP), merges=True)
 
 
 def log_of(length: int) -> TokenLog:
@@ -24,7 +41,12 @@ def log_of(length: int) -> TokenLog:
     return log
 
 
-def chain(values: Sequence[float], drafter: str = LOOKUP, **costs: int) -> Proposal:
+def looked(count: int) -> RoundPlan:
+    """A plan of so many rows of a lookup."""
+    return RoundPlan((GuessRequest(LOOKUP, count),))
+
+
+def chain(values: Sequence[float], drafter: DrafterId = LOOKUP, **costs: int) -> Proposal:
     """A chain of token 1 with values."""
     tree = TokenTree((1,) * len(values), tuple(range(len(values))), values=tuple(values))
     return Proposal(tree, drafter=drafter, **costs)  # type: ignore[arg-type]
@@ -98,8 +120,8 @@ def test_an_edge_behind_six_rows_is_found_within_200_rounds(alpha: float) -> Non
 def test_nothing_found_is_nothing_sent() -> None:
     """An empty look leaves the plan as it is without lookups: a stretch that is not even extended in its first half."""
     planner = RoundPlanner(SpeculationPolicy(), None, 500, 8, ALONE)
-    assert planner.plan(log_of(9), 0, AWAY) == RoundPlan(0, PLAIN_BUDGET)
-    assert planner.plan(log_of(10), PLAIN_BUDGET - 1, AWAY, look=()) == RoundPlan(0, 0)
+    assert planner.plan(log_of(9), 0, AWAY) == RoundPlan((), TUNING.plain_budget)
+    assert planner.plan(log_of(10), TUNING.plain_budget - 1, AWAY, look=()) == RoundPlan()
 
 
 def test_a_growing_match_ends_a_stretch() -> None:
@@ -109,32 +131,31 @@ def test_a_growing_match_ends_a_stretch() -> None:
     machine.look(4, 0.9)
     planner = RoundPlanner(machine.policy, None, 500, 8, ALONE)
     planner.plan(log_of(9), 0, AWAY)
-    assert planner.plan(log_of(10), PLAIN_BUDGET - 1, AWAY, look=(0.05, 0.01)) == RoundPlan(0, 0)
-    assert planner.plan(log_of(11), PLAIN_BUDGET - 2, AWAY, look=SURE) == RoundPlan(0, 0, look_count=8)
+    assert planner.plan(log_of(10), TUNING.plain_budget - 1, AWAY, look=(0.05, 0.01)) == RoundPlan()
+    assert planner.plan(log_of(11), TUNING.plain_budget - 2, AWAY, look=SURE) == looked(8)
 
 
 def test_the_prompts_own_pass_has_no_guesses() -> None:
     """Whatever a lookup would find in it."""
     planner = RoundPlanner(SpeculationPolicy(), None, 500, 8, ALONE)
-    assert planner.plan(log_of(2), 0, AWAY, look=SURE).look_count == 0
+    assert planner.plan(log_of(2), 0, AWAY, look=SURE).asked(Place.LOOKUP).count == 0
 
 
 def test_a_fixed_count_is_the_lookups_where_nobody_else_guesses() -> None:
     """And the draft's where there is one."""
-    assert RoundPlanner(SpeculationPolicy(), 3, 500, 8, ALONE).plan(log_of(9), 0, AWAY, look=SURE).look_count == 3
-    both = Drafting("", looks=True)
-    assert RoundPlanner(SpeculationPolicy(), 3, 500, 8, both).plan(log_of(9), 0, DraftOutlook(), look=SURE) == (
-        RoundPlan(3, 0)
+    assert RoundPlanner(SpeculationPolicy(), 3, 500, 8, ALONE).plan(log_of(9), 0, AWAY, look=SURE) == looked(3)
+    assert RoundPlanner(SpeculationPolicy(), 3, 500, 8, BOTH).plan(log_of(9), 0, DraftOutlook(), look=SURE) == (
+        RoundPlan((GuessRequest(ANY_DRAFT, 3),))
     )
 
 
 def test_of_draft_and_lookup_the_faster_one_guesses() -> None:
     """A draft that is right four times of five, and a lookup that is surer or less sure."""
     policy, noise = SpeculationPolicy(), random.Random(5)
-    planner = RoundPlanner(policy, None, 10_000, 8, Drafting("", looks=True))
+    planner = RoundPlanner(policy, None, 10_000, 8, BOTH)
     for length in range(9, 600):
         plan = planner.plan(log_of(length), 0, DraftOutlook())
-        count = plan.draft_count
+        count = plan.asked(Place.REMOTE).count
         accepted = next((each for each in range(count) if noise.random() > 0.8), count)
         proposal = Proposal(TokenTree.chain((1,) * count), compute_us=300 * count, forward_count=count, row_count=count)
         rows = tuple(range(1, accepted + 1))
@@ -142,8 +163,8 @@ def test_of_draft_and_lookup_the_faster_one_guesses() -> None:
         round_us = 2000 + 350 * count + (500 if count else 20)
         planner._unasked = count == 0
         planner.observe(Round(proposal, verdict, (1,) * (accepted + 1), (), round_us))
-    assert planner.plan(log_of(601), 0, DraftOutlook(), look=SURE).look_count == 8
-    assert planner.plan(log_of(602), 0, DraftOutlook(), look=(0.4, 0.1)).look_count == 0
+    assert planner.plan(log_of(601), 0, DraftOutlook(), look=SURE).asked(Place.LOOKUP).count == 8
+    assert planner.plan(log_of(602), 0, DraftOutlook(), look=(0.4, 0.1)).asked(Place.LOOKUP).count == 0
 
 
 def test_merged_guesses_are_cut_by_value() -> None:
@@ -152,30 +173,29 @@ def test_merged_guesses_are_cut_by_value() -> None:
     machine = Machine(costs)
     for count in (1, 2, 3, 4, 5, 8, 12):
         machine.look(count, 0.9)
-    together = Drafting("lookup+model", looks=True, merges=True)
-    drafted = Proposal(parts=(Proposal(TokenTree.chain((1, 2, 3)), drafter="model"),), hop=HopCost())
-    found = chain((0.9, 0.8, 0.01, 0.009))
-    auto = RoundPlanner(machine.policy, None, 500, 32, together)
-    proposal = auto.complete(RoundPlan(3, 0, look_count=4), drafted, found)
-    assert proposal.drafter == "lookup+model"
+    drafted = Proposal(parts=(Proposal(TokenTree.chain((1, 2, 3)), drafter=MODEL),), hop=HopCost())
+    found, plan = chain((0.9, 0.8, 0.01, 0.009)), RoundPlan((GuessRequest(ANY_DRAFT, 3), GuessRequest(LOOKUP, 4)))
+    auto = RoundPlanner(machine.policy, None, 500, 32, TOGETHER)
+    proposal = auto.complete(plan, drafted, found)
+    assert proposal.drafter.name == "lookup+model"
     assert proposal.tree.token_ids[:2] == (1, 2)
     assert len(proposal.tree) < 6
-    fixed = RoundPlanner(machine.policy, 3, 500, 32, together)
-    assert len(fixed.complete(RoundPlan(3, 0, look_count=4), drafted, found).tree) == 6
+    fixed = RoundPlanner(machine.policy, 3, 500, 32, TOGETHER)
+    assert len(fixed.complete(plan, drafted, found).tree) == 6
 
 
 def test_a_draft_that_is_away_leaves_the_lookup() -> None:
     """Of several drafters that are to guess together."""
-    planner = RoundPlanner(SpeculationPolicy(), 4, 500, 8, Drafting("lookup+model", looks=True, merges=True))
-    assert planner.plan(log_of(9), 0, AWAY, look=SURE) == RoundPlan(0, 0, look_count=4)
+    planner = RoundPlanner(SpeculationPolicy(), 4, 500, 8, TOGETHER)
+    assert planner.plan(log_of(9), 0, AWAY, look=SURE) == looked(4)
     assert planner.plan(log_of(9), 0, AWAY).fallback_reason is FallbackReason.DRAFT_ABSENT
 
 
 def test_a_shape_is_handed_on() -> None:
     """With as many rows as are asked for, however little room there is in depth."""
-    shaped = RoundPlanner(SpeculationPolicy(), 8, 100, 32, Drafting("", shape=TreeShape(3, 2)))
-    assert shaped.plan(log_of(97), 0, DraftOutlook()) == RoundPlan(8, 0, shape=TreeShape(3, 2))
-    assert shaped.plan(log_of(99), 0, DraftOutlook()).draft_count == 0
+    shaped = RoundPlanner(SpeculationPolicy(), 8, 100, 32, Drafting((TREES,), TreeShape(3, 2)))
+    assert shaped.plan(log_of(97), 0, DraftOutlook()) == RoundPlan((GuessRequest(TREES, 8, TreeShape(3, 2)),))
+    assert shaped.plan(log_of(99), 0, DraftOutlook()).guesses == ()
 
 
 def grown(rates: Sequence[float], count: int, noise: random.Random, *, as_tree: bool) -> tuple[Proposal, int]:
@@ -194,16 +214,16 @@ def test_a_chain_and_the_same_chain_as_a_tree_get_the_same_count() -> None:
     counts = []
     for as_tree in (False, True):
         policy, noise = SpeculationPolicy(), random.Random(4)
-        key = TREE if as_tree else ""
+        key = TREES if as_tree else ANY_DRAFT
         for number in range(400):
             count = 1 + number % 8
             proposal, accepted = grown((0.8,) * 8, count, noise, as_tree=as_tree)
-            policy.saw(proposal, count)
+            policy.costs.observe_tree(proposal, GuessRequest(count=count))
             verdict = Verdict(
                 5, tuple(range(1, accepted + 1)), 1, None, min(accepted + 1, count), 2000 + 90 * count, 1, count + 1, 1
             )
             policy.observe(Round(proposal, verdict, (1,) * (accepted + 1), (), 2500 + 290 * count), unasked=False)
-        counts.append(policy._best(key, 8, None)[1])
+        counts.append(fastest(policy.candidates(key, 8)[1:]).draft_count)
     assert abs(counts[0] - counts[1]) <= 1
     assert min(counts) >= 4
 
@@ -217,7 +237,7 @@ def test_promises_that_are_not_kept_are_corrected() -> None:
         for _ in range(300):
             proposal, _ = grown((0.8,) * 8, 8, noise, as_tree=True)
             accepted = next((depth for depth in range(8) if noise.random() > 0.8 * honesty), 8)
-            machine.policy.saw(proposal, 8)
+            machine.policy.costs.observe_tree(proposal, GuessRequest(count=8))
             verdict = Verdict(5, tuple(range(1, accepted + 1)), 1, None, min(accepted + 1, 8), 2170, 1, 9, 1)
             machine.policy.observe(Round(proposal, verdict, (1,) * (accepted + 1), (), 4400), unasked=False)
         machine.plain(5)
@@ -228,6 +248,6 @@ def test_promises_that_are_not_kept_are_corrected() -> None:
 @pytest.mark.parametrize("rule", [Rule.RATIO, Rule.BLOCK])
 def test_under_uniforms_no_row_is_left_out(rule: Rule) -> None:
     """Not for its value: it must be tested as it was drawn."""
-    planner = RoundPlanner(SpeculationPolicy(), None, 500, 32, Drafting("", rule=rule))
-    drafted = chain((0.5, 0.001, 0.0001), drafter="")
-    assert planner.complete(RoundPlan(3, 0), drafted, NOTHING).tree == drafted.tree
+    planner = RoundPlanner(SpeculationPolicy(), None, 500, 32, Drafting(rule=rule))
+    drafted = chain((0.5, 0.001, 0.0001), drafter=ANY_DRAFT)
+    assert planner.complete(RoundPlan((GuessRequest(ANY_DRAFT, 3),)), drafted, NOTHING).tree == drafted.tree

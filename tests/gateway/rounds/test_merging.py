@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from gateway.rounds.merging import best_rows, cut, merged, one_hot
-from gateway.rounds.round import LOOKUP, NOTHING, FallbackReason, HopCost, Proposal
+from gateway.rounds.round import LOOKUP, NOTHING, DrafterId, FallbackReason, HopCost, Proposal
 from outrider.parameters import DraftDistribution, Rule
 from outrider.token_tree import TokenTree
 
@@ -19,7 +19,7 @@ def paths(tree: TokenTree) -> set[tuple[int, ...]]:
 def guess(tokens: str, parents: str, values: list[float], drafter: str = "a") -> Proposal:
     """A proposal, a digit a row."""
     tree = TokenTree(tuple(map(int, tokens)), tuple(map(int, parents)), values=tuple(values))
-    return Proposal(tree, drafter=drafter, compute_us=10, hop=HopCost(1, 20, 30))
+    return Proposal(tree, drafter=DrafterId(drafter), compute_us=10, hop=HopCost(1, 20, 30))
 
 
 def random_guess(source: random.Random, drafter: str) -> Proposal:
@@ -29,7 +29,7 @@ def random_guess(source: random.Random, drafter: str) -> Proposal:
         parents.append(source.randint(0, row))
         tokens.append(source.randrange(3))
         values.append(source.random() * (values[parents[-1] - 1] if parents[-1] else 1.0))
-    return Proposal(TokenTree(tuple(tokens), tuple(parents), values=tuple(values)), drafter=drafter)
+    return Proposal(TokenTree(tuple(tokens), tuple(parents), values=tuple(values)), drafter=DrafterId(drafter))
 
 
 def test_equal_guesses_become_one_row() -> None:
@@ -71,8 +71,8 @@ def test_no_row_is_worth_more_than_its_parent() -> None:
 def test_under_uniforms_duplicates_stand_side_by_side() -> None:
     """In the order of the drafters, each row as it was drawn; a proposal without room is left out whole."""
     first, second = (DraftDistribution((1, 2), (3, 1)), DraftDistribution((1, 5), (1, 1)))
-    a = Proposal(TokenTree((1, 1), (0, 1), (first, first)), drafter="a")
-    b = Proposal(TokenTree((1, 5), (0, 1), (second, second)), drafter="b")
+    a = Proposal(TokenTree((1, 1), (0, 1), (first, first)), drafter=DrafterId("a"))
+    b = Proposal(TokenTree((1, 5), (0, 1), (second, second)), drafter=DrafterId("b"))
     whole = merged([a, b], Rule.RATIO, 8)
     assert whole.tree == TokenTree((1, 1, 1, 5), (0, 1, 0, 3), (first, first, second, second))
     assert whole.sources == ("a", "a", "b", "b")
@@ -82,7 +82,7 @@ def test_under_uniforms_duplicates_stand_side_by_side() -> None:
 def test_whether_a_draft_has_room_does_not_depend_on_what_it_drew() -> None:
     """Under uniforms it takes the room that it was asked to fill; a lookup draws nothing, and takes what it has."""
     law = DraftDistribution((1, 2), (3, 1))
-    first, second = (Proposal(TokenTree((1,), (0,), (law,)), drafter=each) for each in "ab")
+    first, second = (Proposal(TokenTree((1,), (0,), (law,)), drafter=DrafterId(each)) for each in "ab")
     looked = replace(second, drafter=LOOKUP)
     assert merged([first, second], Rule.RATIO, 3, draft_count=2).tree == first.tree
     assert len(merged([first, second], Rule.RATIO, 4, draft_count=2).tree) == 2

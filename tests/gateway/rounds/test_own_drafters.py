@@ -6,17 +6,35 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.rounds.planner import OWN_BUDGET, WAITING_BUDGET, Drafting, DraftOutlook, RoundPlan, RoundPlanner
+from gateway.rounds.planner import Drafting, DraftOutlook, RoundPlan, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import FallbackReason, OwnGuesses, Proposal, Round, TokenLog, Verdict
+from gateway.rounds.round import (
+    ANY_DRAFT,
+    DrafterId,
+    FallbackReason,
+    GuessRequest,
+    Makes,
+    Place,
+    Proposal,
+    Round,
+    TokenLog,
+    Verdict,
+)
+from gateway.rounds.tuning import TUNING
 from outrider.parameters import Rule
 from outrider.token_tree import TokenTree, TreeShape
 
 AWAY = DraftOutlook(FallbackReason.DRAFT_ABSENT)
+OWN, OWN_TREES = (DrafterId("own", Place.HOSTED, makes) for makes in Makes)
 
 
-def planner_of(draft_count: int | None, remote: str | None = None, max_len: int = 500) -> RoundPlanner:
-    return RoundPlanner(SpeculationPolicy(), draft_count, max_len, 8, Drafting(remote, "own"))
+def planner_of(draft_count: int | None, *remote: DrafterId) -> RoundPlanner:
+    return RoundPlanner(SpeculationPolicy(), draft_count, 500, 8, Drafting((OWN, *remote)))
+
+
+def asking(count: int, budget: int = 0) -> RoundPlan:
+    """A plan of so many guesses of the target's own drafter."""
+    return RoundPlan((GuessRequest(OWN, count),), budget)
 
 
 def log_of(length: int) -> TokenLog:
@@ -28,53 +46,54 @@ def log_of(length: int) -> TokenLog:
 
 def test_the_drafter_reads_the_prompt_along() -> None:
     """The prompt's own pass asks for guesses, of which it has none, and for no unasked token."""
-    assert planner_of(4).plan(log_of(2), 0, AWAY, "own") == RoundPlan(0, 0, own_draft_count=4)
+    assert planner_of(4).plan(log_of(2), 0, AWAY, "own") == asking(4)
 
 
 def test_stretches_are_extended_in_their_second_half() -> None:
     """With K for what comes; in their first half nothing is said."""
-    planner, stretch = planner_of(4), RoundPlan(0, OWN_BUDGET, own_draft_count=4)
+    planner, stretch = planner_of(4), asking(4, TUNING.hosted_budget)
     assert planner.plan(log_of(3), 0, AWAY, "own") == stretch
-    assert planner.plan(log_of(8), OWN_BUDGET - 5, AWAY, "own") == RoundPlan(0, 0)
-    assert planner.plan(log_of(40), OWN_BUDGET // 2, AWAY, "own") == stretch
-    assert planner.plan(log_of(497), 0, AWAY, "own") == RoundPlan(0, OWN_BUDGET, own_draft_count=2)
+    assert planner.plan(log_of(8), TUNING.hosted_budget - 5, AWAY, "own") == RoundPlan()
+    assert planner.plan(log_of(40), TUNING.hosted_budget // 2, AWAY, "own") == stretch
+    assert planner.plan(log_of(497), 0, AWAY, "own") == asking(2, TUNING.hosted_budget)
 
 
 def test_a_target_without_the_drafter_decodes_plainly() -> None:
     """After a fail-over, say: with the reason why there are no guesses, and with guesses again on the next target."""
     planner = planner_of(4)
-    lacking = RoundPlan(0, WAITING_BUDGET, FallbackReason.DRAFT_ABSENT)
+    lacking = RoundPlan((), TUNING.waiting_budget, FallbackReason.DRAFT_ABSENT)
     assert planner.plan(log_of(9), 0, AWAY, "") == lacking
-    assert planner.plan(log_of(30), 0, AWAY, "own").own_draft_count == 4
+    assert planner.plan(log_of(30), 0, AWAY, "own").asked(Place.HOSTED).count == 4
 
 
-@pytest.mark.parametrize(("own", "expected"), [("own", RoundPlan(4, 0)), ("", RoundPlan(4, 0))])
-def test_a_fixed_count_is_the_draft_services(own: str, expected: RoundPlan) -> None:
+@pytest.mark.parametrize("own", ["own", ""])
+def test_a_fixed_count_is_the_draft_services(own: str) -> None:
     """Where there is one, unless the request names another."""
-    assert planner_of(4, "").plan(log_of(9), 0, DraftOutlook(), own) == expected
+    expected = RoundPlan((GuessRequest(ANY_DRAFT, 4),))
+    assert planner_of(4, ANY_DRAFT).plan(log_of(9), 0, DraftOutlook(), own) == expected
 
 
 @pytest.mark.parametrize("shape", [TreeShape(), TreeShape(max_width=2)])
 def test_a_shape_is_asked_for_with_every_stretch(shape: TreeShape) -> None:
     """Of as many rows as wanted even where there is little room, which limits the depth; some drafters make none."""
-    drafting = Drafting(None, "own", shape, own_makes_trees=True)
-    planner = RoundPlanner(SpeculationPolicy(), 6, 500, 64, drafting)
-    assert planner.plan(log_of(2), 0, AWAY, "own") == RoundPlan(0, 0, own_draft_count=6, own_shape=shape)
-    stretch = RoundPlan(0, OWN_BUDGET, own_draft_count=6, own_shape=shape)
+    planner = RoundPlanner(SpeculationPolicy(), 6, 500, 64, Drafting((OWN_TREES,), shape))
+    guesses = (GuessRequest(OWN_TREES, 6, shape),)
+    assert planner.plan(log_of(2), 0, AWAY, "own") == RoundPlan(guesses)
+    stretch = RoundPlan(guesses, TUNING.hosted_budget)
     assert planner.plan(log_of(3), 0, AWAY, "own") == stretch
-    assert planner.plan(log_of(40), OWN_BUDGET // 2, AWAY, "own") == stretch
+    assert planner.plan(log_of(40), TUNING.hosted_budget // 2, AWAY, "own") == stretch
     assert planner.plan(log_of(497), 0, AWAY, "own") == stretch
-    assert stretch.own == OwnGuesses(6, shape)
-    chains = RoundPlanner(SpeculationPolicy(), 6, 500, 64, replace(drafting, own_makes_trees=False))
-    assert chains.plan(log_of(3), 0, AWAY, "own") == replace(stretch, own_shape=None)
+    assert stretch.asked(Place.HOSTED) == guesses[0]
+    chains = RoundPlanner(SpeculationPolicy(), 6, 500, 64, Drafting((OWN,), shape))
+    assert chains.plan(log_of(3), 0, AWAY, "own") == asking(6, TUNING.hosted_budget)
 
 
-@pytest.mark.parametrize(("rule", "kinds"), [(Rule.MATCH, {"own", "own tree"}), (Rule.RATIO, {"own"})])
-def test_the_policy_may_choose_trees_where_nobody_asks(rule: Rule, kinds: set[str]) -> None:
+@pytest.mark.parametrize(("rule", "kinds"), [(Rule.MATCH, {OWN, OWN_TREES}), (Rule.RATIO, {OWN})])
+def test_the_policy_may_choose_trees_where_nobody_asks(rule: Rule, kinds: set[DrafterId]) -> None:
     """For K = auto, under rules that do not test with distributions."""
-    drafting = Drafting(None, "own", own_makes_trees=True, rule=rule)
+    drafting = Drafting((OWN_TREES,), rule=rule)
     assert set(RoundPlanner(SpeculationPolicy(), None, 500, 8, drafting)._session.drafters) == kinds
-    assert set(RoundPlanner(SpeculationPolicy(), 4, 500, 8, drafting)._session.drafters) == {"own"}
+    assert set(RoundPlanner(SpeculationPolicy(), 4, 500, 8, drafting)._session.drafters) == {OWN}
     shaped = replace(drafting, shape=TreeShape())
     assert set(RoundPlanner(SpeculationPolicy(), None, 500, 8, shaped)._session.drafters) == {max(kinds)}
 
@@ -83,13 +102,14 @@ def test_the_policy_may_choose_trees_where_nobody_asks(rule: Rule, kinds: set[st
 def test_trees_are_chosen_where_they_bring_more(aside: float, row_us: int, expected: bool) -> None:
     """Rows that stand aside are worth what they catch, and cost what rows cost: trees or chains, as it turns out."""
     policy, noise = SpeculationPolicy(), random.Random(5)
-    drafting = Drafting(None, "own", own_makes_trees=True)
+    drafting = Drafting((OWN_TREES,))
     planner, grown = RoundPlanner(policy, None, 10**6, 32, drafting), 0
     log, left = log_of(3), 0
     for number in range(4000):
         plan = planner.plan(log, left, AWAY, "own")
         left = plan.plain_budget or left
-        count, shape = planner._plain_plan.own_draft_count, planner._plain_plan.own_shape
+        asked = planner._plain_plan.asked(Place.HOSTED)
+        count, shape = asked.count, asked.shape
         # Of a tree every row of the best path has one aside.
         depth = -(-count // 2) if shape is not None else count
         accepted = 0
@@ -103,7 +123,7 @@ def test_trees_are_chosen_where_they_bring_more(aside: float, row_us: int, expec
             values = [each for level in range(depth) for each in (0.5 ** (level + 1), aside * 0.5 ** (level + 1))]
             tree = replace(tree, values=tuple(values[:count]))
         draft_us = (100 if shape is None else 160) * depth
-        proposal = Proposal(tree, compute_us=draft_us, forward_count=depth, row_count=depth, drafter="own")
+        proposal = Proposal(tree, compute_us=draft_us, forward_count=depth, row_count=depth, drafter=OWN)
         us = 2000 + row_us * count
         verdict = Verdict(
             len(log), tuple(range(1, accepted + 1)), 1, None, min(accepted + 1, depth), us, 1, count + 1, 1
@@ -123,19 +143,19 @@ class Machine:
     def __init__(self, message_us: float) -> None:
         self.message_us = message_us
         self.policy = SpeculationPolicy()
-        self.session = self.policy.session("own", "")
+        self.session = self.policy.session(OWN, ANY_DRAFT)
         self.policy.enter(self.session)
         self.noise = random.Random(3)
         self.chosen: list[tuple[str, int]] = []
 
-    def round(self, draft_count: int, drafter: str, unasked: bool) -> None:
+    def round(self, draft_count: int, drafter: DrafterId, unasked: bool) -> None:
         """One round, with guesses that are right two times in three."""
         accepted = 0
         while accepted < draft_count and self.noise.random() < 0.66:
             accepted += 1
-        way_us = (0 if unasked else 50) if drafter == "own" or not draft_count else self.message_us
+        way_us = (0 if unasked else 50) if drafter == OWN or not draft_count else self.message_us
         # The target's device is the slower one for drafts.
-        step_us = 300 if drafter == "own" else 100
+        step_us = 300 if drafter == OWN else 100
         verdict = Verdict(5, tuple(range(1, accepted + 1)), 1, None, min(accepted + 1, draft_count), 2000, 1, 1)
         proposal = Proposal(
             TokenTree.chain((1,) * draft_count),
@@ -153,11 +173,11 @@ class Machine:
         counts: Counter[str] = Counter()
         for _ in range(num_choices):
             choice = self.policy.choose(8, self.session)
-            counts[choice.drafter if choice.draft_count else "plain"] += choice.rounds
+            counts[choice.drafter.name if choice.draft_count else "plain"] += choice.rounds
             for _ in range(choice.rounds):
-                self.round(choice.draft_count, choice.drafter, unasked=choice.drafter == "own")
+                self.round(choice.draft_count, choice.drafter, unasked=choice.drafter == OWN)
             for _ in range(choice.plain_budget):
-                self.round(0, "", unasked=True)
+                self.round(0, ANY_DRAFT, unasked=True)
         return counts
 
 
@@ -177,17 +197,23 @@ def test_sessions_get_the_fastest_of_a_targets_drafters() -> None:
     """The unknown ones first; then one in sixteen has another, so that a change is noticed."""
     policy = SpeculationPolicy()
     costs_us = {"head": 100, "hosted": 300, "slow": 900}
+
+    def pick(*names: str) -> str:
+        return policy.pick([DrafterId(each, Place.HOSTED) for each in names]).name
+
     found: Counter[str] = Counter()
     for number in range(400):
-        name = policy.pick(list(costs_us))
+        name = pick(*costs_us)
         assert number > 2 or name == list(costs_us)[number]
         found[name] += 1
-        session = policy.session(name)
+        session = policy.session(DrafterId(name, Place.HOSTED))
         policy.enter(session)
         for _ in range(8):
             us = costs_us[name] if number < 200 else 1000 - costs_us[name]
             tree = TokenTree.chain((1,) * 4)
-            proposal = Proposal(tree, compute_us=4 * us, forward_count=4, row_count=4, drafter=name)
+            proposal = Proposal(
+                tree, compute_us=4 * us, forward_count=4, row_count=4, drafter=DrafterId(name, Place.HOSTED)
+            )
             verdict = Verdict(5, (1, 2), 1, None, 3, 2000, 1, 1)
             round_us = 2000 + 4 * us
             policy.observe(Round(proposal, verdict, (1, 1, 1), (), round_us, round_us), session, unasked=True)
@@ -197,6 +223,6 @@ def test_sessions_get_the_fastest_of_a_targets_drafters() -> None:
             assert found["slow"] > 2
             found.clear()
     assert found["slow"] > found["head"]
-    assert policy.pick(["hosted"]) == "hosted"
+    assert pick("hosted") == "hosted"
     # One that never guesses anything is given up.
-    assert [policy.pick(["silent", "slow"]) for _ in range(40)].count("silent") == 8
+    assert [pick("silent", "slow") for _ in range(40)].count("silent") == 8

@@ -2,9 +2,10 @@
 
 import pytest
 
-from gateway.rounds.planner import WAITING_BUDGET, DraftOutlook, RoundPlan, RoundPlanner
-from gateway.rounds.policy import PLAIN_BUDGET, SpeculationPolicy
-from gateway.rounds.round import NOTHING, FallbackReason, Proposal, TokenLog
+from gateway.rounds.planner import DraftOutlook, RoundPlan, RoundPlanner
+from gateway.rounds.policy import SpeculationPolicy
+from gateway.rounds.round import ANY_DRAFT, NOTHING, FallbackReason, GuessRequest, Proposal, TokenLog
+from gateway.rounds.tuning import TUNING
 
 
 def planner_of(draft_count: int | None = 4, max_len: int = 100) -> RoundPlanner:
@@ -33,44 +34,47 @@ def log_of(length: int) -> TokenLog:
 )
 def test_the_smallest_limit_decides(draft_count: int | None, length: int, draft: DraftOutlook, expected: int) -> None:
     """K is bounded by the draft, by what is left of the request, and by the draft's context."""
-    assert planner_of(draft_count).plan(log_of(length), 0, draft) == RoundPlan(expected, 0)
+    guesses = (GuessRequest(ANY_DRAFT, expected),) if expected else ()
+    assert planner_of(draft_count).plan(log_of(length), 0, draft) == RoundPlan(guesses)
 
 
 def test_the_prompts_own_pass_has_no_proposal() -> None:
     """The first round is plain, and without a reason, because no draft was wanted in it."""
-    assert planner_of().plan(log_of(2), 0, DraftOutlook()) == RoundPlan(0, 0)
-    assert planner_of().plan(log_of(2), 0, DraftOutlook(FallbackReason.DRAFT_ABSENT)) == RoundPlan(0, WAITING_BUDGET)
-    assert planner_of(0).plan(log_of(2), 0, DraftOutlook()) == RoundPlan(0, PLAIN_BUDGET)
+    assert planner_of().plan(log_of(2), 0, DraftOutlook()) == RoundPlan()
+    assert planner_of().plan(log_of(2), 0, DraftOutlook(FallbackReason.DRAFT_ABSENT)) == RoundPlan(
+        (), TUNING.waiting_budget
+    )
+    assert planner_of(0).plan(log_of(2), 0, DraftOutlook()) == RoundPlan((), TUNING.plain_budget)
 
 
 def test_an_obstacle_makes_a_short_stretch_with_its_reason() -> None:
     """While the draft is away the target goes on alone, for so few tokens that the draft is soon used again."""
     plan = planner_of().plan(log_of(9), 0, DraftOutlook(FallbackReason.DRAFT_LOST))
-    assert plan == RoundPlan(0, WAITING_BUDGET, FallbackReason.DRAFT_LOST)
+    assert plan == RoundPlan((), TUNING.waiting_budget, FallbackReason.DRAFT_LOST)
 
 
 def test_a_stretch_is_left_before_the_draft_is_asked() -> None:
     """The draft is back: the stretch is not extended, its rest keeps its reason, and then comes a proposal."""
     planner = planner_of()
     planner.plan(log_of(9), 0, DraftOutlook(FallbackReason.DRAFT_ABSENT))
-    assert planner.plan(log_of(10), 3, DraftOutlook()) == RoundPlan(0, 0, FallbackReason.DRAFT_ABSENT)
-    assert planner.plan(log_of(12), 1, DraftOutlook()) == RoundPlan(0, 0, FallbackReason.DRAFT_ABSENT)
-    assert planner.plan(log_of(13), 0, DraftOutlook()) == RoundPlan(4, 0)
+    assert planner.plan(log_of(10), 3, DraftOutlook()) == RoundPlan((), 0, FallbackReason.DRAFT_ABSENT)
+    assert planner.plan(log_of(12), 1, DraftOutlook()) == RoundPlan((), 0, FallbackReason.DRAFT_ABSENT)
+    assert planner.plan(log_of(13), 0, DraftOutlook()) == RoundPlan((GuessRequest(ANY_DRAFT, 4),))
 
 
 def test_past_the_drafts_context_the_stretch_is_long() -> None:
     """A context does not grow again, so nothing is gained by looking often."""
     plan = planner_of().plan(log_of(50), 0, DraftOutlook(context_len=50))
-    assert plan == RoundPlan(0, PLAIN_BUDGET, FallbackReason.DRAFT_CONTEXT)
+    assert plan == RoundPlan((), TUNING.plain_budget, FallbackReason.DRAFT_CONTEXT)
 
 
 def test_a_plan_does_not_hide_the_proposals_own_reason() -> None:
     """What the session says about its fault is kept; otherwise the plan's reason is what there is to say."""
     lost = Proposal(fallback_reason=FallbackReason.DRAFT_LOST)
-    plan = RoundPlan(0, 8, FallbackReason.DRAFT_ABSENT)
+    plan = RoundPlan((), 8, FallbackReason.DRAFT_ABSENT)
     assert plan.explain(lost) is lost
     assert plan.explain(NOTHING).fallback_reason is FallbackReason.DRAFT_ABSENT
-    assert RoundPlan(0, 8).explain(NOTHING) is NOTHING
+    assert RoundPlan((), 8).explain(NOTHING) is NOTHING
 
 
 @pytest.mark.parametrize(("draft_count", "expected"), [(0, False), (3, True), (None, True)])

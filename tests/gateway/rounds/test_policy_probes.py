@@ -4,8 +4,8 @@ import random
 from dataclasses import dataclass, field
 
 from gateway.rounds.planner import DraftOutlook, RoundPlanner
-from gateway.rounds.policy import PROBE_ROUNDS, SpeculationPolicy
-from gateway.rounds.round import FallbackReason, Proposal, TokenLog, Verdict
+from gateway.rounds.policy import SpeculationPolicy
+from gateway.rounds.round import FallbackReason, Place, Proposal, TokenLog, Verdict
 from outrider.token_tree import TokenTree
 
 PROMPT_LEN = 64
@@ -45,8 +45,9 @@ class Simulation:
         while len(log) < max_len:
             outstanding = max(0, min(limit, max_len) - len(log))
             plan = planner.plan(log, outstanding, DraftOutlook(self.obstacle))
-            if plan.draft_count:
-                proposal, verdict = self.draft(plan.draft_count, len(log), len(log) - cached_len)
+            count = plan.asked(Place.REMOTE).count
+            if count:
+                proposal, verdict = self.draft(count, len(log), len(log) - cached_len)
                 cached_len = len(log)
             else:
                 proposal, verdict = Proposal(), Verdict(len(log), (), 1, None, 0, VERIFY_US)
@@ -112,7 +113,7 @@ def test_a_probe_lasts_a_few_rounds_and_belongs_to_one_request() -> None:
     while policy.choose(8, ready=False).draft_count == 0:
         simulation.run(20, 20)
     assert all(policy.choose(8, ready=False).draft_count for _ in range(10))
-    assert policy.choose(8).rounds == PROBE_ROUNDS
+    assert policy.choose(8).rounds == policy.tuning.probe_rounds
     assert policy.choose(8).draft_count == 0
 
 

@@ -11,7 +11,7 @@ from support.basics import grid
 
 from gateway.rounds.planner import Drafting, DraftOutlook, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import Proposal, TokenLog, Verdict
+from gateway.rounds.round import DrafterId, Makes, Place, Proposal, TokenLog, Verdict
 from outrider.engine.growth import Child, Growth, Limits
 from outrider.engine.models.simulated import rates_of
 from outrider.token_tree import TokenTree, TreeShape
@@ -38,7 +38,7 @@ class Devices:
         began_us, self.asked = self.now_us, []
         for _ in range(tokens // 256):
             log = TokenLog((1,) * PROMPT_LEN, lambda: int(self.now_us) * 1000)
-            drafting = Drafting(shape=shape, may_grow_trees=True)
+            drafting = Drafting((DrafterId(makes=Makes.TREE),), shape)
             with RoundPlanner(self.policy, count, PROMPT_LEN + 256, 64, drafting) as planner:
                 self.decode(log, planner)
         return tokens // 256 * 256e3 / (self.now_us - began_us)
@@ -50,9 +50,10 @@ class Devices:
         while len(log) < max_len:
             outstanding = max(0, min(limit, max_len) - len(log))
             plan = planner.plan(log, outstanding, DraftOutlook())
-            drafted, ranks = self.draft(plan.draft_count, plan.shape, planner.room(log))
-            if plan.draft_count:
-                self.asked.append((plan.shape, plan.draft_count, planner.room(log)))
+            asked = plan.asked(Place.REMOTE)
+            drafted, ranks = self.draft(asked.count, asked.shape, planner.room(log))
+            if asked.count:
+                self.asked.append((asked.shape, asked.count, planner.room(log)))
             proposal = planner.complete(plan, drafted, Proposal())
             rows = proposal.tree.follow(ranks)
             # What was cut off is not kept.

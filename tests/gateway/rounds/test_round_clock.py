@@ -6,7 +6,7 @@ from support.services.markov import MarkovDraft, MarkovTarget
 
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import OwnGuesses, Proposal, TokenLog, Verdict
+from gateway.rounds.round import GuessRequest, Proposal, TokenLog, Verdict
 from gateway.speculation import speculate
 
 
@@ -15,7 +15,7 @@ class SlowTarget(MarkovTarget):
 
     now_us: int = 0
 
-    async def verify(self, proposal: Proposal, plain_budget: int, own: OwnGuesses) -> Verdict:
+    async def verify(self, proposal: Proposal, plain_budget: int, own: GuessRequest) -> Verdict:
         """The verdict, a millisecond later."""
         self.now_us += 1000
         return await super().verify(proposal, plain_budget, own)

@@ -11,7 +11,7 @@ from support.services.markov_services import GARBAGE, DraftServicer, Mischief, T
 from gateway.lookup.guesses import LookupGuesses, LookupSources
 from gateway.rounds.planner import Drafting, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import FallbackReason, Round, TokenLog
+from gateway.rounds.round import LOOKUP, DrafterId, FallbackReason, Round, TokenLog
 from gateway.sessions.draft import AbsentDraftSession, DrafterSeat, RemoteDraftSession
 from gateway.sessions.draft_team import DraftTeam
 from gateway.sessions.peer import ModelInfo, ServicePeer
@@ -52,7 +52,7 @@ class Team:
     ) -> list[Round]:
         """All rounds of a request, whose tokens must be those of plain decoding; `then` gets each."""
         log, session_id = TokenLog(PROMPT), b"0123456789abcdef"
-        drafting = Drafting("+".join(NAMES), looks=looks, merges=True)
+        drafting = Drafting((DrafterId("+".join(NAMES)), *((LOOKUP,) if looks else ())), merges=True)
         planner = RoundPlanner(SpeculationPolicy(), draft_count, MAX_LEN, 32, drafting)
         target = RemoteTargetSession(
             Replicas(self.links[:1]), TargetTimeouts(RoundDeadline(PATIENT_S)), SPEC, log, session_id, "hash"
@@ -162,11 +162,11 @@ async def test_a_stretch_is_ended_over_a_real_link() -> None:
         for seed in range(4):
             log = TokenLog(PROMPT)
             spec = SessionSpec(PROMPT, 2, SamplingParameters(), seed, 400, frozenset({EOS}), frozenset())
-            planner = RoundPlanner(SpeculationPolicy(), None, 400, 32, Drafting(None, looks=True))
+            planner = RoundPlanner(SpeculationPolicy(), None, 400, 32, Drafting((LOOKUP,)))
             timeouts = TargetTimeouts(RoundDeadline(PATIENT_S))
             target = RemoteTargetSession(Replicas(here.links[:1]), timeouts, spec, log, bytes([seed] * 16), "hash")
             lookup = LookupGuesses(LookupSources().session(PROMPT, (), ""), Rule.MATCH, 32)
             rounds = [each async for each in speculate(log, planner, target, AbsentDraftSession(), lookup)]
             assert log.tokens() == plain_decoding(here.target.model, PROMPT, seed, 400)
-            assert {each.proposal.drafter for each in rounds if each.draft_count} == {"lookup"}
+            assert {each.proposal.drafter.name for each in rounds if each.draft_count} == {"lookup"}
         assert here.target.halted > 0

@@ -7,7 +7,7 @@ import pytest
 from support.services.markov import NUM_TOKENS, MarkovModel
 from support.services.markov_services import DraftServicer, TargetServicer, linked
 
-from gateway.rounds.round import NOTHING, OwnGuesses, TokenLog
+from gateway.rounds.round import NOTHING, DrafterId, GuessRequest, Place, TokenLog
 from gateway.sessions.draft import DrafterSeat, DraftOpening
 from gateway.sessions.target import TargetOpening
 from outrider.errors import ProtocolViolation
@@ -186,8 +186,9 @@ async def test_only_a_target_that_makes_trees_is_asked_for_some(makes_trees: boo
         fence = types_pb2.Fence(session_id=bytes(16), epoch=1, base_len=2)
         opening = TargetOpening(link, spec, TokenLog(PROMPT), fence, "hosted")
         opening.send = lambda *messages: sent.extend(messages)  # type: ignore[method-assign, assignment]
-        opening.send_next(NOTHING, 0, OwnGuesses(4, TreeShape(max_width=3)))
-        opening.send_next(NOTHING, 0, OwnGuesses(4))
+        own = DrafterId("hosted", Place.HOSTED)
+        opening.send_next(NOTHING, 0, GuessRequest(own, 4, TreeShape(max_width=3)))
+        opening.send_next(NOTHING, 0, GuessRequest(own, 4))
     assert [message.open.step.own_draft_count for message in sent] == [4, 4]
     assert [message.open.step.HasField("own_shape") for message in sent] == [makes_trees, False]
     assert sent[0].open.step.own_shape.max_width == (3 if makes_trees else 0)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from support.models.engine_cases import make_feeds
 
 from outrider.engine.batching import MAX_STEP_TOKENS, Feed
-from outrider.engine.sharing import GRACE_STEPS, MIN_PROMPT_ROWS, NUM_SAMPLES, PROBE_STEPS, Pace, share_rows
+from outrider.engine.sharing import GRACE_STEPS, MIN_PROMPT_ROWS, PROBE_STEPS, Pace, share_rows
+from outrider.estimates.row_costs import NUM_SAMPLES
 
 
 def serve(feeds: list[Feed], grants: list[int], forward: int) -> list[Feed]:

@@ -13,11 +13,13 @@ from typing import Self
 
 from gateway.rounds.planner import DraftOutlook
 from gateway.rounds.round import (
-    NO_OWN_GUESSES,
+    NO_REQUEST,
     NOTHING,
+    DrafterId,
     FallbackReason,
+    GuessRequest,
     HopCost,
-    OwnGuesses,
+    Place,
     Proposal,
     Round,
     TokenLog,
@@ -92,7 +94,7 @@ class MarkovTarget(Session):
     limit: int = 0
     own: str = ""
     own_model: MarkovModel = field(default_factory=lambda: MarkovModel(noise=0.3))
-    own_asked: OwnGuesses = NO_OWN_GUESSES
+    own_asked: GuessRequest = NO_REQUEST
     bare: frozenset[int] = frozenset()
     halts: int = 0
 
@@ -106,7 +108,7 @@ class MarkovTarget(Session):
         """Tokens that may still come unasked."""
         return max(0, min(self.limit, self.max_len) - len(self.log))
 
-    async def verify(self, proposal: Proposal, plain_budget: int, own: OwnGuesses = NO_OWN_GUESSES) -> Verdict:
+    async def verify(self, proposal: Proposal, plain_budget: int, own: GuessRequest = NO_REQUEST) -> Verdict:
         """Follows the tree along the target's own draws.
 
         A proposal on top of unasked tokens ends these, but half of the time the target has the next one already.
@@ -119,7 +121,7 @@ class MarkovTarget(Session):
                 return self._walk(NOTHING)
         asked = not self.outstanding
         if plain_budget or asked:
-            self.own_asked = own if self.drafter else NO_OWN_GUESSES
+            self.own_asked = own if self.drafter else NO_REQUEST
         assert len(self.log) + max(proposal.tree.depths) < self.max_len
         if self.outstanding:
             self.acknowledged += plain_budget > 0 and self.limit < self.max_len
@@ -134,7 +136,7 @@ class MarkovTarget(Session):
 
     def _guess(self, asked: bool) -> Proposal | None:
         end = self.max_len if asked else min(self.limit, self.max_len)
-        count = min(self.own_asked.draft_count, end - len(self.log) - 1)
+        count = min(self.own_asked.count, end - len(self.log) - 1)
         if count < 1 or len(self.log) == self.log.prompt_len:
             return None
         prefix = list(self.log.tokens())
@@ -147,7 +149,9 @@ class MarkovTarget(Session):
             rows = [(guesses[row // 2] + row % 2, max(row - row % 2 - 1, 0)) for row in range(count)]
             values = tuple(0.8 ** (1 + row // 2) * (0.2 if row % 2 else 1.0) for row in range(count))
             tree = TokenTree(*zip(*rows, strict=True), values=values)
-        return Proposal(tree, compute_us=10 * count, forward_count=count, row_count=count, drafter=self.own)
+        return Proposal(
+            tree, compute_us=10 * count, forward_count=count, row_count=count, drafter=DrafterId(self.own, Place.HOSTED)
+        )
 
     def _walk(self, proposal: Proposal) -> Verdict:
         prefix, rows, row = list(self.log.tokens()), [], 0

@@ -5,9 +5,10 @@ from support.basics import spec_of
 from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, Target
 
 from outrider.engine.runner import ModelRunner
+from outrider.estimates.row_costs import Line
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import TokenTree
-from target_service.gathering import LATE_S, LATE_SHARE, MAX_AWAY_S, Gathering, StepCosts
+from target_service.gathering import LATE_S, LATE_SHARE, MAX_AWAY_S, MEMORY, Gathering
 from target_service.states import Step
 from target_service.verifier import Verifier
 
@@ -52,7 +53,7 @@ def test_costs_are_split_into_a_fixed_part_and_rows(
     steps: list[tuple[int, float]], fixed_s: float, row_s: float
 ) -> None:
     """By what steps of different sizes took."""
-    costs = StepCosts()
+    costs = Line(MEMORY)
     for num_rows, seconds in steps:
         costs.add(num_rows, seconds)
     assert costs.parts == pytest.approx((fixed_s, row_s), abs=1e-9)
@@ -60,7 +61,7 @@ def test_costs_are_split_into_a_fixed_part_and_rows(
 
 def test_nothing_is_fixed_while_all_steps_look_alike() -> None:
     """So no step waits before it is known what that would save; nor does a row ever cost less than nothing."""
-    costs = StepCosts()
+    costs = Line(MEMORY)
     assert costs.parts == (0, 0)
     for _ in range(9):
         costs.add(5, 0.01)

@@ -1,9 +1,8 @@
-"""Estimates and outliers."""
+"""Costs of steps by their rows: averages, tables, lines, and outliers."""
 
 import pytest
 
-from gateway.rounds.estimates import AcceptanceRates, Average, ByLoad, RowTable, TreeGains
-from outrider.token_tree import TokenTree
+from outrider.estimates.row_costs import TREND, Average, Line, Metering, RecentMedian, RowCosts
 
 
 def test_an_average_begins_with_a_median() -> None:
@@ -31,7 +30,7 @@ def test_a_renewed_average_keeps_the_old_value_until_it_knows_better() -> None:
 
 def test_a_table_is_not_bent_by_an_outlier() -> None:
     """Neither by a first sample nor by a later one."""
-    table = RowTable()
+    table = RowCosts()
     table.add(5, 1_000_000)
     for _ in range(20):
         table.add(1, 1000)
@@ -44,7 +43,7 @@ def test_a_table_is_not_bent_by_an_outlier() -> None:
 
 def test_a_table_knows_a_staircase() -> None:
     """Costs that jump after every fifth row are known where they were seen, and lie between elsewhere."""
-    table = RowTable()
+    table = RowCosts()
     for _ in range(20):
         for rows in (1, 2, 4, 5, 6, 9, 10, 11):
             table.add(rows, 1000 * -(-rows // 5))
@@ -56,21 +55,21 @@ def test_a_table_knows_a_staircase() -> None:
 
 def test_a_table_goes_on_in_a_straight_line() -> None:
     """After the last entry rows cost what they cost before it; one entry alone says a tenth of it, or its share."""
-    table = RowTable()
+    table = RowCosts()
     for _ in range(30):
         for rows in (8, 16):
             table.add(rows, 100 * rows)
     assert abs(table.at(32) - 3200) < 100
-    alone = RowTable()
+    alone = RowCosts()
     for _ in range(5):
         alone.add(20, 1000)
     assert abs(alone.at(40) - 2000) < 1
-    assert RowTable().at(7) == 0
+    assert RowCosts().at(7) == 0
 
 
 def test_a_slower_machine_is_slower_for_every_number_of_rows() -> None:
     """What is seen of one number of rows is believed a little of the others."""
-    table = RowTable()
+    table = RowCosts()
     for _ in range(10):
         table.add(1, 1000)
         table.add(40, 4000)
@@ -80,41 +79,46 @@ def test_a_slower_machine_is_slower_for_every_number_of_rows() -> None:
     assert 4400 < table.at(40) < 8000
 
 
-def test_averages_by_load_remember() -> None:
-    """A load that was seen keeps its own; another one is like its nearest neighbour."""
-    averages = ByLoad()
-    assert averages.at(4, 7.0) == 7.0
-    for _ in range(5):
-        averages.add(1, 100)
-        averages.add(32, 900)
-    assert (averages.at(1), averages.at(32), averages.at(2), averages.at(20)) == (100, 900, 100, 900)
-    assert averages.known(32)
-    assert not averages.known(8)
+METERINGS = (TREND, Metering(RecentMedian, has_trend=False, forget_steps=64))
 
 
-def test_rates_of_each_depth_are_drawn_towards_the_pool() -> None:
-    """A session that knows nothing has the pool's rates, and one that knows much has its own."""
-    pool = AcceptanceRates()
-    for _ in range(300):
-        pool.observe(1, 2)
-    assert pool.rates[0] > 0.9
-    assert pool.rates[1] < 0.1
-    session = AcceptanceRates(pool)
-    assert session.rates == pool.rates
-    for _ in range(300):
-        session.observe(2, 2)
-    assert session.rates[1] > 0.7
-    assert pool.tokens()[:3] == [1.0, 1 + pool.rates[0], 1 + pool.rates[0] + pool.rates[0] * pool.rates[1]]
+@pytest.mark.parametrize("metering", METERINGS)
+def test_every_meter_knows_what_it_has_seen(metering: Metering) -> None:
+    """However it smooths: costs that were seen, and a straight line between them."""
+    table = RowCosts(metering=metering)
+    for _ in range(20):
+        table.add(2, 10)
+        table.add(6, 30)
+    assert [table.at(rows) for rows in (2, 3, 4, 6)] == pytest.approx([10, 15, 20, 30])
 
 
-def test_what_was_not_asked_for_is_not_thought_worthless() -> None:
-    """A drafter that was asked for four rows and made them says nothing of a fifth; one that has no more says so."""
-    asked, short = TreeGains(), TreeGains()
-    tree = TokenTree((1, 2, 3, 4), (0, 0, 1, 2), values=(0.5, 0.3, 0.2, 0.1))
-    for _ in range(300):
-        asked.promise(tree, 4, 4)
-        short.promise(tree, 8, 4)
-    gained = [gains.at(8, 4) - gains.at(4, 4) for gains in (asked, short)]
-    assert gained[0] > 0.2
-    assert gained[1] == pytest.approx(0, abs=0.01)
-    assert asked.at(4, 4) == pytest.approx(short.at(4, 4))
+@pytest.mark.parametrize(("metering", "expected"), [(METERINGS[0], 50), (METERINGS[1], 30)])
+def test_only_a_trend_says_something_of_larger_steps(metering: Metering, expected: float) -> None:
+    """Without one a larger step is like the largest that was seen, until it is tried."""
+    table = RowCosts(metering=metering)
+    for _ in range(20):
+        table.add(2, 10)
+        table.add(6, 30)
+    assert table.at(10) == pytest.approx(expected, rel=0.1)
+
+
+def test_a_line_forgets() -> None:
+    """Of steps that cost more than before, the new cost is soon believed; a line without a memory means all."""
+    recent, whole = Line(0.9), Line()
+    for base in (10, 100):
+        for number in range(60):
+            for line in (recent, whole):
+                line.add(1 + number % 4, base + 2 * (number % 4))
+    assert recent.parts == pytest.approx((98, 2), rel=0.05)
+    assert whole.parts == pytest.approx((53, 2))
+
+
+def test_what_is_taken_away_was_never_there() -> None:
+    """And a cost that changes counts as it is now."""
+    line = Line()
+    for rows, cost in ((1, 10), (4, 40), (9, 99)):
+        line.add(rows, cost)
+    line.add(9, 99, -1)
+    line.move(4, 3)
+    assert line.means == (2.5, 26.5)
+    assert line.slope(0, 0) == pytest.approx(11)

@@ -1,0 +1,185 @@
+"""The choice of a round as a function of a table: what each number of guesses costs and brings, and what is due. Pure.
+
+Numbers of guesses are compared by tokens a microsecond; see costs.py. Whatever is chosen for another reason keeps what
+is known of the other side alive; see exploration.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from gateway.rounds.round import ANY_DRAFT, DrafterId, Makes
+from gateway.rounds.tuning import PolicyTuning
+
+
+class GuessCandidate(NamedTuple):
+    """A number of guesses of a drafter, with the tokens that a round is expected to commit; 0 for plain decoding.
+
+    `depth` is how deep the rows of a tree may lie.
+    """
+
+    drafter: DrafterId
+    draft_count: int
+    tokens: float
+    cost_us: float
+    depth: int = 0
+
+    @property
+    def speed(self) -> float:
+        """Tokens a microsecond."""
+        return self.tokens / self.cost_us
+
+
+class Case(Enum):
+    """Case of a choice, in the order in which they are looked at; see `choose`."""
+
+    EXPLORING = 1
+    UNKNOWN = 2
+    OTHER = 3
+    PROBE = 4
+    NOT_WORTH = 5
+    PLAIN_FASTER = 6
+    PLAIN_LOOK = 7
+    BEST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Choice of a round: K, whose guesses, for how many rounds, and for K = 0 how many tokens may come unasked.
+
+    `depth` is how deep the rows of a tree may lie.
+    """
+
+    draft_count: int
+    plain_budget: int = 0
+    rounds: int = 1
+    drafter: DrafterId = ANY_DRAFT
+    depth: int = 0
+    case: Case = Case.BEST
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Everything that a choice depends on: candidates of the drafters that are known, and what is due beside them."""
+
+    candidates: tuple[GuessCandidate, ...] = ()
+    most: int = 1
+    """Guesses that there is room for."""
+    is_ready: bool = True
+    """Whether the session carries the choice out at once."""
+    exploring: DrafterId | None = None
+    """Drafter of which nothing is known, and this session is to find out."""
+    has_drafters: bool = True
+    other_turn: int | None = None
+    """Number of the turn of a drafter that is not the fastest; None while none is due."""
+    is_probe_due: bool = False
+    is_plain_due: bool = False
+    worth: frozenset[DrafterId] = frozenset()
+    """Drafters whose guesses were worth it when costs were last looked at."""
+    allowed: frozenset[DrafterId] = frozenset()
+    """Drafters that this session may use: not too many begin with one at once."""
+    looks_ahead: frozenset[DrafterId] = frozenset()
+    """Drafters whose next tree is larger and deeper than the best one."""
+
+    def __str__(self) -> str:
+        """The candidates, a line each, for people."""
+        return "\n".join(
+            f"{'/'.join(each.drafter)} {each.draft_count:2}: {each.tokens:.2f} tokens, {each.cost_us:.0f} us"
+            for each in self.candidates
+        )
+
+
+def fastest(candidates: Sequence[GuessCandidate]) -> GuessCandidate:
+    """The candidate of the most tokens a microsecond; of equal ones that with the most guesses."""
+    return max(candidates, key=lambda each: (each.speed, each.draft_count))
+
+
+def choose(table: Table, tuning: PolicyTuning) -> Choice:
+    """The best number of guesses, or one that keeps what is known alive. Of these cases the first one that holds:
+
+    1. This session is to find out about a drafter: it makes a middling number of guesses.
+    2. Of no drafter anything is known, and others find out: plain decoding.
+    3. It is the turn of another drafter than the fastest.
+    4. Guesses are not worth it, and it is time to look whether they still are not.
+    5. They are not, and it is not time: plain decoding, in long stretches.
+    6. This session may not draft yet, or its own guesses are worse than none: plain decoding, in short ones.
+    7. It is time to look what plain decoding costs.
+    8. The most tokens a microsecond.
+    """
+    if table.exploring is not None:
+        count, depth = tuning.first_tree if table.exploring.makes is Makes.TREE else (tuning.first_guess, 0)
+        return Choice(min(count, table.most), drafter=table.exploring, depth=depth, case=Case.EXPLORING)
+    if not table.candidates:
+        return Choice(0, tuning.short_budget if table.has_drafters else tuning.plain_budget, case=Case.UNKNOWN)
+    return _compared(table, tuning)
+
+
+def _compared(table: Table, tuning: PolicyTuning) -> Choice:
+    """The choice among drafters that are known: cases 3 to 8."""
+    plain_us = {each.drafter: each.cost_us for each in table.candidates if not each.draft_count}
+    guesses = [each for each in table.candidates if each.draft_count]
+    bests = [fastest([each for each in guesses if each.drafter == drafter]) for drafter in plain_us]
+    best = max(bests, key=lambda each: each.speed)
+    others = [each for each in bests if each is not best]
+    if others and table.is_ready and table.other_turn is not None:
+        return _asked(others[table.other_turn % len(others)], table, Case.OTHER, tuning)
+    if best.drafter not in table.worth:
+        if table.is_probe_due:
+            return _asked(best, table, Case.PROBE, tuning)
+        return Choice(0, tuning.plain_budget, case=Case.NOT_WORTH)
+    if best.drafter not in table.allowed or best.speed * plain_us[best.drafter] <= 1:
+        return Choice(0, tuning.short_budget, case=Case.PLAIN_FASTER)
+    if table.is_ready and table.is_plain_due:
+        return Choice(0, tuning.measured_budget, case=Case.PLAIN_LOOK)
+    return _asked(best, table, Case.BEST, tuning)
+
+
+def _asked(candidate: GuessCandidate, table: Table, case: Case, tuning: PolicyTuning) -> Choice:
+    """The choice of a candidate; where it is looked at, of a tree that is larger and deeper."""
+    drafter, count, depth = candidate.drafter, candidate.draft_count, candidate.depth
+    rounds = 1 if case is Case.BEST else tuning.probe_rounds
+    if drafter.makes is Makes.TREE and (rounds > 1 or drafter in table.looks_ahead):
+        count, depth = min(2 * count, table.most), min(depth + 1, tuning.chain_counts[-1])
+    return Choice(count, rounds=rounds, drafter=drafter, depth=depth, case=case)
+
+
+class LookupCosts(NamedTuple):
+    """Costs of a round with rows of a lookup, and what it has to beat."""
+
+    verify_us: Sequence[float]  # of the target's forward, by the rows of the lookup in it
+    overhead_us: float
+    plain_overhead_us: float
+    num_others: int  # sessions that pay for the rows
+    rival: float  # tokens a microsecond of the best drafter
+
+
+def lookup_rows(values: Sequence[float], costs: LookupCosts, gain: float) -> int:
+    """Number of rows, whose values fall, that are `gain` times better than whatever else there is; 0 for none.
+
+    They must make the session faster than its drafters would, and all sessions together faster than plain decoding:
+    the rows of one are paid by all.
+    """
+    plain_us = costs.verify_us[0]
+    best = (costs.num_others / plain_us + 1 / (plain_us + costs.plain_overhead_us)) * gain
+    found, tokens = 0, 1.0
+    for count, (value, verify_us) in enumerate(zip(values, costs.verify_us[1:], strict=True), start=1):
+        tokens += value
+        own = tokens / (verify_us + costs.overhead_us)
+        if own > costs.rival * gain and costs.num_others / verify_us + own > best:
+            best, found = costs.num_others / verify_us + own, count
+    return found
+
+
+def rows_to_verify(values: Sequence[float], correction: float, cost_us: Callable[[int], float]) -> int:
+    """Number of rows of a tree, at least 1, the most valuable ones, whose round has the most tokens a microsecond.
+
+    `correction` is the share of values that is kept, and cost_us what a round with so many rows costs.
+    """
+    best, found, tokens = 0.0, 1, 1.0
+    for count, value in enumerate(sorted(values, reverse=True), start=1):
+        tokens += correction * value
+        speed = tokens / cost_us(count)
+        if speed > best:
+            best, found = speed, count
+    return found

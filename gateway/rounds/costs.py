@@ -1,0 +1,306 @@
+"""Costs of rounds at the present load, and what guesses bring, as far as rounds have shown. Pure.
+
+With acceptance rate a(d) of the d-th guess a round with K guesses commits tau(K) = 1 + a(1) + a(1)a(2) + ... tokens
+(Leviathan et al. 2023 for a constant a), and it costs K draft steps, one forward of the target, and the way of the
+messages. Forwards are shared: with N sessions on the target, plain decoding costs each of them the forward of N rows,
+and rounds with K guesses one of up to N (K + 1) rows, so that one more row is paid by everybody. The cost of a forward
+is a table over its rows and no line: it is a staircase on CPUs, and flat up to the tiles of an accelerator.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate
+from operator import mul
+
+from gateway.rounds.choice import LookupCosts
+from gateway.rounds.round import ANY_DRAFT, LOOKUP, DrafterId, GuessRequest, Makes, Proposal, Round
+from gateway.rounds.tuning import PolicyTuning
+from outrider.estimates.acceptance import MAX_DRAFT_COUNT, MAX_TREE_ROWS, AcceptanceRates, TreeGains
+from outrider.estimates.row_costs import Average, RowCosts
+
+
+class ByLoad:
+    """An average for each load, in sessions; loads of the same order share one."""
+
+    def __init__(self) -> None:
+        self._averages: dict[int, Average] = {}
+        self._added: dict[int, int] = {}
+        self._counts: dict[int, int] = {}
+
+    def add(self, load: int, sample: float, now: int = 0) -> None:
+        """Adds a sample; `now` counts whatever samples grow old by."""
+        key = _load_key(load)
+        if key not in self._averages:
+            self._averages[key] = Average()
+        self._averages[key].add(sample)
+        self._added[key] = now
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    def known(self, load: int) -> bool:
+        """Whether this very load has been seen."""
+        return _load_key(load) in self._averages
+
+    def blend(self, load: int, model: float, now: int, tuning: PolicyTuning) -> float:
+        """The average at this very load where there is one; of what a model says the more, the older it is, and the
+        fewer rounds each session has had: while a load changes, rounds are like nothing that lasts.
+        """
+        key = _load_key(load)
+        if key not in self._averages:
+            return model
+        each = max(load, 1)
+        weight = tuning.memory_rounds / (tuning.memory_rounds + (now - self._added[key]) / each)
+        weight *= self._counts[key] / (self._counts[key] + tuning.trust_rounds * each)
+        return weight * self._averages[key].mean + (1 - weight) * model
+
+    def at(self, load: int, unknown: float = 0.0) -> float:
+        """The average at this load, or at the one that is nearest to it; `unknown` before the first sample."""
+        key = _load_key(load)
+        if key not in self._averages:
+            if not self._averages:
+                return unknown
+            key = min(self._averages, key=lambda each: (abs(each - key), -each))
+        return self._averages[key].mean
+
+
+@cache
+def _load_key(load: int) -> int:
+    return round(2 * math.log2(max(load, 1)))
+
+
+class DrafterEstimates:
+    """Estimates of one drafter, or of the trees that it makes."""
+
+    def __init__(self, counts: tuple[int, ...], makes: Makes, verify_us: RowCosts) -> None:
+        """The cost of a draft's rows is like that of the target's until more is known."""
+        self.counts = counts
+        """Numbers of guesses that are looked at."""
+        self.acceptance = AcceptanceRates()
+        self.gains = None if makes is Makes.CHAIN else TreeGains()
+        self.levels = RowCosts()  # by the guesses of a tree that were asked for, the forwards that they took
+        self.has_depths = False  # whether trees are asked for with a depth, which then is their forwards
+        self.depths: dict[int, int] = {}  # the best one by the guesses that are asked for
+        self.width = Average()  # rows of a session in each
+        self.step_us = RowCosts(verify_us)
+        self.overhead_us = ByLoad()  # of a round, beside both computations
+        # Rows of a forward, of those that all sessions together have: 1 where all are verified at the same time, a half
+        # where two groups take turns, of which one drafts while the other is verified.
+        self.share = ByLoad()
+        # By K, what rounds have cost in fact when most sessions had some: how groups form cannot be foretold.
+        # Of trees by the forwards that made them too.
+        self.round_us: defaultdict[tuple[int, int], ByLoad] = defaultdict(ByLoad)
+        self.is_unasked = False  # its rounds come without a message from here, but for the first of a stretch
+
+    def tokens(self, own: AcceptanceRates | None = None) -> list[float]:
+        """Tokens that a round with K guesses is expected to commit, by K; `own` are the rates of one session."""
+        if self.gains is None:
+            return (own or self.acceptance).tokens()
+        depths = (self.depths.get(count, MAX_DRAFT_COUNT) for count in range(MAX_TREE_ROWS + 1))
+        return [self.gains.at(count, depth) for count, depth in enumerate(depths)]
+
+
+class SessionEstimates:
+    """Estimates of one session, beside those of the pool: for each drafter that it may have."""
+
+    def __init__(self, pools: Mapping[DrafterId, AcceptanceRates]) -> None:
+        self.acceptance = {drafter: AcceptanceRates(pool) for drafter, pool in pools.items()}
+        self.is_drafting = False
+
+    @property
+    def drafters(self) -> Collection[DrafterId]:
+        return self.acceptance
+
+
+class RoundCosts:
+    """What rounds cost and bring, learnt from all of them; what is known of one load is remembered."""
+
+    def __init__(self, tuning: PolicyTuning) -> None:
+        self.drafters: dict[DrafterId, DrafterEstimates] = {}
+        self.verify_us = RowCosts()
+        self.load = 1  # sessions on the target, those of other gateways too
+        self.num_rounds = 0
+        self._tuning = tuning
+        self._rows = Average()  # of the target's forwards
+        self._plain_overhead_us = ByLoad()
+        self._look_overhead_us = ByLoad()  # of a round with a lookup's guesses, beside the target's computation
+
+    def of(self, drafter: DrafterId) -> DrafterEstimates:
+        """Estimates of a drafter, which begin when it is first asked about."""
+        estimates = self.drafters.get(drafter)
+        if estimates is None:
+            counts = self._tuning.chain_counts if drafter.makes is Makes.CHAIN else self._tuning.tree_counts
+            estimates = self.drafters[drafter] = DrafterEstimates(counts, drafter.makes, self.verify_us)
+        return estimates
+
+    def is_known(self, drafter: DrafterId) -> bool:
+        """Whether it is known what a step of a drafter costs."""
+        return self.of(drafter).step_us.known
+
+    def round_us(self, drafter: DrafterId, draft_count: int) -> float:
+        """Expected microseconds of a round with K draft tokens, if all sessions had such rounds at the present load.
+
+        For K = 0 of a token of plain decoding. Where the target takes turns with groups of sessions, a round takes at
+        least the forwards of all, and drafting is hidden by them.
+        """
+        load = self.load
+        if not draft_count:
+            return max(self.verify_us.at(load) + self._plain_overhead_us.at(load), 1.0)
+        estimates = self.of(drafter)
+        share = self._share(estimates)
+        width = 1.0 if estimates.gains is None else max(1.0, estimates.width.mean)
+        step_us = estimates.step_us.at(max(width, share * load * width))
+        verify_us = self._shared_us(estimates, draft_count)
+        num_steps, levels = float(draft_count), 0
+        if estimates.gains is not None:
+            fixed_us = max(verify_us + estimates.overhead_us.at(load), 1.0)
+            levels = self._best_depth(estimates, draft_count, step_us, fixed_us)
+            num_steps = levels or estimates.levels.at(draft_count) or num_steps
+        draft_us = num_steps * step_us
+        # Groups are of unequal size, and most answers come from the larger ones.
+        num_groups = 1 if share > self._tuning.one_group else 2
+        model_us = max(draft_us + verify_us + estimates.overhead_us.at(load), num_groups * verify_us, 1.0)
+        if estimates.is_unasked:
+            # How long such a round took here says nothing, because its verdict may have waited for its reader.
+            return model_us
+        return estimates.round_us[draft_count, levels].blend(load, model_us, self.num_rounds, self._tuning)
+
+    def verified_us(self, proposal: Proposal, count: int) -> float:
+        """Expected microseconds of a round with so many rows of a proposal, now that its drafter has been paid."""
+        spent_us = max(proposal.hop.wait_us, proposal.compute_us) + self._look_overhead_us.at(self.load)
+        return max(spent_us + self._shared_us(self.of(proposal.learner), count), 1.0)
+
+    def looked_up(self, drafters: Collection[DrafterId], most: int, rival: float) -> LookupCosts:
+        """Costs of a round with up to so many rows of a lookup, beside drafters that are known."""
+        others = self.load - 1
+        # Until there was one it is taken to cost what a round with a draft does beside the computing.
+        asked_us = (self.of(each).overhead_us.at(self.load) for each in drafters)
+        overhead_us = self._look_overhead_us.at(self.load, min(asked_us, default=0.0))
+        rows = 1.0 + (max(others, self._rows.mean * others / self.load) if others else 0.0)
+        verify_us = [max(self.verify_us.at(rows + count), 1.0) for count in range(most + 1)]
+        return LookupCosts(verify_us, overhead_us, self._plain_overhead_us.at(self.load), others, rival)
+
+    def lost_us(self, committed: Round) -> float:
+        """Microseconds that a round cost all sessions above plain decoding."""
+        rows = _rows_of(committed)
+        # Of the other sessions each had to wait for the rows of the guesses.
+        without_us = self.verify_us.at(rows - committed.draft_count)
+        waited_us = (self.load - 1) * max(0.0, self.verify_us.at(rows) - without_us)
+        return committed.round_us - len(committed.token_ids) * self.round_us(ANY_DRAFT, 0) + waited_us
+
+    def valued(self, proposal: Proposal) -> Proposal:
+        """The proposal with values for its rows: those of a chain that has none are what its drafter's rates say."""
+        tree = proposal.tree
+        if not tree or tree.values or tree.distributions:
+            return proposal
+        reached = [*accumulate(self.of(proposal.drafter).acceptance.rates, mul)]
+        values = tuple(reached[min(depth, MAX_DRAFT_COUNT) - 1] for depth in tree.depths[1:])
+        return replace(proposal, tree=replace(tree, values=values))
+
+    def observe_tree(self, proposal: Proposal, asked: GuessRequest) -> None:
+        """Learns from a tree as it came, before any of its rows were left out."""
+        estimates, max_depth = self.of(proposal.learner), asked.shape.max_depth if asked.shape else 0
+        if estimates.gains is not None and proposal.tree:
+            estimates.gains.promise(proposal.tree, asked.count, max_depth or MAX_DRAFT_COUNT)
+            estimates.levels.add(asked.count, max(proposal.forward_count, 1))
+            estimates.has_depths = estimates.has_depths or max_depth > 0
+
+    def observe(
+        self,
+        committed: Round,
+        session: SessionEstimates | None,
+        *,
+        unasked: bool,
+        num_sessions: int,
+        num_drafting: int,
+    ) -> None:
+        """Learns from a round, while so many sessions are at work here, of which some draft."""
+        proposal, verdict = committed.proposal, committed.verdict
+        self.load = max(verdict.session_count, 1)
+        rows = _rows_of(committed)
+        self.verify_us.add(rows, verdict.compute_us / max(verdict.forward_count, 1))
+        self._rows.add(rows)
+        if not proposal.tree:
+            if unasked:
+                self._plain_overhead_us.add(self.load, max(0, committed.round_us - verdict.compute_us))
+        elif proposal.drafter == LOOKUP:
+            queued_us = verdict.hop.queue_us if self.load > 1 else 0
+            self._look_overhead_us.add(self.load, max(0, committed.round_us - verdict.compute_us - queued_us))
+        else:
+            self._observe_acceptance(committed, session)
+            own_rows = num_drafting * committed.draft_count + max(num_sessions, 1)
+            share = rows * max(num_sessions, 1) / (own_rows * self.load)
+            # What one session finds among others that decode plainly is not what all would find.
+            self._observe_draft(committed, share, unasked=unasked, is_usual=2 * num_drafting >= num_sessions)
+        self.num_rounds += 1
+
+    def _observe_acceptance(self, committed: Round, session: SessionEstimates | None) -> None:
+        proposal = committed.proposal
+        estimates = self.of(proposal.learner)
+        own = session.acceptance.get(proposal.learner) if session else None
+        for acceptance in (estimates.acceptance, *([own] if own else [])):
+            acceptance.observe(committed.accepted_count, committed.verdict.evaluated_count)
+        for part in proposal.parts:
+            # What each would have been worth alone, as far as the tokens show.
+            right = len(part.tree.follow(committed.token_ids))
+            tested = min(right + 1, max(part.tree.depths), len(committed.token_ids))
+            self.of(part.drafter).acceptance.observe(right, tested)
+        if estimates.gains is not None:
+            estimates.gains.observe(proposal.tree.values, committed.accepted_count)
+
+    def _observe_draft(self, committed: Round, share: float, *, unasked: bool, is_usual: bool) -> None:
+        """Learns what a drafter's round costs; of a usual one, while most sessions draft, all that is to be had.
+
+        The target's forward had such a share of the rows of all sessions.
+        """
+        proposal, verdict = committed.proposal, committed.verdict
+        estimates = self.of(proposal.learner)
+        if proposal.caught_up_count <= self._tuning.large_catch_up:
+            # A draft that verifies guesses of its own makes several tokens in a forward.
+            num_forwards = max(proposal.forward_count, committed.draft_count if estimates.gains is None else 1)
+            draft_rows = proposal.row_count / num_forwards or 1
+            estimates.step_us.add(draft_rows, proposal.compute_us / num_forwards)
+            estimates.width.add(draft_rows / self.load)
+        if unasked and not estimates.is_unasked:
+            # What was learnt from asked rounds says nothing about these.
+            estimates.is_unasked, estimates.overhead_us = True, ByLoad()
+        overhead_us = max(0, committed.round_us - proposal.compute_us - verdict.compute_us)
+        if self.load > 1:
+            # Waiting for the forwards of others is in their number; see round_us.
+            overhead_us = max(0, overhead_us - verdict.hop.queue_us)
+        # And the first round of a stretch is not what the others are.
+        if estimates.is_unasked == unasked and (is_usual or not estimates.overhead_us.known(self.load)):
+            estimates.overhead_us.add(self.load, overhead_us)
+        if is_usual:
+            count = min(committed.draft_count, estimates.counts[-1])
+            # Deeper ones are never looked at, and a draft may count as it likes.
+            levels = 0 if estimates.gains is None else min(proposal.forward_count, MAX_DRAFT_COUNT + 1)
+            estimates.round_us[count, levels].add(self.load, max(committed.round_us, 1), self.num_rounds)
+            estimates.share.add(self.load, min(max(share, self._tuning.least_share), 1.0))
+
+    @staticmethod
+    def _best_depth(estimates: DrafterEstimates, draft_count: int, step_us: float, fixed_us: float) -> int:
+        """The best depth of trees of so many rows, which is kept; 0 where it is not chosen here."""
+        if estimates.gains is None or not estimates.has_depths:
+            return 0
+        gains = estimates.gains
+        depths = range(1, MAX_DRAFT_COUNT + 1)
+        best = max(depths, key=lambda depth: gains.at(draft_count, depth) / (fixed_us + depth * step_us))
+        estimates.depths[draft_count] = best
+        return best
+
+    def _shared_us(self, estimates: DrafterEstimates, draft_count: int) -> float:
+        """Cost of the target's forward when all sessions have so many guesses."""
+        num_rows = self._share(estimates) * self.load * (draft_count + 1)
+        return self.verify_us.at(max(draft_count + 1.0, num_rows))
+
+    def _share(self, estimates: DrafterEstimates) -> float:
+        """The part of all sessions' rows that one forward of the target has."""
+        return estimates.share.at(self.load, 1.0) if self.load > 1 else 1.0
+
+
+def _rows_of(committed: Round) -> float:
+    """Rows of a forward of the target in a round."""
+    verdict = committed.verdict
+    return verdict.row_count / max(verdict.forward_count, 1) or committed.draft_count + 1

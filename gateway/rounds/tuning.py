@@ -1,0 +1,67 @@
+"""Constants that the choice of guesses is tuned with, each with its reason."""
+
+from dataclasses import dataclass
+
+from outrider.estimates.acceptance import MAX_DRAFT_COUNT, MAX_TREE_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTuning:
+    """Tuning of planner and policy; times are rounds or tokens, because machines differ in what these take."""
+
+    chain_counts: tuple[int, ...] = tuple(range(1, MAX_DRAFT_COUNT + 1))
+    """Numbers of guesses of a chain that are looked at: the ninth is hardly ever reached."""
+    tree_counts: tuple[int, ...] = (*range(1, 9), 10, 12, 16, 20, 24, MAX_TREE_ROWS)
+    """Numbers of rows of a tree; of large ones not every size, because looking takes longer than it is worth."""
+    first_guess: int = 4
+    """Guesses of a chain before anything is known: few enough to be cheap, enough to see several depths."""
+    first_tree: tuple[int, int] = (16, 4)
+    """Rows of a tree before anything is known, and how deep they may lie."""
+    look_ahead_rounds: int = 16
+    """Trees between two that are larger and deeper than the best: a tree says nothing of larger ones."""
+
+    plain_budget: int = 32
+    """Tokens committed unasked while plain decoding is what is wanted."""
+    short_budget: int = 8
+    """Unasked tokens while another choice may soon be better."""
+    waiting_budget: int = 8
+    """Unasked tokens while the draft is away: it may come back at any time."""
+    hosted_budget: int = 64
+    """Unasked tokens while the target drafts for itself: the gateway has nothing to add meanwhile."""
+    measured_budget: int = 2
+    """Unasked tokens where only the cost of plain decoding is looked at: the second one had no message before it."""
+
+    plain_probe_rounds: int = 64
+    """Speculative rounds between two looks at what plain decoding costs."""
+    probe_cost: float = 0.005
+    """Share of the time that probes, which look for a faster draft, may cost."""
+    probe_tokens: tuple[int, int] = (32, 2048)
+    """Plain tokens between two probes: at least so many, and for each session at most."""
+    probe_rounds: int = 4
+    """Rounds of a probe: a draft that has to catch up in the first one is warm in the others."""
+    other_probe_rounds: int = 256
+    """Speculative rounds between two looks at what another drafter costs."""
+    other_pick: int = 16
+    """One of so many sessions gets another of the target's drafters than the fastest, so that a change is noticed."""
+    most_asked: int = 8
+    """Sessions that try a drafter of which nothing becomes known: it may never guess anything."""
+
+    worth_changing: float = 1.03
+    """How much faster guesses must look before sessions that decode plainly begin with them, or they would swing."""
+    halt_gain: float = 1.1
+    """How much faster a lookup must look before a stretch is ended for it: the rest of the stretch is lost."""
+
+    memory_rounds: int = 1000
+    """Rounds of each session after which half of what rounds took at a load is forgotten: it is seldom seen again."""
+    trust_rounds: int = 4
+    """Rounds of each session after which half of that is believed: while a load changes, nothing lasts."""
+    large_catch_up: int = 16
+    """A draft that had to read more tokens than this says nothing about the cost of a step."""
+    least_share: float = 0.5
+    """Least share of all rows in one forward: a target that waits for groups which are almost there serves two in
+    turn; more do not last."""
+    one_group: float = 0.8
+    """Share above which the target serves all in one group."""
+
+
+TUNING = PolicyTuning()

@@ -1,0 +1,129 @@
+"""Acceptance of guesses, learnt from those that were tested: the learner of all who choose how much to guess. Pure.
+
+What is counted is the same everywhere, guesses that were tested and those of them that were accepted, recent ones more
+than others. It is kept by what distinguishes guesses: by depth for chains, by what a draft promises for trees,
+and by what a guess stands on for lookups.
+"""
+
+from collections.abc import Sequence
+
+from outrider.token_tree import TokenTree
+
+MEMORY = 0.98  # of what was counted, is left after a further test: texts change within some tens of rounds
+MAX_DRAFT_COUNT = 8  # guesses of a chain, and depth of a tree: the ninth is hardly ever reached
+MAX_TREE_ROWS = 32  # rows of a tree: more are hardly ever worth verifying
+FIRST_RATE, FIRST_WEIGHT = 0.7, 4.0  # of a guess, before any was tested, and its weight in tested tokens
+POOL_WEIGHT = 16.0  # of the pool's rate in that of a session, in tested tokens
+HIGHEST = 0.999  # rate of acceptance: no guess is certain, however often it was right
+MAX_PROMISES = 50.0  # trees whose values are averaged, after which old ones are forgotten
+
+
+class GuessTally:
+    """Tested guesses of one kind, and those of them that were accepted."""
+
+    __slots__ = ("_memory", "accepted", "tested")
+
+    def __init__(self, memory: float = MEMORY, tested: float = 0.0, accepted: float = 0.0) -> None:
+        """Begins with so many, which are forgotten like others."""
+        self._memory, self.tested, self.accepted = memory, tested, accepted
+
+    def add(self, tested: float, accepted: float, num_tests: int = 1) -> None:
+        """Adds what so many tests have shown, each of which leaves `memory` of what was before it."""
+        kept = self._memory**num_tests
+        self.tested = kept * self.tested + tested
+        self.accepted = kept * self.accepted + accepted
+
+    def share(self, prior: float = 0.0, weight: float = 0.0) -> float:
+        """Share that is accepted, drawn towards a prior that weighs so many tests and is never forgotten."""
+        return (self.accepted + weight * prior) / (self.tested + weight)
+
+
+class AcceptanceRates:
+    """Acceptance of the guess of each depth, recent rounds first; drawn towards a prior while little is known.
+
+    The prior is that of another estimate, or else each depth is like the one before it.
+    """
+
+    def __init__(self, prior: "AcceptanceRates | None" = None) -> None:
+        self._prior = prior
+        self._depths = [GuessTally() for _ in range(MAX_DRAFT_COUNT)]
+
+    def observe(self, accepted_count: int, evaluated_count: int) -> None:
+        """Adds a chain of which so many guesses were tested, and so many of these accepted."""
+        for depth, tally in enumerate(self._depths[:evaluated_count]):
+            tally.add(1, depth < accepted_count)
+
+    @property
+    def rates(self) -> list[float]:
+        """The rate at each depth, given that all guesses before it are accepted."""
+        priors = None if self._prior is None else self._prior.rates
+        rates, last = [], FIRST_RATE
+        for depth, tally in enumerate(self._depths):
+            prior, weight = (last, FIRST_WEIGHT) if priors is None else (priors[depth], POOL_WEIGHT)
+            last = min(tally.share(prior, weight), HIGHEST)
+            rates.append(last)
+        return rates
+
+    @property
+    def mean(self) -> float:
+        """Share of the guesses of all depths that are accepted."""
+        tested, accepted = sum(each.tested for each in self._depths), sum(each.accepted for each in self._depths)
+        return min(GuessTally(MEMORY, tested, accepted).share(FIRST_RATE, FIRST_WEIGHT), HIGHEST)
+
+    def tokens(self) -> list[float]:
+        """Tokens that a round with K guesses is expected to commit, for K in [0, MAX_DRAFT_COUNT]."""
+        tokens, reached = [1.0], 1.0
+        for rate in self.rates:
+            reached *= rate
+            tokens.append(tokens[-1] + reached)
+        return tokens
+
+
+class TreeGains:
+    """Gains of the best rows of trees, by their number and how deep they may lie: the values that a drafter promises,
+    corrected by how many it keeps of them.
+    """
+
+    def __init__(self) -> None:
+        # By depth and number of rows the mean sum of values; drawn towards that of a chain at first.
+        self._sums = [
+            [sum(FIRST_RATE**step for step in range(1, min(count, depth) + 1)) for count in range(MAX_TREE_ROWS + 1)]
+            for depth in range(MAX_DRAFT_COUNT + 1)
+        ]
+        self._weights = [[FIRST_WEIGHT] * (MAX_TREE_ROWS + 1) for _ in self._sums]
+        # Values that were promised, and rows that were kept.
+        self._kept = GuessTally(MEMORY, FIRST_WEIGHT * FIRST_RATE, FIRST_WEIGHT * FIRST_RATE)
+        self.num_promises = 0
+
+    def promise(self, tree: TokenTree, count: int, max_depth: int) -> None:
+        """Adds a proposal with values, of which so many rows were wanted, so deep at most.
+
+        Nothing more was to be had within these limits. Beyond them nothing is known, and it is no less than within.
+        """
+        self.num_promises += 1
+        count, max_depth = min(count, MAX_TREE_ROWS), min(max_depth, MAX_DRAFT_COUNT)
+        ranked = sorted(zip(tree.values, tree.depths[1:], strict=True), reverse=True)
+        for depth in range(1, max_depth + 1):
+            sums, weights, total = self._sums[depth], self._weights[depth], 0.0
+            values = [value for value, own_depth in ranked if own_depth <= depth]
+            for number in range(1, count + 1):
+                total += values[number - 1] if number <= len(values) else 0.0
+                weights[number] = min(weights[number] + 1, MAX_PROMISES)
+                sums[number] += (total - sums[number]) / weights[number]
+            sums[count + 1 :] = [max(each, sums[count]) for each in sums[count + 1 :]]
+        within = self._sums[max_depth]
+        for deeper in self._sums[max_depth + 1 :]:
+            deeper[:] = map(max, deeper, within)
+
+    def observe(self, values: Sequence[float], accepted_count: int) -> None:
+        """Adds a tree that was verified, and how many of its rows were kept."""
+        self._kept.add(sum(values), accepted_count)
+
+    @property
+    def correction(self) -> float:
+        """Share of what is promised that is kept."""
+        return self._kept.share()
+
+    def at(self, count: int, depth: int = MAX_DRAFT_COUNT) -> float:
+        """Tokens that a round with the best `count` rows up to a depth is expected to commit."""
+        return 1.0 + self.correction * self._sums[depth][count]

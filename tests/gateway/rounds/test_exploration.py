@@ -1,0 +1,76 @@
+"""What is looked at beside what is best, and what that may cost."""
+
+from gateway.rounds.choice import Case, Choice
+from gateway.rounds.costs import RoundCosts, SessionEstimates
+from gateway.rounds.exploration import Exploration, Trial
+from gateway.rounds.round import ANY_DRAFT, DrafterId, Place
+from gateway.rounds.tuning import TUNING
+
+HEAD = DrafterId("head", Place.HOSTED)
+
+
+def exploration() -> Exploration:
+    return Exploration(RoundCosts(TUNING), TUNING)
+
+
+def test_one_session_finds_out_about_a_drafter() -> None:
+    """The others wait until it has, or has ended."""
+    made = exploration()
+    first, second = SessionEstimates({}), SessionEstimates({})
+    assert made.unknown([HEAD], first) == HEAD
+    made.begin(Choice(4, drafter=HEAD, case=Case.EXPLORING), first)
+    assert made.unknown([HEAD], first) == HEAD
+    assert made.unknown([HEAD, ANY_DRAFT], second) == ANY_DRAFT
+    made.leave(first)
+    assert made.unknown([HEAD], second) == HEAD
+
+
+def test_a_probe_is_paid_for_by_plain_tokens() -> None:
+    """At least so many, and until they have earned what drafting lost; after the maximum nothing is owed any more."""
+    made = exploration()
+    least, most = TUNING.probe_tokens
+    for _ in range(least):
+        assert not made.is_probe_due
+        made.decoded_plainly(1000)
+    assert made.is_probe_due
+    made.pay(1000 * TUNING.probe_cost * 100)
+    for _ in range(99):
+        made.decoded_plainly(1000)
+        assert not made.is_probe_due
+    made.decoded_plainly(1000)
+    assert made.is_probe_due
+    made.pay(1e9)
+    for _ in range(most):
+        made.decoded_plainly(1000)
+    assert made.is_probe_due
+    made.begin(Choice(4, case=Case.PROBE), None)
+    assert not made.is_probe_due
+
+
+def test_plain_decoding_and_other_drafters_are_looked_at_in_turn() -> None:
+    """After so many rounds with guesses, and once."""
+    made = exploration()
+    for _ in range(TUNING.other_probe_rounds):
+        made.drafted(HEAD, 1)
+    assert made.is_plain_due
+    assert made.other_turn == 0
+    made.begin(Choice(0, 2, case=Case.PLAIN_LOOK), None)
+    made.begin(Choice(2, case=Case.OTHER), None)
+    assert not made.is_plain_due
+    assert made.other_turn is None
+
+
+def test_sessions_begin_to_draft_in_ever_larger_groups() -> None:
+    """Twice as many after two rounds each; guesses that are not worth it begin with one again."""
+    trial = Trial()
+    allowed = []
+    for _ in range(2 + 4 + 8):
+        trial.ramp(num_sessions=5)
+        allowed.append(trial.allowed)
+    assert allowed == [1, 2, 2, 2, 2, 4, 4, 4, 4, 4, 4, 4, 4, 8]
+    trial.judge(0.99, TUNING.worth_changing)
+    assert (trial.is_worth, trial.allowed) == (False, 1)
+    trial.judge(1.02, TUNING.worth_changing)
+    assert not trial.is_worth
+    trial.judge(1.04, TUNING.worth_changing)
+    assert trial.is_worth

@@ -1,0 +1,56 @@
+"""Acceptance of guesses: by depth, drawn towards a prior, and what trees promise."""
+
+import pytest
+
+from outrider.estimates.acceptance import AcceptanceRates, GuessTally, TreeGains
+from outrider.token_tree import TokenTree
+
+
+def test_rates_of_each_depth_are_drawn_towards_the_pool() -> None:
+    """A session that knows nothing has the pool's rates, and one that knows much has its own."""
+    pool = AcceptanceRates()
+    for _ in range(300):
+        pool.observe(1, 2)
+    assert pool.rates[0] > 0.9
+    assert pool.rates[1] < 0.1
+    session = AcceptanceRates(pool)
+    assert session.rates == pool.rates
+    for _ in range(300):
+        session.observe(2, 2)
+    assert session.rates[1] > 0.7
+    assert pool.tokens()[:3] == [1.0, 1 + pool.rates[0], 1 + pool.rates[0] + pool.rates[0] * pool.rates[1]]
+
+
+def test_what_was_not_asked_for_is_not_thought_worthless() -> None:
+    """A drafter that was asked for four rows and made them says nothing of a fifth; one that has no more says so."""
+    asked, short = TreeGains(), TreeGains()
+    tree = TokenTree((1, 2, 3, 4), (0, 0, 1, 2), values=(0.5, 0.3, 0.2, 0.1))
+    for _ in range(300):
+        asked.promise(tree, 4, 4)
+        short.promise(tree, 8, 4)
+    gained = [gains.at(8, 4) - gains.at(4, 4) for gains in (asked, short)]
+    assert gained[0] > 0.2
+    assert gained[1] == pytest.approx(0, abs=0.01)
+    assert asked.at(4, 4) == pytest.approx(short.at(4, 4))
+
+
+def test_a_tally_follows_what_is_seen() -> None:
+    """A prior counts less with every test; what it begins with is forgotten."""
+    tally = GuessTally(0.9)
+    assert tally.share(0.6, 4.0) == 0.6
+    tally.add(1, 1)
+    assert tally.share(0.6, 4.0) == pytest.approx(3.4 / 5)
+    begun = GuessTally(0.9, 2.0, 2.0)
+    assert begun.share() == 1
+    for _ in range(90):
+        begun.add(1, 0)
+    assert begun.share() < 0.001
+
+
+def test_several_tests_at_once_leave_as_much_as_one_after_the_other() -> None:
+    """Of what was there before them."""
+    once, each = GuessTally(0.9, 10, 10), GuessTally(0.9, 10, 10)
+    once.add(0, 0, 3)
+    for _ in range(3):
+        each.add(0, 0)
+    assert once.tested == pytest.approx(each.tested) == pytest.approx(7.29)
