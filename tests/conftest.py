@@ -50,6 +50,13 @@ def ignore_without_children() -> None:
 
 ignore_without_children()
 
+
+def pytest_runtest_setup() -> None:
+    """What the run ignores stays so: a test of code that takes signals leaves Python's own handlers behind."""
+    for number in os.environ[IGNORED_VARIABLE].split():
+        signal.signal(int(number), keep_ignoring)
+
+
 # A test that hangs is ended after a minute (pyproject.toml), with the stacks of all threads. Marked ones may take this
 # long, because a single one of them trains a model, runs a benchmark or hundreds of prompts, or drives real clients.
 LONG_S = 900

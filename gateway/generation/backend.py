@@ -47,7 +47,11 @@ class Backend:
 
     def offers(self, target: ModelInfo) -> Offers:
         """The drafters that requests may name."""
-        return Offers(self._remote_drafters(), target.drafters, self.lookup is not None, target.tree_drafters)
+        info = self.draft.info if self.draft is not None else None
+        # A draft that names none that makes trees is of a version that does not say.
+        chains = frozenset(info.drafters) - info.tree_drafters if info and info.tree_drafters else frozenset[str]()
+        remote = self._remote_drafters()
+        return Offers(remote, target.drafters, self.lookup is not None, target.tree_drafters, chains)
 
     def _remote_drafters(self) -> Mapping[str, frozenset[Rule]] | None:
         """The rules of each draft by its name, and of the first one's drafters; None while that one is away."""

@@ -132,13 +132,19 @@ class Offers:
     """The drafters that there are, each with the rules that it can serve.
 
     `remote` are those of draft services, None while they are unknown because the service is away; `own` those in the
-    target's process, of which own_trees make trees; `looks` says whether the gateway looks guesses up.
+    target's process, of which own_trees make trees; `looks` says whether the gateway looks guesses up. Remote ones make
+    trees but for remote_chains.
     """
 
     remote: Mapping[str, frozenset[Rule]] | None
     own: Mapping[str, frozenset[Rule]]
     looks: bool = True
     own_trees: frozenset[str] = frozenset()
+    remote_chains: frozenset[str] = frozenset()
+
+    def makes_trees(self, name: str) -> bool:
+        """Whether a drafter, of those that may be named, can be asked for a shape."""
+        return name in self.own_trees if name in self.own else name not in (LOOKUP.name, *self.remote_chains)
 
     @property
     def names(self) -> dict[str, frozenset[Rule]]:
@@ -323,8 +329,7 @@ def _check_shape(request: GenerationRequest, drafters: Sequence[str], offers: Of
     shape = request.shape
     if shape is None:
         return
-    names = [name for name in drafters if name != LOOKUP.name and (name not in offers.own or name in offers.own_trees)]
-    if not names and (drafters or (offers.remote == {} and not offers.own_trees)):
+    if not any(map(offers.makes_trees, drafters)) and (drafters or (offers.remote == {} and not offers.own_trees)):
         raise InvalidRequest("speculation.shape", "present", "absent where nobody makes trees")
     name, limit = "draft_count", request.draft_count
     if not limit:

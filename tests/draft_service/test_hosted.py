@@ -44,7 +44,7 @@ def test_its_guesses_follow_the_tokens_that_were_committed(draft: Draft) -> None
 
 def test_a_chain_drafter_is_asked_for_no_tree(draft: Draft) -> None:
     """Neither when a session is opened nor later, and the session stays what it was."""
-    with pytest.raises(InvalidRequest, match=r"open\.shape is present, but must be absent for the drafter last"):
+    with pytest.raises(InvalidRequest, match=r"open\.shape is 'present', but must be absent for the drafter last"):
         draft.open(SPEC, 3, shape=TreeShape(max_depth=2), drafter="last")
     draft.open(SPEC, 3, drafter="last")
     assert draft.guesses() == (PROMPT[-1],) * 3

@@ -1,5 +1,6 @@
 """However the tests are started, their children have all signals as a program in a terminal has them."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -34,12 +35,31 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
+def test_what_takes_signals_gives_them_back_to_the_run() -> None:
+    """An event loop that was asked for Ctrl-C leaves Python's own handler, until the next test begins."""
+    with asyncio.Runner() as runner:
+        runner.get_loop().add_signal_handler(signal.SIGINT, lambda: None)
+        runner.get_loop().remove_signal_handler(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_run_ignores_what_it_did_before() -> None:
+    """After that one too."""
+    for number in os.environ[IGNORED_VARIABLE].split():
+        assert signal.getsignal(int(number)) is not signal.default_int_handler
+
+
 def test_a_run_in_the_background_changes_nothing() -> None:
     """Ignored as nohup and `&` in a script have it, or blocked, for the run itself and for its workers."""
-    inner = f"{Path(__file__)}::{test_children_have_the_signals_of_a_terminal.__name__}"
+    chosen = (
+        test_what_takes_signals_gives_them_back_to_the_run,
+        test_the_run_ignores_what_it_did_before,
+        test_children_have_the_signals_of_a_terminal,
+    )
+    inner = [f"{Path(__file__)}::{test.__name__}" for test in chosen]
     # Without the plugins of every other package, which take seconds to import.
     plugins = [word for name in ("xdist", "pytest_timeout", "pytest_asyncio") for word in ("-p", name)]
-    pytest_itself = (sys.executable, "-m", "pytest", *plugins, "-p", "no:cacheprovider", "-n", "1", inner)
+    pytest_itself = (sys.executable, "-m", "pytest", *plugins, "-p", "no:cacheprovider", "-n", "1", *inner)
     environment = {key: value for key, value in os.environ.items() if key != IGNORED_VARIABLE}
     ended = subprocess.run(
         ["sh", "-c", 'trap "" INT QUIT HUP TERM; exec "$@"', "sh", sys.executable, "-c", BLOCK, *pytest_itself],
@@ -50,4 +70,4 @@ def test_a_run_in_the_background_changes_nothing() -> None:
         cwd=Path(__file__).parents[2],
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "1 passed" in ended.stdout
+    assert "3 passed" in ended.stdout

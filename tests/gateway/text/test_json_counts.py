@@ -94,11 +94,15 @@ def test_values_take_no_more_memory_than_was_counted(text: bytes) -> None:
     counts = JsonCounts()
     counts.add("body", text)
     decoded = text.decode()
-    tracemalloc.start()
-    try:
-        value = json.loads(decoded)
-        held, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert value is not None
-    assert held <= counts.memory_bytes
+
+    def held() -> int:
+        tracemalloc.start()
+        try:
+            value = json.loads(decoded)
+            assert value is not None
+            return tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+
+    # Threads of earlier tests in this process may take memory meanwhile.
+    assert min(held() for _ in range(3)) <= counts.memory_bytes

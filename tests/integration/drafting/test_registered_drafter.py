@@ -34,10 +34,11 @@ async def test_it_guesses_where_it_is_asked_for(service: str, monkeypatch: pytes
             assert said.completion.speculation.draft_tokens >= 3
 
 
-async def test_a_shape_is_refused_by_its_offer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It makes chains, as the target says of it."""
-    monkeypatch.setattr("target_service.server.registered", lambda runner: [last(runner)])
-    async with running_stack(str(TARGET), None) as stack:
+@pytest.mark.parametrize("service", ["draft_service", "target_service"])
+async def test_a_shape_is_refused_by_its_offer(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes chains, as its service says of it."""
+    monkeypatch.setattr(f"{service}.server.registered", lambda runner: [last(runner)])
+    async with running_stack(str(TARGET), str(TRAINED) if service == "draft_service" else None) as stack:
         with pytest.raises(InvalidRequest, match=r"speculation\.shape"):
             await stack.generate(**REQUEST, draft_count=3, drafter="last", shape=types_pb2.TreeShape(max_depth=2))
 
