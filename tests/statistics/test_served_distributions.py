@@ -19,7 +19,7 @@ from support.heads.tiny_heads import eagle1, pass_embeddings
 from support.models.tiny_models import write_tiny_model
 from support.stack import Answer, reference_model, running_stack
 
-from outrider.drafters.drafter import NO_PROPOSAL, DrafterProposal
+from outrider.drafters.drafter import NO_PROPOSAL, DrafterProposal, GuessLimits
 from outrider.drafters.hosted import HostedDraft
 from outrider.drafters.shelf.probing import Lookahead, ProbeDraft
 from outrider.engine.noise import Purpose, first_uniforms, round_key
@@ -195,17 +195,17 @@ async def test_guesses_that_know_the_uniforms_of_their_round_are_found(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, is_fair: bool
 ) -> None:
     """The same guess in every round is exact, but not where it is made in those rounds that are likely to accept it."""
-    guess, begin = int(distribution_of_two(pair[0]).sum(axis=0).argmax()), ProbeDraft.begin
+    guess, propose = int(distribution_of_two(pair[0]).sum(axis=0).argmax()), ProbeDraft.propose
 
-    def peek(self: ProbeDraft, session: Session, draft_count: int) -> None:
-        begin(self, session, draft_count)
+    def peek(self: ProbeDraft, session: Session, limits: GuessLimits) -> None:
+        propose(self, session, limits)
         key = round_key(self._spec.seed, len(session), len(session), Purpose.ACCEPTANCE)
         if first_uniforms([key])[0] > 0.3:
             self.proposal = NO_PROPOSAL
 
     monkeypatch.setattr(Lookahead, "candidates", lambda self, token_ids: [(guess,)])
     if not is_fair:
-        monkeypatch.setattr(ProbeDraft, "begin", peek)
+        monkeypatch.setattr(ProbeDraft, "propose", peek)
     by_target, _ = await chance_of_answers(pair, "ratio", 1000, {"lookahead": True})
     assert (by_target > 1e-4) == is_fair
 
