@@ -209,10 +209,7 @@ class HostedState(DraftState):
         self.hosted.part.commit(())
 
     def new_task(self, wanted: Wanted, room: int, on_done: OnDone, on_failure: OnFailure) -> Task:
-        room = max(0, room)
-        # Where it is the room that counts, a tree may have as many rows as are wanted, and no deeper ones.
-        count = wanted.draft_count if wanted.shape is not None and room else min(wanted.draft_count, room)
-        self.hosted.propose(self.session, GuessLimits(count, wanted.shape, room))
+        self.hosted.propose(self.session, GuessLimits(wanted.draft_count, wanted.shape).within(room))
         return HostedTask(self.session, self.hosted, on_done, on_failure)
 
     def free_parts(self) -> None:

@@ -97,8 +97,7 @@ class TargetState(SessionState[TargetTask]):
             return NO_GUESSES
         # An unasked verdict commits no more than its budget.
         end = self.spec.max_len if length == self.asked_len else min(self._unasked_end, self.spec.max_len)
-        (count, shape, _), room = self.guess_limits, max(0, end - length - 1)
-        return GuessLimits(count if shape is not None and room else min(count, room), shape, room)
+        return self.guess_limits.within(end - length - 1)
 
     def acknowledge(self, base_len: int) -> None:
         """Forgets the verdicts below base_len."""

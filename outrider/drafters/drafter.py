@@ -29,6 +29,15 @@ class GuessLimits(NamedTuple):
     shape: TreeShape | None = None
     max_depth: int = 0
 
+    def within(self, room: int) -> "GuessLimits":
+        """The same where there is room for so many more tokens; less than 0 is none.
+
+        A chain has no more guesses than that. A tree may have as many rows as are wanted, and no deeper ones.
+        """
+        room = max(0, room)
+        is_tree = self.shape is not None and room > 0
+        return GuessLimits(self.draft_count if is_tree else min(self.draft_count, room), self.shape, room)
+
 
 NO_GUESSES = GuessLimits()
 

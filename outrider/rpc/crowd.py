@@ -78,7 +78,7 @@ class Known:
     is_welcome: bool = False
     """Whether any was ever let in."""
     was_heard: bool = False
-    """Whether its last message came in time."""
+    """Whether its last message came in time; False before the first."""
     active_s: float = field(default_factory=time.monotonic)
     refused: int = 0
     """Calls for which it had no key, since the last that was let in."""
@@ -112,7 +112,7 @@ class Crowd:
 
     def begin(self, name: str) -> Known:
         """A call of a client has come; `end` is called when it is over."""
-        known = self._of(name)
+        known = self.known(name)
         known.running += 1
         return known
 
@@ -123,17 +123,9 @@ class Crowd:
         if was_let_in:
             known.is_welcome, known.refused = True, 0
 
-    def hear(self, name: str, *, was_heard: bool) -> None:
-        """Takes note whether a message of a client came in time."""
-        self._of(name).was_heard = was_heard
-
-    def was_heard(self, name: str) -> bool:
-        """Whether the last message of a client came in time; False before the first."""
-        return self._of(name).was_heard
-
     async def refuse(self, name: str) -> None:
         """Waits for the turn of a client that has no key to hear so."""
-        known, now_s = self._of(name), time.monotonic()
+        known, now_s = self.known(name), time.monotonic()
         known.refused += 1
         if known.refused == MAX_REFUSED and (peer := peer_of(name)):
             self._cut.add(peer)
@@ -141,7 +133,8 @@ class Crowd:
         if known.due_s > now_s:
             await asyncio.sleep(known.due_s - now_s)
 
-    def _of(self, name: str) -> Known:
+    def known(self, name: str) -> Known:
+        """What is known of a client's connection; of one without an address nothing is kept."""
         peer = peer_of(name)
         if peer is None:
             return Known()

@@ -202,8 +202,9 @@ class Guard(grpc.aio.ServerInterceptor):
     ) -> AsyncIterator[list[Any]]:
         """The one message of a call, alone in a list, so that the code that takes it out is the only one to have it."""
         metadata, memory, peer = context.invocation_metadata(), self._accounts.memory, context.peer()
+        known = self._crowd.known(peer)
         whose = "" if is_open else self._accounts.name(metadata)
-        sender = whose or (peer if self._crowd.was_heard(peer) else STRANGERS)
+        sender = whose or (peer if known.was_heard else STRANGERS)
         with memory.coming.share(sender) as coming, memory.kept.share(whose) as kept:
             await coming.take(MAX_MESSAGE_BYTES)
             data: Any = None
@@ -214,7 +215,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 within = f"here within {MESSAGE_WAIT_S:g} seconds, and {HURRIED_WAIT_S:g} while others wait"
                 raise InvalidRequest("message", "absent", within) from None
             finally:
-                self._crowd.hear(peer, was_heard=isinstance(data, bytes))
+                known.was_heard = isinstance(data, bytes)
             if not isinstance(data, bytes):
                 raise InvalidRequest("message", "absent", "a message of this method")
             await kept.take(HELD_TIMES * len(data))
