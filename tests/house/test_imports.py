@@ -22,7 +22,12 @@ PROTOBUF = ("outrider.v1", "google.protobuf")
 HF_MODELS = "outrider.engine.hf_models"
 # Rare ways to guess: whoever puts a service together knows them, and nobody else.
 SHELF = "outrider.drafters.shelf"
-SHELF_USERS = ("draft_service.server", "target_service.server", "outrider.drafters.registry")
+# Packages that few modules may import. The dialects of REST share what stands beside them, and nothing of each other's.
+CLOSED = {
+    SHELF: ("draft_service.server", "target_service.server", "outrider.drafters.registry"),
+    "gateway.rest.openai": ("gateway.rest.app",),
+    "gateway.rest.anthropic": ("gateway.rest.app",),
+}
 
 
 @dataclass(frozen=True)
@@ -216,14 +221,15 @@ def hf_imports(modules: Mapping[str, Module]) -> list[str]:
     ]
 
 
-def shelf_imports(modules: Mapping[str, Module]) -> list[str]:
-    """Modules that import a rare way to guess and do not put a service together."""
+def closed_imports(modules: Mapping[str, Module]) -> list[str]:
+    """Modules that import a closed package and are none of the few that may."""
     return [
         f"{module.name} imports {name}"
+        for package, users in CLOSED.items()
         for module in modules.values()
-        if not within(module.name, [SHELF, *SHELF_USERS, *FREE])
+        if not within(module.name, [package, *users, *FREE])
         for name in sorted(imported(module))
-        if within(name, [SHELF])
+        if within(name, [package])
     ]
 
 
@@ -278,7 +284,7 @@ def protobuf_leaks(modules: Mapping[str, Module]) -> list[str]:
     ]
 
 
-CHECKS = (wrong_ways, hf_imports, shelf_imports, heavy_chains, knots, protobuf_leaks)
+CHECKS = (wrong_ways, hf_imports, closed_imports, heavy_chains, knots, protobuf_leaks)
 
 
 @pytest.fixture(scope="module")
@@ -296,9 +302,9 @@ def test_transformers_is_loaded_by_name_alone(modules: dict[str, Module]) -> Non
     assert hf_imports(modules) == []
 
 
-def test_rare_drafters_stand_aside(modules: dict[str, Module]) -> None:
-    """No hot room imports the shelf, so that a file of it can be deleted alone."""
-    assert shelf_imports(modules) == []
+def test_rare_drafters_and_dialects_stand_aside(modules: dict[str, Module]) -> None:
+    """No hot room imports the shelf, and no dialect of REST another, so that each of their files can be deleted."""
+    assert closed_imports(modules) == []
 
 
 def test_light_processes_never_reach_torch(modules: dict[str, Module]) -> None:
@@ -360,6 +366,17 @@ def test_the_document_shows_the_same_table() -> None:
         ("outrider.engine.b", "import transformers", "outrider.engine.b imports transformers"),
         ("outrider.engine.c", f"from {HF_MODELS} import d", f"outrider.engine.c imports {HF_MODELS}"),
         ("draft_service.a", f"from {SHELF} import cascade", f"draft_service.a imports {SHELF}"),
+        (
+            "gateway.rest.anthropic.a",
+            "import gateway.rest.openai",
+            "gateway.rest.anthropic.a imports gateway.rest.openai",
+        ),
+        (
+            "gateway.rest.openai.a",
+            "from gateway.rest import anthropic",
+            "gateway.rest.openai.a imports gateway.rest.anthropic",
+        ),
+        ("gateway.rest.sse", "import gateway.rest.openai", "gateway.rest.sse imports gateway.rest.openai"),
         ("gateway.a", "def f():\n    import json", "gateway.a imports in line 2, inside a function"),
         ("gateway.b", "from . import a", "gateway.b imports relatively in line 1"),
         ("gateway.c", "import typing\nif typing.TYPE_CHECKING: pass", "gateway.c says TYPE_CHECKING"),
