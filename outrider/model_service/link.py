@@ -22,9 +22,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 import grpc
 import structlog
 
+from outrider.constraint import MAX_GRAMMAR_BYTES
 from outrider.engine.device_thread import DeviceWorker
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
-from outrider.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarEngine
+from outrider.grammar import Grammar, GrammarEngine
 from outrider.model_service.leases import IDLE_S, MAX_SESSIONS
 from outrider.model_service.outbox import MAX_UNSENT_OF_SESSION, PONG, Outbox, Outboxes, SessionAnswer
 from outrider.model_service.servicer import ServiceFacts

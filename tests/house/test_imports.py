@@ -17,6 +17,8 @@ FOLDERS = ("outrider", "draft_service", "target_service", "gateway", "bench", "m
 HEAVY = ("torch", "transformers", "safetensors", "outrider.engine")
 # Who may have numpy, which takes a seventh of a second, but no torch.
 WITH_NUMPY = ("gateway", "outrider.datastore")
+# Who may compile grammars without torch. Client and command line pass them on as text.
+WITH_LLGUIDANCE = ("gateway", "outrider.grammar")
 PROTOBUF = ("outrider.v1", "google.protobuf")
 # Transformers costs seconds and hundreds of megabytes: one package imports it, and is itself imported by name alone.
 HF_MODELS = "outrider.engine.hf_models"
@@ -54,6 +56,7 @@ SHARED = (
     "outrider.folder_tokenizer",
     "outrider.tokenizer_files",
     "outrider.generation_defaults",
+    "outrider.constraint",
     "outrider.grammar",
     "outrider.deltas",
     "outrider.completion",
@@ -63,7 +66,7 @@ PLUMBING = ("outrider.rpc", "outrider.process")
 SERVICE = (*SHARED, *PLUMBING, "outrider.engine", "outrider.drafters", "outrider.model_service")
 RULES = (
     Rule("outrider.errors"),
-    Rule("outrider.parameters", ("outrider.errors", "outrider.grammar")),
+    Rule("outrider.parameters", ("outrider.errors",)),
     Rule("outrider.model_names", ("outrider.errors",)),
     Rule("outrider.gguf", ("outrider.errors",)),
     Rule("outrider.folder_tokenizer", ("outrider.errors",)),
@@ -77,7 +80,8 @@ RULES = (
     Rule("outrider.token_tree", ("outrider.errors", "outrider.parameters")),
     Rule("outrider.datastore", (*SHARED, "outrider.process")),
     Rule("outrider.beams", ("outrider.errors", "outrider.token_tree")),
-    Rule("outrider.grammar", ("outrider.errors",)),
+    Rule("outrider.constraint", ("outrider.errors",)),
+    Rule("outrider.grammar", ("outrider.errors", "outrider.constraint")),
     Rule("outrider.deltas"),
     Rule("outrider.completion", ("outrider.parameters",)),
     Rule("outrider.timing"),
@@ -250,11 +254,12 @@ def reached(start: str, modules: Mapping[str, Module]) -> dict[str, str]:
 def heavy_chains(modules: Mapping[str, Module]) -> list[str]:
     """Light modules that reach a heavy one, with the link that does it."""
     light = [module for module in modules.values() if (rule := rule_of(module.name)) is not None and not rule.torch]
+    allowed = {"numpy": WITH_NUMPY, "llguidance": WITH_LLGUIDANCE}
     return [
         f"{module.name} reaches {name} through {by}"
         for module in light
         for name, by in reached(module.name, modules).items()
-        if within(name, HEAVY if within(module.name, WITH_NUMPY) else (*HEAVY, "numpy"))
+        if within(name, [*HEAVY, *(other for other, users in allowed.items() if not within(module.name, users))])
     ]
 
 
@@ -308,7 +313,7 @@ def test_rare_drafters_and_dialects_stand_aside(modules: dict[str, Module]) -> N
 
 
 def test_light_processes_never_reach_torch(modules: dict[str, Module]) -> None:
-    """Gateway, client and command line reach neither torch nor the engine by any chain."""
+    """Gateway, client and command line reach neither torch nor the engine by any chain, the last two no llguidance."""
     assert heavy_chains(modules) == []
 
 
@@ -363,6 +368,11 @@ def test_the_document_shows_the_same_table() -> None:
         ("outrider.estimates.a", "import torch", "outrider.estimates.a reaches torch through outrider.estimates.a"),
         ("outrider.b", "import json", "outrider.b has no rule"),
         ("outrider.cli.a", "import middle", "outrider.cli.a reaches torch through middle"),
+        (
+            "outrider.parameters",
+            "import llguidance",
+            "outrider.parameters reaches llguidance through outrider.parameters",
+        ),
         ("outrider.engine.b", "import transformers", "outrider.engine.b imports transformers"),
         ("outrider.engine.c", f"from {HF_MODELS} import d", f"outrider.engine.c imports {HF_MODELS}"),
         ("draft_service.a", f"from {SHELF} import cascade", f"draft_service.a imports {SHELF}"),

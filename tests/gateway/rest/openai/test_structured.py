@@ -19,8 +19,8 @@ from gateway.rest.asking.request import generation_request
 from gateway.rest.asking.structured import ANY_OBJECT
 from gateway.rest.openai.completions import CompletionRequest
 from gateway.rest.validation import error_about
+from outrider.constraint import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES, Constraint, ConstraintKind
 from outrider.errors import OutriderError
-from outrider.grammar import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES, Constraint, ConstraintKind
 
 JSON = ConstraintKind.JSON_SCHEMA
 SCHEMA = {"type": "object", "properties": {"gold": {"type": ["integer", "null"], "default": None}}}
