@@ -194,7 +194,7 @@ def _choice_kind(value: object) -> str | None:
 
 
 FunctionChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+    Annotated[Literal["auto", "none", "required"], Tag("<word>")]
     | Annotated[NamedFunction, Tag("<function>")]
     | Annotated[AllowedFunctions, Tag("<allowed_tools>")],
     Discriminator(
