@@ -66,7 +66,7 @@ class Ready(BaseModel):
 
 
 class Version(BaseModel):
-    """Of the package."""
+    """Number of the release that this gateway runs."""
 
     version: str
 
@@ -90,7 +90,7 @@ def routes(frontend: Frontend, scrape: Scrape) -> APIRouter:
 
     @router.get("/v1/models/{model:path}", responses=documented(404))
     async def model(model: str) -> Model:
-        """One model."""
+        """The served model, by one of its names."""
         if model not in frontend.names:
             raise UnknownModel(model, frontend.model_name)
         return served(model)

@@ -15,7 +15,7 @@ Tokens: TypeAlias = Sequence[OutputToken | PromptToken]
 
 
 class PromptTokensDetails(BaseModel):
-    """Of the prompt's tokens, those that the target found in its prefix cache."""
+    """Number of the prompt's tokens that the target found in its prefix cache."""
 
     cached_tokens: int
 
@@ -179,7 +179,7 @@ class AssistantMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One answer."""
+    """One of the answers to the same conversation."""
 
     index: int
     message: AssistantMessage
