@@ -122,7 +122,7 @@ proto: $(SETUP) ## writes the stubs in outrider/v1 again
 	$(call stubs,.)
 
 options: $(SETUP) ## writes docs/options.md again, from the settings of the three processes
-	@$(BIN)/python docs/options_page.py
+	@$(BIN)/python -m bench.options_page
 
 # protoc finds its plugins on PATH. Only files with a service have gRPC stubs.
 stubs = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto \
