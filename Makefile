@@ -36,7 +36,7 @@ SIDE_BY_SIDE := -n 2 --dist loadfile
 KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=67108864
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-assistant test-grid test-page test-surface test-harness test-agents test-docker test-fencing test-instructions test-fuzz test-soak check proto options lock sbom audit models train train-head draft bench bench-sized clean
+.PHONY: help setup run test test-slow test-grid test-surface test-harness test-docker test-fuzz check proto options lock sbom audit models train train-head draft bench bench-sized clean
 
 help: ## lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -56,23 +56,20 @@ $(SETUP): pyproject.toml constraints.txt setup.py $(KERNELS)
 run: $(SETUP) ## starts the stack with the assistant, answers with and without speculation, serves until Ctrl-C
 	@$(BIN)/outrider up --race
 
-test: $(SETUP) ## all tests but the slow ones, the full exactness grid, the browser's, and the full conformance tests
+test: $(SETUP) ## all tests without a marker: minutes
 	$(BIN)/python -m pytest -m "not grid and not surface and not page and not slow and not assistant and not agents and not docker and not harness" $(SIDE_BY_SIDE)
 
-test-slow: $(SETUP) ## training runs, benchmarks, processes that die, distributions of real servers, a short attack
+test-slow: $(SETUP) ## training, benchmarks, real processes, distributions of real servers, a short attack, other instructions
 	$(BIN)/python -m pytest -m "slow and not grid" $(SIDE_BY_SIDE)
+	PYTHONPATH=. $(BIN)/python tests/instructions.py $(SIDE_BY_SIDE)
 
-test-assistant: $(SETUP) ## the assistant of `outrider up`, fetched if it is not there yet
-	$(BIN)/python -m pytest -m assistant tests/assistant
-
-test-grid: $(SETUP) ## the full exactness grid, 400 schemas, beams of thirty prompts, wide statistics, a short soak: over an hour
+# The fencing model is that of make test, with 20,000 worlds in which messages and processes fail.
+test-grid: $(SETUP) ## the full exactness grid, 400 schemas, wide statistics, 20,000 worlds of messages: over an hour
 	$(BIN)/python -m pytest -m grid $(SIDE_BY_SIDE)
+	OUTRIDER_FENCING_EXAMPLES=20000 $(BIN)/python -m pytest tests/gateway/sessions/test_fencing_model.py -k weather --timeout=7200
 
-test-page: $(SETUP) ## the page in Chromium, which Debian's package chromium provides
-	$(BIN)/python -m pytest -m page tests/page
-
-test-surface: $(SETUP) $(LITELLM_SETUP) $(STRUCTURED_SETUP) ## the full conformance tests with real clients: some minutes
-	$(BIN)/python -m pytest -m "surface and not grid" $(SIDE_BY_SIDE) tests/surface
+test-surface: $(SETUP) $(LITELLM_SETUP) $(STRUCTURED_SETUP) ## real clients of REST, the page in Chromium (Debian has it), the assistant, which is fetched
+	$(BIN)/python -m pytest -m "(surface or page or assistant) and not grid" $(SIDE_BY_SIDE)
 
 # An environment, its constraints, and what it is for: packages, and the words that are printed.
 define environment
@@ -90,11 +87,8 @@ $(eval $(call environment,AIPERF,aiperf,aiperf,AIPerf))
 $(eval $(call environment,AIDER,aider,aider-chat,aider))
 $(eval $(call environment,INSPECT,inspect,inspect-ai openai,inspect-ai))
 
-test-harness: $(SETUP) $(LM_EVAL_SETUP) $(GUIDELLM_SETUP) $(AIPERF_SETUP) $(AIDER_SETUP) $(INSPECT_SETUP) ## lm-eval, GuideLLM, AIPerf, aider and inspect-ai, whose environments take 4 GB
-	$(BIN)/python -m pytest -m harness tests/surface
-
-test-agents: $(SETUP) $(AGENTS_SETUP) $(NPM_CLIENTS_SETUP) ## agents and libraries of npm at small tasks, without a way to the network; they take 2 GB
-	$(BIN)/python -m pytest -m agents tests/surface
+test-harness: $(SETUP) $(LM_EVAL_SETUP) $(GUIDELLM_SETUP) $(AIPERF_SETUP) $(AIDER_SETUP) $(INSPECT_SETUP) $(AGENTS_SETUP) $(NPM_CLIENTS_SETUP) ## lm-eval, GuideLLM, AIPerf, aider, inspect-ai, agents of npm; their environments take 6 GB
+	$(BIN)/python -m pytest -m "harness or agents" tests/surface
 
 $(AGENTS_SETUP): Makefile
 	npm install --silent --no-audit --no-fund --prefix $(AGENTS) @anthropic-ai/claude-code@2.1.332 @openai/codex@0.169.0
@@ -110,17 +104,9 @@ $(NPM_CLIENTS_SETUP): Makefile
 test-docker: $(SETUP) ## the compose stack on a Docker engine; BASE_IMAGE and PIP_OPTIONS as compose takes them
 	$(BIN)/python -m pytest -m docker tests/deploy
 
-test-fencing: $(SETUP) ## gateway and services in 20,000 worlds where messages and processes fail; ten minutes
-	OUTRIDER_FENCING_EXAMPLES=20000 $(BIN)/python -m pytest tests/gateway/sessions/test_fencing_model.py -k weather --timeout=7200
-
-test-instructions: $(SETUP) ## kernels and heads as processors with fewer and more instructions compute: some minutes
-	PYTHONPATH=. $(BIN)/python tests/instructions.py $(SIDE_BY_SIDE)
-
-test-fuzz: $(SETUP) ## 100,000 hostile messages to each method, bodies and connections, beside 16 streams; prints figures
+test-fuzz: $(SETUP) ## 100,000 hostile messages to each method beside 16 streams, then killed services: over two hours
 	OUTRIDER_FUZZ_MESSAGES=100000 $(BIN)/python -m pytest -s tests/attack --timeout=14400
-
-test-soak: $(SETUP) ## two gateways under 16 streams for 20 minutes, while target and draft are killed by turns every 20 s
-	OUTRIDER_SOAK_MINUTES=20 $(BIN)/python -m pytest tests/faults/test_soak.py -m slow -s
+	OUTRIDER_SOAK_MINUTES=20 $(BIN)/python -m pytest -s tests/faults/test_soak.py
 
 check: $(SETUP) ## style, types, import rule, protocol, and whether the stubs are those of the protocol
 	$(BIN)/ruff check .
@@ -136,7 +122,7 @@ proto: $(SETUP) ## writes the stubs in outrider/v1 again
 	$(call stubs,.)
 
 options: $(SETUP) ## writes docs/options.md again, from the settings of the three processes
-	@$(BIN)/python docs/options_page.py
+	@$(BIN)/python -m bench.options_page
 
 # protoc finds its plugins on PATH. Only files with a service have gRPC stubs.
 stubs = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto \

@@ -1,4 +1,4 @@
-"""The same answers by each surface, timed where the client is: first tokens, gaps, and plain GETs. No gate.
+"""Times of equal answers by each surface, taken where the client is: first tokens, gaps, and plain GETs. No gate.
 
     python -m bench.surfaces [--root DIR | --rest HOST:PORT --grpc HOST:PORT] [--turns 60] [--tokens 48] [--answers]
 

@@ -25,7 +25,7 @@ app = service_app()
 
 @app.command()
 def probe(*, model: Annotated[str, typer.Option(help="Folder or GGUF file of the model.")]) -> None:
-    """Tells the ends, each with where it is said, and what is wrong with the chat template's, if anything is."""
+    """Prints the ends, each with where it is said, and what is wrong with the chat template's, if anything is."""
     telemetry.configure_logs("error")
     tokenizer = load_tokenizer(model)
     ends = find_ends(Path(model), tokenizer)

@@ -21,7 +21,7 @@ from gateway.rounds.round import FallbackReason, Round, TokenOrigin
 from gateway.sessions.peer import ROLLBACK_S
 from outrider.errors import OutriderError
 from outrider.parameters import FinishReason
-from outrider.process.metrics import Count, Figures, Tally
+from outrider.process.metrics import Figures, Tally
 
 PREFIX = "outrider_"
 # What happens in a round takes between tens of microseconds and some seconds; half of it is below 10 ms.
@@ -93,7 +93,6 @@ class GatewayMetrics:
         self.reopens = counter("target_reopens", "Sessions that were opened again on a target.")
         self.drift_repairs = counter("drift_repairs", "Caches that did not hold what they should, and were redone.")
         self.dropped_tokens = counter("dropped_tokens", "Tokens that were decoded behind a stop string and not sent.")
-        self._positions: list[Count] = []
         # Where the time of a round goes. Those of the prompt's own pass are in no family but the last.
         self.round = times("round", "A round with a draft, from its begin to its commit.")
         self.draft_compute = times("draft_compute", "Computing of a proposal, as the draft measured it.")
@@ -182,11 +181,8 @@ class GatewayMetrics:
                 self._drafted[drafter or USUAL_DRAFTER].total += drafted
                 self._kept[drafter or USUAL_DRAFTER].total += accepted
             # The accepted rows of a tree are one path, so that their number is the depth to which it goes.
-            while len(self._positions) < committed.accepted_count:
-                # A position has a counter from when it is first reached.
-                self._positions.append(self._accepted_at[str(len(self._positions))])
-            for position in self._positions[: committed.accepted_count]:
-                position.total += 1
+            for position in range(committed.accepted_count):
+                self._accepted_at[str(position)].total += 1
             self.draft_bytes.total += proposal.hop.num_bytes
             self._rejected_rows += committed.draft_count - committed.accepted_count
         self.dropped_tokens.total += len(committed.token_ids) - len(event.tokens)

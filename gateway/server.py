@@ -34,7 +34,7 @@ from gateway.rounds.policy import SpeculationPolicy
 from gateway.sessions.peer import ModelInfo, ServicePeer
 from gateway.sessions.replicas import Replicas, Targets
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
-from gateway.settings import IGNORE, GatewaySettings
+from gateway.settings import GatewaySettings
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.turn_end import TurnEnd, turn_end
@@ -134,29 +134,27 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     for collector in (ProcessTime(), LoopTasks(), LostLines(), upkeep):
         registry.register(collector)
     async with AsyncExitStack() as undo:
-        exposition = None
+        figures = None
         if settings.metrics_listen:
-            exposition = serve_metrics(settings.metrics_listen, registry, upkeep)
-            undo.push_async_callback(exposition.stop)
+            figures = serve_metrics(settings.metrics_listen, registry, upkeep)
+            undo.push_async_callback(figures.stop)
             # With port 0 nothing else says where.
-            log.info("serving metrics", address=exposition.address)
+            log.info("serving metrics", address=figures.address)
         closing = turn_end(template, tokenizer)
         backend = _backend(settings, tokenizer, closing, registry, upkeep)
         undo.push_async_callback(_close, backend)
         await _await_target(backend.target, settings.target_wait_seconds)
         await asyncio.gather(*(_await_draft(each, settings.draft_wait_seconds) for each in backend.drafts.values()))
         _tell_ends(backend, closing)
-        admission = Admission(settings.max_requests, settings.max_queue)
         metrics = GatewayMetrics(registry)
-        metrics.watch(admission, backend, door)
         names = ModelNames.of(listed(settings.served_model_name), backend.target.present().model_name)
-        frontend = Frontend(backend, admission, metrics, template, names)
+        frontend = Frontend(backend, Admission(settings.max_requests, settings.max_queue), metrics, template, names)
+        metrics.watch(frontend.admission, backend, door)
         memory = RequestMemory(settings.request_memory_mib << 20)
-        service = generation_service(frontend, settings.client_stall_seconds, door)
         shares_port = bool(settings.figures_of_all)
         server = await channels.serve(
             settings.listen,
-            service,
+            generation_service(frontend, settings.client_stall_seconds, door),
             reflects=settings.reflection,
             shares_port=shares_port,
             interceptors=[KeyInterceptor(door)] if door is not None else [],
@@ -166,16 +164,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
         undo.push_async_callback(server.stop, 0.0)
         rest = None
         if settings.rest_listen:
-            rest_settings = RestSettings(
-                memory=memory,
-                keep_alive_s=settings.keep_alive_seconds,
-                client_stall_s=settings.client_stall_seconds,
-                sites=settings.sites,
-                door=door,
-                drops_tools=settings.drop_tools,
-                ignores_unknown=settings.unknown_fields == IGNORE,
-                grpc_port=int(server.address.rpartition(":")[2]),
-            )
+            rest_settings = RestSettings.of(settings, memory, door, int(server.address.rpartition(":")[2]))
             app = build_app(frontend, rest_settings, registry, partial(_scrape, registry, settings.figures_of_all))
             tls = settings.tls()
             rest = await serve_rest(settings.rest_listen, app, shares_port=shares_port, tls=tls, upkeep=upkeep)
@@ -188,7 +177,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     }
     tasks = tuple(asyncio.create_task(upkeep.keep(name, work), name=name) for name, work in working.items())
     lame_duck_s = settings.lame_duck_seconds
-    return RunningGateway(server.address, backend, frontend, door, server, tasks, exposition, rest, lame_duck_s)
+    return RunningGateway(server.address, backend, frontend, door, server, tasks, figures, rest, lame_duck_s)
 
 
 def _tell_ends(backend: Backend, closing: TurnEnd) -> None:
@@ -222,6 +211,12 @@ def _backend(
         name: Replicas([peer("draft", address) for address in each])
         for name, each in named_addresses(settings.draft).items()
     }
+    lookup = None
+    if settings.lookup:
+        datastore = Datastore.open(settings.datastore, tokenizer.vocabulary()) if settings.datastore else None
+        num_tokens = settings.lookup_memory_tokens
+        memories = Memories(num_tokens, settings.lookup_memory_mib << 20) if num_tokens else None
+        lookup = LookupSources(memories, datastore)
     return Backend(
         tokenizer=tokenizer,
         target=target,
@@ -232,17 +227,10 @@ def _backend(
             stall_s=settings.target_stall_seconds, rebuild_budget_s=settings.rebuild_budget_seconds
         ),
         audit=ShadowAudit(settings.audit_fraction, registry),
-        lookup=_lookup(settings, tokenizer) if settings.lookup else None,
+        lookup=lookup,
         turn_ends=frozenset() if closing.token_id is None else frozenset({closing.token_id}),
         upkeep=upkeep,
     )
-
-
-def _lookup(settings: GatewaySettings, tokenizer: Tokenizer) -> LookupSources:
-    datastore = Datastore.open(settings.datastore, tokenizer.vocabulary()) if settings.datastore else None
-    num_tokens = settings.lookup_memory_tokens
-    memories = Memories(num_tokens, settings.lookup_memory_mib << 20) if num_tokens else None
-    return LookupSources(memories, datastore)
 
 
 async def give_back_memory() -> None:

@@ -2,8 +2,8 @@
 
     python models/make_draft.py --target DIR [--out DIR] [--corpus FILE] [--questions FILE]
 
-The target writes conversations through its chat template, or plain text where it has none; the drafts learn its laws on
-its answers. A run that was stopped, however it was, goes on when the same command is given again.
+The target writes conversations through its chat template, or plain text where it has none; the drafts learn its
+distributions on its answers. A run that was stopped, however it was, goes on when the same command is given again.
 """
 
 from pathlib import Path

@@ -195,8 +195,11 @@ class Grammar:
         """Masks that were found last after each path."""
 
     def session(self, follower: Follower | None = None) -> "Grammar":
-        """A grammar of the same text for another session."""
-        return Grammar(self.text, self._states[0], self._num_bytes, follower)
+        """A grammar of the same text for another session, with a matcher of its own.
+
+        The library lends one to no thread, not even for a copy, while another thread asks it what may follow.
+        """
+        return Grammar(self.text, self._states[0].deep_copy(), self._num_bytes, follower)
 
     @property
     def is_spent(self) -> bool:
@@ -393,10 +396,7 @@ class GrammarEngine:
         return grammar.session(follower)
 
     def _known(self, text: str, salt: bytes) -> Grammar | None:
-        """A grammar for a new session, where its text was compiled with that salt not long ago and can still be used.
-
-        Sessions copy it meanwhile in other threads, which the library allows for.
-        """
+        """A grammar for a new session, where its text was compiled with that salt not long ago and is still of use."""
         with self._lock:
             found = self._compiled.get((salt, text))
             if found is None:

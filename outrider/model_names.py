@@ -5,7 +5,7 @@ A sized model is an embedded one inside a larger shape. Its name is `sized:PRESE
 
 A simulated model computes no matrices: its forward takes as long as a stated formula says, and its tokens come from a
 hash. Its name is `sim:PRESET`, with options after it as in `sim:h100-1b@acceptance=0.8+0.1,stretch=4`.
-docs/simulation.md says what each number stands on.
+docs/models.md says what each number stands on.
 """
 
 import re

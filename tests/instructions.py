@@ -1,4 +1,4 @@
-"""Runs the suites of kernels and heads as processors with other instructions compute: `make test-instructions`.
+"""Runs the suites of kernels and heads as processors with other instructions compute: `make test-slow`.
 
 A library chooses its code by the processor, and results differ in their last digits. Every row has what torch, its
 libraries and our kernels see that there is; a row above this processor is left out, and said to be.

@@ -46,26 +46,17 @@ class Backend:
         return next(iter(self.drafts.values()), None)
 
     def offers(self, target: ModelInfo) -> Offers:
-        """The drafters that requests may name."""
+        """The drafters that requests may name: remote ones are each draft, and the drafters of the first one."""
         info = self.draft.info if self.draft is not None else None
         # A draft that names none that makes trees is of a version that does not say.
         chains = frozenset(info.drafters) - info.tree_drafters if info and info.tree_drafters else frozenset[str]()
-        remote = self._remote_drafters()
-        return Offers(remote, target.drafters, self.lookup is not None, target.tree_drafters, chains)
-
-    def _remote_drafters(self) -> Mapping[str, frozenset[Rule]] | None:
-        """The rules of each draft by its name, and of the first one's drafters; None while that one is away."""
-        if self.draft is None:
-            return {}
-        if self.draft.info is None:
-            return None
-        remote = dict(self.draft.info.drafters)
-        for name, replicas in self.drafts.items():
-            if name:
+        remote: dict[str, frozenset[Rule]] | None = {} if self.draft is None else None
+        if info is not None:
+            remote = dict(info.drafters)
+            for name, of_name in ((name, each.info) for name, each in self.drafts.items() if name):
                 # What another draft that is away can do, it says when it is back.
-                info = replicas.info
-                remote[name] = frozenset(Rule) if info is None else frozenset().union(*info.drafters.values())
-        return remote
+                remote[name] = frozenset(Rule) if of_name is None else frozenset().union(*of_name.drafters.values())
+        return Offers(remote, target.drafters, self.lookup is not None, target.tree_drafters, chains)
 
     def drafting(self, request: CheckedRequest, target: ModelInfo) -> Drafting:
         """Choice of the drafters that guess for a request, and of what they make."""
@@ -81,7 +72,9 @@ class Backend:
             hosted = [self.policy.pick([DrafterId(name, Place.HOSTED) for name in fitting])] if fitting else []
         drafters = [each._replace(makes=_makes(each.name in target.tree_drafters)) for each in hosted]
         if has_remote:
-            grows = self._grows_trees(remotes) and not rule.needs_distributions
+            # All of them make trees, or else the first draft's own choice does.
+            infos = [self._behind(name).info for name in remotes or [*self.drafts][:1]]
+            grows = not rule.needs_distributions and all(info is not None and info.tree_drafters for info in infos)
             # Several go by one name, which users read.
             together = "+".join(names or [*self.drafts][:1])
             drafters.append(DrafterId(together, Place.REMOTE, _makes(grows or shape is not None)))
@@ -106,11 +99,6 @@ class Backend:
             (self._behind(name), DrafterSeat("" if name in self.drafts else name, name, lane))
             for lane, name in enumerate(names)
         ]
-
-    def _grows_trees(self, names: list[str]) -> bool:
-        """Whether all of these drafters make trees, or the first draft's own choice does."""
-        infos = [self._behind(name).info for name in names or [*self.drafts][:1]] if self.drafts else []
-        return bool(infos) and all(info is not None and bool(info.tree_drafters) for info in infos)
 
     def _behind(self, name: str) -> Replicas:
         """The draft of that name, or else the first one, which has a drafter of that name."""

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from itertools import repeat
 
-from gateway.beams.record import BeamRecord, Hypothesis
+from gateway.beams.record import BeamRecord
 from gateway.beams.search import search
 from gateway.beams.sessions import BeamDraftSession, BeamTargetSession
 from gateway.generation.events import Event, OutputToken, RoundEvent, SampleCounts, SpeculationCounts
@@ -46,15 +46,10 @@ async def searched(context: RequestContext, beams: BeamSearch, queue_us: int) ->
             backend.tokenizer.detokenizer(), StopScanner(()), reader=new_reader(request, backend.tokenizer)
         )
         said.finish_reason = hypothesis.finish_reason
-        tokens = _spelt(hypothesis, said)
+        last = len(hypothesis.token_ids) - 1 if hypothesis.finish_reason in ENDING_TOKENS else -1
+        texts = [said.say(token_id, is_end=place == last) for place, token_id in enumerate(hypothesis.token_ids)]
+        said.token_ids += hypothesis.token_ids
+        tokens = tuple(map(OutputToken, hypothesis.token_ids, repeat(TokenOrigin.PLAIN), texts))
         deltas = said.take_deltas()
         yield RoundEvent(tokens, None, sample_index=index, elapsed_us=context.elapsed_us, deltas=deltas)
         yield context.completed(said, counts, index, queue_us, hypothesis.cumulative_logprob)
-
-
-def _spelt(hypothesis: Hypothesis, said: Transcript) -> tuple[OutputToken, ...]:
-    """Tokens of a sequence with their text, which a transcript takes."""
-    last = len(hypothesis.token_ids) - 1 if hypothesis.finish_reason in ENDING_TOKENS else -1
-    texts = [said.say(token_id, is_end=place == last) for place, token_id in enumerate(hypothesis.token_ids)]
-    said.token_ids += hypothesis.token_ids
-    return tuple(map(OutputToken, hypothesis.token_ids, repeat(TokenOrigin.PLAIN), texts))

@@ -20,13 +20,23 @@ MAX_TEMPLATE_VARIABLES, MAX_VARIABLE_LEN = 16, 256
 
 
 def offered(tools: Iterable[tuple[str, OfferedTool]]) -> dict[str, OfferedTool]:
-    """Tools by their names, each with the field that it is in; raises InvalidRequest about names and schemas."""
+    """Tools by their names, each with the field of its parameters; raises InvalidRequest about names, and about
+    parameters that describe no object or are too much to look at.
+    """
     found: dict[str, OfferedTool] = {}
     for field, tool in tools:
         if tool.name in found:
             raise InvalidRequest(f"{field}.name", tool.name, "unlike those of the tools before it")
-        _check_parameters(f"{field}.parameters", tool.parameters)
-        found[tool.name] = replace(tool, field=f"{field}.parameters")
+        place, parameters = f"{field}.parameters", tool.parameters
+        kind, properties = parameters.get("type", "object"), parameters.get("properties", {})
+        if kind != "object":
+            raise InvalidRequest(f"{place}.type", kind, "'object'")
+        if not isinstance(properties, dict):
+            raise InvalidRequest(f"{place}.properties", properties, "an object")
+        size = len(json.dumps(parameters).encode())
+        if size > MAX_SCHEMA_BYTES:
+            raise InvalidRequest.too_many(place, size, MAX_SCHEMA_BYTES, "bytes")
+        found[tool.name] = replace(tool, field=place)
     return found
 
 
@@ -35,18 +45,6 @@ def tool_named(field: str, name: str, tools: Mapping[str, OfferedTool]) -> Offer
     if name not in tools:
         raise InvalidRequest(field, name, f"one of {', '.join(tools)}")
     return tools[name]
-
-
-def _check_parameters(field: str, parameters: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest about what describes no object, or is too much to look at."""
-    kind, properties = parameters.get("type", "object"), parameters.get("properties", {})
-    if kind != "object":
-        raise InvalidRequest(f"{field}.type", kind, "'object'")
-    if not isinstance(properties, dict):
-        raise InvalidRequest(f"{field}.properties", properties, "an object")
-    size = len(json.dumps(parameters).encode())
-    if size > MAX_SCHEMA_BYTES:
-        raise InvalidRequest.too_many(field, size, MAX_SCHEMA_BYTES, "bytes")
 
 
 def check_variables(field: str, variables: Mapping[str, Any], template: ChatTemplate) -> None:

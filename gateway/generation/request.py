@@ -159,25 +159,8 @@ async def check_request(
 ) -> CheckedRequest:
     """Encodes and completes a request by what the services can do; raises InvalidRequest or PromptTooLong."""
     drafters = () if request.drafters == (AUTO,) else request.drafters
-    _check_drafters(drafters, request.acceptance.rule, offers)
-    _check_shape(request, drafters, offers, target)
-    if request.beam_search is not None:
-        _check_beams(request, offers)
-    _check_strings("stop", request.stops, MAX_STOPS)
-    check_count("stop_token_ids", len(request.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
-    _check_token_ids("stop_token_ids", request.stop_token_ids, target)
-    _check_strings("banned_words", request.banned_words, MAX_BANNED_WORDS)
-    _check_range("sample_count", request.sample_count, 1, MAX_SAMPLES)
-    _check_range("logprob_count", request.logprob_count, 0, MAX_LOGPROB_COUNT)
-    if request.echo and request.logprob_count is None:
-        raise InvalidRequest("echo", True, "false without logprob_count")
-    _check_range("max_tokens", request.max_tokens, 1, 2**31 - 1)
-    _check_range("speculation.draft_count", request.draft_count, 0, target.max_draft_count)
-    _check_range("seed", request.seed, -(2**63), 2**63 - 1)
-    for token_id in request.sampling.logit_bias:
-        _check_token_id("sampling.logit_bias key", token_id, target)
+    _check_fields(request, drafters, offers, target)
     prompt = await _prompt(request, tokenizer, target)
-    _check_echo(request, len(prompt))
     max_tokens = _max_tokens(request, len(prompt), target)
     sampling, beams = target.defaults.under(request.sampling), request.beam_search
     if beams is not None:
@@ -215,6 +198,8 @@ async def check_request(
         draft_count = _num_rows(request.shape) or None
     prediction = await _prediction(request, drafters, draft_count, tokenizer, target, offers)
     samples = (request.sample_count or 1) if beams is None else beams.width
+    ends = [tokenizer.piece(token_id).text for token_id in spec.eos_token_ids] if request.stops else []
+    naming = (stop for stop in request.stops if tokenizer.names_special(stop) or any(name in stop for name in ends))
     return CheckedRequest(
         spec,
         request.stops,
@@ -226,10 +211,31 @@ async def check_request(
         beam_search=beams,
         reading=request.reading,
         fills_context=spec.max_len == _place(target)[0],
-        naming_stops=_naming(request.stops, spec.eos_token_ids, tokenizer),
+        naming_stops=frozenset(naming),
         constraint=request.constraint,
         grammar=grammar,
     )
+
+
+def _check_fields(request: GenerationRequest, drafters: Sequence[str], offers: Offers, target: ModelInfo) -> None:
+    """Checks that cost nothing, because no text has to be encoded for them; raises InvalidRequest."""
+    _check_drafters(drafters, request.acceptance.rule, offers)
+    _check_shape(request, drafters, offers, target)
+    if request.beam_search is not None:
+        _check_beams(request, offers)
+    _check_strings("stop", request.stops, MAX_STOPS)
+    check_count("stop_token_ids", len(request.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
+    _check_token_ids("stop_token_ids", request.stop_token_ids, target)
+    _check_strings("banned_words", request.banned_words, MAX_BANNED_WORDS)
+    _check_range("sample_count", request.sample_count, 1, MAX_SAMPLES)
+    _check_range("logprob_count", request.logprob_count, 0, MAX_LOGPROB_COUNT)
+    if request.echo and request.logprob_count is None:
+        raise InvalidRequest("echo", True, "false without logprob_count")
+    _check_range("max_tokens", request.max_tokens, 1, 2**31 - 1)
+    _check_range("speculation.draft_count", request.draft_count, 0, target.max_draft_count)
+    _check_range("seed", request.seed, -(2**63), 2**63 - 1)
+    for token_id in request.sampling.logit_bias:
+        _check_token_id("sampling.logit_bias key", token_id, target)
 
 
 def _check_beams(request: GenerationRequest, offers: Offers) -> None:
@@ -372,28 +378,11 @@ async def _prediction(
     return tuple(prediction)
 
 
-def _check_echo(request: GenerationRequest, prompt_len: int) -> None:
-    """The prompt's tokens come in one message, which clients take up to a size only."""
-    token_bytes = ECHO_TOKEN_BYTES + ECHO_LOGPROB_BYTES * (request.logprob_count or 0)
-    if request.echo and prompt_len * token_bytes > MAX_MESSAGE_BYTES:
-        limit = (
-            f"false for a prompt of {prompt_len} tokens with ",
-            Field("logprob_count"),
-            f" {request.logprob_count}: at most {MAX_MESSAGE_BYTES // token_bytes}",
-        )
-        raise InvalidRequest("echo", True, limit)
-
-
 def _check_strings(name: str, strings: Sequence[str], maximum: int) -> None:
     check_count(name, len(strings), maximum, "strings")
     for index, string in enumerate(strings):
         if not 1 <= len(string) <= MAX_STRING_LEN:
             raise InvalidRequest(f"{name}.{index}", string, f"of 1 to {MAX_STRING_LEN} characters")
-
-
-def _naming(stops: Sequence[str], eos_token_ids: Iterable[int], tokenizer: Tokenizer) -> frozenset[str]:
-    ends = [tokenizer.piece(token_id).text for token_id in eos_token_ids] if stops else []
-    return frozenset(stop for stop in stops if tokenizer.names_special(stop) or any(name in stop for name in ends))
 
 
 async def _banned(words: Sequence[str], tokenizer: Tokenizer, vocabulary_size: int) -> tuple[tuple[int, ...], ...]:
@@ -411,6 +400,7 @@ async def _banned(words: Sequence[str], tokenizer: Tokenizer, vocabulary_size: i
 
 
 async def _prompt(request: GenerationRequest, tokenizer: Tokenizer, target: ModelInfo) -> tuple[int, ...]:
+    """The tokens of the prompt; what cannot fit is refused before time and memory are spent on its text."""
     if (request.text is None) == (request.token_ids is None):
         given = "absent" if request.text is None else "both"
         raise InvalidRequest("prompt", given, "exactly one of text and token_ids")
@@ -419,14 +409,24 @@ async def _prompt(request: GenerationRequest, tokenizer: Tokenizer, target: Mode
         _check_token_ids("token_ids", request.token_ids, target)
     prompt = tuple(request.token_ids or ())
     if request.text is not None:
-        _check_chars(len(request.text), tokenizer, target)
+        size, name, place = _place(target)
+        num_chars, limit = len(request.text), max_chars(size, tokenizer)
+        if num_chars > limit:
+            message = (Field("prompt"), f" has {num_chars} characters, but at most {limit} are taken for {place}")
+            raise PromptTooLong(message, prompt_chars=num_chars, max_chars=limit, **{name: size})
         prompt = await tokenizer.encode(request.text, special=request.add_special_tokens)
         last = max(prompt, default=0)
         if last >= target.vocabulary_size:
-            limit = f"of tokens that the model knows: it has no row for the id {last}"
-            raise InvalidRequest("prompt", tokenizer.name(last), limit)
+            known = f"of tokens that the model knows: it has no row for the id {last}"
+            raise InvalidRequest("prompt", tokenizer.name(last), known)
     if not prompt:
         raise InvalidRequest("prompt", request.text if request.text is not None else [], "at least one token long")
+    # An echo comes in one message, which clients take up to a size only.
+    token_bytes = ECHO_TOKEN_BYTES + ECHO_LOGPROB_BYTES * (request.logprob_count or 0)
+    if request.echo and len(prompt) * token_bytes > MAX_MESSAGE_BYTES:
+        asked = (f"false for a prompt of {len(prompt)} tokens with ", Field("logprob_count"))
+        most = f" {request.logprob_count}: at most {MAX_MESSAGE_BYTES // token_bytes}"
+        raise InvalidRequest("echo", True, (*asked, most))
     return prompt
 
 
@@ -436,15 +436,6 @@ def max_chars(num_tokens: int, tokenizer: Tokenizer) -> int:
     Only a tokenizer that drops text, or has one token for all that it does not know, makes so few of a longer one.
     """
     return min(num_tokens * tokenizer.longest_token, MAX_TEXT_CHARS)
-
-
-def _check_chars(num_chars: int, tokenizer: Tokenizer, target: ModelInfo) -> None:
-    """Raises PromptTooLong about a text that cannot fit, before time and memory are spent on its tokens."""
-    size, name, place = _place(target)
-    limit = max_chars(size, tokenizer)
-    if num_chars > limit:
-        message = (Field("prompt"), f" has {num_chars} characters, but at most {limit} are taken for {place}")
-        raise PromptTooLong(message, prompt_chars=num_chars, max_chars=limit, **{name: size})
 
 
 def _place(target: ModelInfo) -> tuple[int, str, str]:

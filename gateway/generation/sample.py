@@ -44,13 +44,36 @@ class RequestContext:
         """Microseconds since the gateway received the request."""
         return (time.perf_counter_ns() - self.started_ns) // 1000
 
-    def sample(self, index: int, queue_us: int) -> AsyncGenerator[Event, None]:
+    async def sample(self, index: int, queue_us: int) -> AsyncGenerator[Event, None]:
         """Yields an event for every round of one of its samples and then its completion. Its sessions are asked to end
         before the completion comes, and also when the caller closes the generator early. Raises any OutriderError.
 
         queue_us is for how long the sample has waited for its turn.
         """
-        return _sample(replace(self, request=self.request.sample(index)), queue_us)
+        context = replace(self, request=self.request.sample(index))
+        request, backend, tokenizer = context.request, self.backend, self.backend.tokenizer
+        tells_guesses, min_tokens = request.spec.draft_logprobs, request.spec.sampling.min_tokens
+        scanner, reader = StopScanner(request.stops, request.naming_stops), new_reader(request, tokenizer)
+        transcript = Transcript(tokenizer.detokenizer(), scanner, tells_guesses, reader, min_tokens)
+        counts = SampleCounts()
+        async with aclosing(_rounds(request, backend, self.target)) as rounds:
+            async for committed in rounds:
+                elapsed_us = self.elapsed_us
+                yield RoundEvent(
+                    tokens=transcript.take(committed),
+                    deltas=transcript.take_deltas(),
+                    committed=committed,
+                    new_numerics_id=counts.add(committed, elapsed_us),
+                    sample_index=index,
+                    prompt_tokens=await _prompt_tokens(request, tokenizer, committed),
+                    rejected=_rejected(tokenizer, committed) if tells_guesses else (),
+                    elapsed_us=elapsed_us,
+                )
+                if transcript.finish_reason is not None:
+                    break
+        completion = context.completed(transcript, counts, index, queue_us)
+        backend.audit.offer(request, transcript.token_ids, completion, self.target)
+        yield completion
 
     def completed(
         self, said: Transcript, counts: SampleCounts, index: int, queue_us: int, cumulative_logprob: float | None = None
@@ -97,32 +120,6 @@ async def prepare(request: GenerationRequest, backend: Backend) -> RequestContex
     offers = backend.offers(target)
     checked = await check_request(request, backend.tokenizer, target, offers)
     return RequestContext(checked, backend, target, started_ns)
-
-
-async def _sample(context: RequestContext, queue_us: int) -> AsyncGenerator[Event, None]:
-    request, backend, tokenizer = context.request, context.backend, context.backend.tokenizer
-    tells_guesses = request.spec.draft_logprobs
-    scanner, reader = StopScanner(request.stops, request.naming_stops), new_reader(request, tokenizer)
-    transcript = Transcript(tokenizer.detokenizer(), scanner, tells_guesses, reader, request.spec.sampling.min_tokens)
-    counts = SampleCounts()
-    async with aclosing(_rounds(request, backend, context.target)) as rounds:
-        async for committed in rounds:
-            elapsed_us = context.elapsed_us
-            yield RoundEvent(
-                tokens=transcript.take(committed),
-                deltas=transcript.take_deltas(),
-                committed=committed,
-                new_numerics_id=counts.add(committed, elapsed_us),
-                sample_index=request.sample_index,
-                prompt_tokens=await _prompt_tokens(request, tokenizer, committed),
-                rejected=_rejected(tokenizer, committed) if tells_guesses else (),
-                elapsed_us=elapsed_us,
-            )
-            if transcript.finish_reason is not None:
-                break
-    completion = context.completed(transcript, counts, request.sample_index, queue_us)
-    backend.audit.offer(request, transcript.token_ids, completion, context.target)
-    yield completion
 
 
 async def _rounds(request: CheckedRequest, backend: Backend, target: ModelInfo) -> AsyncGenerator[Round, None]:

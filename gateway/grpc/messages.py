@@ -254,12 +254,8 @@ def event_message(event: RoundEvent | CompletionEvent) -> pb.GenerateResponse:
         _write_deltas(completion.deltas, event.deltas)
         return pb.GenerateResponse(completion=completion)
     response = pb.GenerateResponse()
-    _write_round(response.round, event)
-    return response
-
-
-def _write_round(message: pb.Round, event: RoundEvent) -> None:
-    """Fills a new message in place, field by field, because a message that is put into another one is copied."""
+    # Filled in place, field by field, because a message that is put into another one is copied.
+    message = response.round
     for token in event.tokens:
         each = message.tokens.add(token_id=token.token_id, origin=ORIGINS[token.origin], text=token.text)
         if token.logprob is not None:
@@ -287,6 +283,7 @@ def _write_round(message: pb.Round, event: RoundEvent) -> None:
         )
     for rejected in event.rejected:
         message.rejected.add(token_id=rejected.token_id, text=rejected.text, **asdict(rejected.guess))
+    return response
 
 
 def _write_deltas(messages: MutableSequence[pb.Delta], deltas: Sequence[Delta]) -> None:

@@ -17,7 +17,7 @@ from outrider.completion import DrafterFigures
 
 
 class PromptTokensDetails(BaseModel):
-    """Of the prompt's tokens, those that the target found in its prefix cache."""
+    """Number of the prompt's tokens that the target found in its prefix cache."""
 
     cached_tokens: int
 

@@ -1,10 +1,11 @@
 """Limits and habits of the REST surface."""
 
 from dataclasses import dataclass, field
+from typing import Self
 
 from gateway.generation.request import MAX_TEXT_CHARS
 from gateway.keys.door import Door
-from gateway.settings import OWN_PAGE, Sites
+from gateway.settings import IGNORE, OWN_PAGE, GatewaySettings, Sites
 from outrider.rpc.memory import RequestMemory
 
 
@@ -32,3 +33,17 @@ class RestSettings:
     """Whether tools that no chat template has a place for are left out instead of refused."""
     ignores_unknown: bool = False
     """Whether unknown fields of a body are left out instead of refused."""
+
+    @classmethod
+    def of(cls, options: GatewaySettings, memory: RequestMemory, door: Door | None, grpc_port: int) -> Self:
+        """The settings that follow from a gateway's options, with what it shares between its surfaces."""
+        return cls(
+            memory,
+            options.keep_alive_seconds,
+            options.client_stall_seconds,
+            options.sites,
+            door,
+            grpc_port=grpc_port,
+            drops_tools=options.drop_tools,
+            ignores_unknown=options.unknown_fields == IGNORE,
+        )

@@ -66,7 +66,7 @@ class Ready(BaseModel):
 
 
 class Version(BaseModel):
-    """Of the package."""
+    """Number of the release that this gateway runs."""
 
     version: str
 
@@ -75,13 +75,9 @@ def routes(frontend: Frontend, scrape: Scrape) -> APIRouter:
     router = APIRouter()
 
     def served(name: str) -> Model:
-        target = frontend.backend.target.info
-        return Model(
-            id=name,
-            created=int(frontend.started_s),
-            max_model_len=None if target is None else target.context_len,
-            generation_defaults=None if target is None else target.defaults,
-        )
+        target, created = frontend.backend.target.info, int(frontend.started_s)
+        context_len, defaults = (None, None) if target is None else (target.context_len, target.defaults)
+        return Model(id=name, created=created, max_model_len=context_len, generation_defaults=defaults)
 
     @router.get("/v1/models", responses=documented())
     async def models() -> ModelList:
@@ -90,7 +86,7 @@ def routes(frontend: Frontend, scrape: Scrape) -> APIRouter:
 
     @router.get("/v1/models/{model:path}", responses=documented(404))
     async def model(model: str) -> Model:
-        """One model."""
+        """The served model, by one of its names."""
         if model not in frontend.names:
             raise UnknownModel(model, frontend.model_name)
         return served(model)

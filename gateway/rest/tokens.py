@@ -63,28 +63,12 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
         target = frontend.backend.target.info
         return None if target is None else target.context_len
 
-    async def asked(body: TokenizeRequest) -> ChatPrompt:
-        """The prompt, and what of the body was not looked at."""
-        if body.messages is not None:
-            if body.prompt is not None:
-                raise InvalidRequest("prompt", body.prompt, "absent beside messages")
-            told = {name: getattr(body, name) for name in TemplateFields.model_fields}
-            chat = ChatRequest(messages=body.messages, **told)
-            return await conversation(chat, frontend, settings)
-        if body.prompt is None:
-            raise MissingParameter("prompt")
-        for name in TemplateFields.model_fields:
-            if getattr(body, name) is not None:
-                raise InvalidRequest(name, "present", "absent without messages")
-        check_prompt_len("prompt", body.prompt, settings.max_prompt_chars)
-        return ChatPrompt(GenerationRequest(text=body.prompt))
-
     @router.post("/tokenize", response_model=TokenList, responses=errors)
     async def tokenize(body: TokenizeRequest) -> Response:
         """The tokens of a text, or of the prompt of a conversation."""
         check_model(body.model, frontend.names)
         with frontend.admission.arrival():
-            found = await asked(body)
+            found = await _asked(body, frontend, settings)
             given, wanted = found.request.add_special_tokens, body.add_special_tokens
             ids = await tokenizer.encode(found.request.text or "", special=given if wanted is None else wanted)
 
@@ -119,3 +103,19 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
         )
 
     return router
+
+
+async def _asked(body: TokenizeRequest, frontend: Frontend, settings: RestSettings) -> ChatPrompt:
+    """The prompt of a body, and what of the body was not looked at."""
+    fields = {name: getattr(body, name) for name in TemplateFields.model_fields}
+    if body.messages is not None:
+        if body.prompt is not None:
+            raise InvalidRequest("prompt", body.prompt, "absent beside messages")
+        return await conversation(ChatRequest(messages=body.messages, **fields), frontend, settings)
+    if body.prompt is None:
+        raise MissingParameter("prompt")
+    for name, value in fields.items():
+        if value is not None:
+            raise InvalidRequest(name, "present", "absent without messages")
+    check_prompt_len("prompt", body.prompt, settings.max_prompt_chars)
+    return ChatPrompt(GenerationRequest(text=body.prompt))

@@ -26,5 +26,5 @@ def build(context: typer.Context) -> None:
 
 @app.command(context_settings=PASSING_ON, add_help_option=False)
 def inspect(context: typer.Context) -> None:
-    """Shows what a datastore holds, whether it is whole, and what it would propose behind a text."""
+    """Shows what a datastore holds, whether it is whole, and what it would propose after a text."""
     run_module(COMMAND, ["inspect", *context.args])

@@ -86,7 +86,7 @@ def inspect(
     tokenizer: TokenizerOption = "",
     as_json: Json = False,
 ) -> None:
-    """Shows what a datastore holds, whether it is whole, and with --query what it would propose behind a text."""
+    """Shows what a datastore holds, whether it is whole, and with --query what it would propose after a text."""
     if (query is None) != (not tokenizer):
         raise InvalidRequest("--tokenizer", tokenizer, "given with --query, and only with it")
     store = Datastore(file)

@@ -46,7 +46,7 @@ def probe(
     device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
     threads: Annotated[int, typer.Option(help="Compute threads.", callback=between(1, MAX_THREADS))] = 1,
 ) -> None:
-    """Compares rows of a model; without a model it tells only what computes here."""
+    """Compares rows of a model; without a model it prints only what computes here."""
     telemetry.configure_logs("error")
     facts = engine_facts()
     if model:

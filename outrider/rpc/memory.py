@@ -47,7 +47,7 @@ class Memory:
     async def reading(self, share: "Share", longest_s: float, hurried_s: float) -> AsyncIterator[None]:
         """Time for a share whose bytes are taken before they are there; raises TimeoutError after longest_s.
 
-        Where it keeps others waiting for memory it has hurried_s, so that who says nothing keeps nobody out for long.
+        Where it keeps others waiting for memory it has hurried_s, so that a silent client keeps no other out for long.
         """
         async with asyncio.timeout(longest_s) as limit:
             self._readers[limit] = share.whose, asyncio.get_running_loop().time() + hurried_s

@@ -1,6 +1,9 @@
-"""The hostile side, in processes of its own, so that it takes no time from those who measure. Knows no stack."""
+"""The hostile side, in processes of its own that stand for other machines: of this one they take the time that nobody
+else wants. Knows no stack.
+"""
 
 import asyncio
+import os
 import re
 import time
 from collections import Counter
@@ -45,6 +48,12 @@ BEGUN = {
     "grpc": (b"", PREFACE[:10], PREFACE, PREFACE + CALL, b"\x16\x03\x01\x02\x00"),
 }
 TRICKLE_S = 1.0
+LOWEST_PRIORITY = 19  # that of a process which takes what no other one wants
+
+
+def stand_apart() -> None:
+    """Leaves the processors to those who are attacked and to those who measure."""
+    os.setpriority(os.PRIO_PROCESS, 0, LOWEST_PRIORITY)
 
 
 @dataclass
@@ -168,6 +177,7 @@ def fault_in(reply: bytes) -> tuple[int, str | None]:
 
 def hold_connections(ports: Sequence[tuple[str, str]], count: int, over: Event) -> None:
     """Keeps so many connections to ports, each an address and what is spoken there, until it is over."""
+    stand_apart()
     asyncio.run(_hold_connections(ports, count, over))
 
 

@@ -19,7 +19,7 @@ from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 import grpc
 import httpx
 import pytest
-from attack.attackers import Tally, hold_connections, post_bodies, send_messages
+from attack.attackers import Tally, hold_connections, post_bodies, send_messages, stand_apart
 from attack.heavy import crowd_out, post_heavy, send_heavy
 from attack.messages import Method, methods
 from attack.streams import IS_LONG, NUM_MESSAGES, NUM_STREAMS, Streams
@@ -299,7 +299,7 @@ async def test_nothing_breaks_and_nobody_suffers(monkeypatch: pytest.MonkeyPatch
     most = getrlimit(RLIMIT_NOFILE)[1]
     setrlimit(RLIMIT_NOFILE, (most, most))
     loop = asyncio.get_running_loop()
-    pool = ProcessPoolExecutor(1, get_context("spawn"))
+    pool = ProcessPoolExecutor(1, get_context("spawn"), stand_apart)
     async with attacked_stack() as stack, Streams(stack.addresses) as streams:
         sendings = await attacks(stack.addresses)
 

@@ -1,6 +1,6 @@
 """Two gateways under requests of every kind, of which a third leave, while target and draft are killed in turn.
 
-Half a minute by default; OUTRIDER_SOAK_MINUTES asks for more (`make test-soak`: 20). Prints what it found as a table.
+Half a minute by default; OUTRIDER_SOAK_MINUTES asks for more (`make test-fuzz`: 20). Prints what it found as a table.
 """
 
 import asyncio

@@ -38,3 +38,11 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     document = tmp_path / "a.md"
     document.write_text("# One `two`\n[x](#one-two) [x](a.md#three) [x](b.md) [x](https://a.example/b.md)\n")
     assert broken(document) == ["](a.md#three)", "](b.md)"]
+
+
+def test_every_decision_is_listed() -> None:
+    """The page of all decisions has each once, and each stands in the folder of a theme."""
+    folder = ROOT / "docs" / "decisions"
+    listed = [link["file"] for link in LINK.finditer((folder / "README.md").read_text())]
+    assert sorted(listed) == sorted(str(path.relative_to(folder)) for path in folder.glob("*/*.md"))
+    assert [path.name for path in folder.iterdir() if path.is_file()] == ["README.md"]

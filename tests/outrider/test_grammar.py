@@ -1,8 +1,10 @@
 """What may follow under a grammar is a function of the tokens alone, for every row of every tree."""
 
 import json
+import queue
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -352,6 +354,29 @@ def test_a_grammar_that_others_have_exhausted_is_compiled_anew(
     [bits] = engine.get(canonical(NESTED), b"spent").allowed([a] * 5, [()], ENDS)
     assert bits is not None
     assert any(bits)
+
+
+def test_sessions_ask_what_may_come_first_while_others_begin(engine: GrammarEngine) -> None:
+    """Each in a thread of its own: the library lends no matcher to one thread while another one changes it."""
+    text = canonical(CONSTRAINTS["schema"])
+    begun: queue.SimpleQueue[Grammar | None] = queue.SimpleQueue()
+
+    def begin() -> None:
+        for _ in range(150):
+            begun.put(engine.get(text))
+
+    def ask() -> set[Bits | None]:
+        return {grammar.allowed([], [()], ENDS)[0] for grammar in iter(begun.get, None)}
+
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(ask) for _ in range(2)]
+        try:
+            for each in [threads.submit(begin) for _ in range(2)]:
+                each.result()
+        finally:
+            for _ in asked:
+                begun.put(None)
+        assert len(asked[0].result() | asked[1].result()) == 1
 
 
 @GRAMMARS

@@ -2,9 +2,9 @@
 
 Which of its additions a processor does first, and in how many lanes, is its own choice, so two of them differ in the
 last digits of every sum, and no fixed number bounds what a whole model makes of that. This follows from what is always
-true (docs/decisions/0033): a sum of n products is the exact sum of products that are each off by the roundings on their
-way, n at most. One is half a unit at most and as often up as down, so their walk has a standard deviation of at most
-√(n/12) units of the type. Taken are √n units, which is three and a half of them.
+true (docs/decisions/exactness/0033): a sum of n products is the exact sum of products that are each off by the
+roundings on their way, n at most. One is half a unit at most and as often up as down, so their walk has a standard
+deviation of at most √(n/12) units of the type. Taken are √n units, which is three and a half of them.
 """
 
 import math

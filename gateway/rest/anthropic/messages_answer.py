@@ -23,14 +23,14 @@ SIGNATURE_BYTES = 16
 
 
 class TextContent(BaseModel):
-    """Text."""
+    """A part of the answer that the user reads."""
 
     type: Literal["text"]
     text: str
 
 
 class ThinkingContent(BaseModel):
-    """What the model thought; its signature is a digest that nobody checks."""
+    """What the model thought; its signature is a digest that is never checked."""
 
     type: Literal["thinking"]
     thinking: str
@@ -38,7 +38,7 @@ class ThinkingContent(BaseModel):
 
 
 class ToolUseContent(BaseModel):
-    """A call. Arguments that are no object, because the answer was cut, are the text `partial_json` in `input`."""
+    """A call of a tool. Arguments that are no object, as the answer was cut, are the text `partial_json` in `input`."""
 
     type: Literal["tool_use"]
     id: str
@@ -59,7 +59,7 @@ class MessagesUsage(BaseModel):
 
 
 class AnthropicMessage(BaseModel):
-    """An answer."""
+    """An answer of the Messages API, whole or as it is at its first event."""
 
     id: str
     type: Literal["message"]
@@ -95,7 +95,7 @@ class ContentBlockStart(BaseModel):
 
 
 class TextDelta(BaseModel):
-    """More text."""
+    """Characters that follow the text until now."""
 
     type: Literal["text_delta"]
     text: str

@@ -36,7 +36,7 @@ TEXT_OR_BLOCKS = text_or_list("a string or a list of blocks")
 
 
 class TextBlock(Parameters):
-    """Text."""
+    """Plain text in a turn, in the system prompt or in what a call gave."""
 
     type: Literal["text"]
     text: str
@@ -105,7 +105,7 @@ System = Annotated[Annotated[str, Tag("<text>")] | Annotated[TextBlocks, Tag("<l
 
 
 class Turn(Parameters):
-    """One turn."""
+    """What one side of the conversation said, or a system prompt within it."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[Annotated[str, Tag("<text>")] | Annotated[Blocks, Tag("<list>")], TEXT_OR_BLOCKS]

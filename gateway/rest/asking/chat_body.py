@@ -54,7 +54,7 @@ Stop = Annotated[
 
 
 class StreamOptions(Parameters):
-    """What a stream tells beside its text."""
+    """What a stream holds beside its text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: Annotated[bool | None, Field(description="Every chunk tells the usage until then.")] = None
@@ -169,7 +169,7 @@ class ToolCall(Parameters):
 
 
 class Message(Parameters):
-    """One turn. Which roles there may be, and what else a turn may carry, is the template's say."""
+    """One turn of the conversation. Which roles there may be, and what else a turn may carry, is the template's say."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -193,7 +193,7 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES,
 
 
 class Function(Parameters):
-    """A function that the model may be told of."""
+    """A function that the template may show to the model."""
 
     name: ToolName
     description: str | None = None
@@ -202,7 +202,7 @@ class Function(Parameters):
 
 
 class Tool(Parameters):
-    """A tool that the model may be told of."""
+    """A tool that the template may show to the model."""
 
     type: Literal["function"]
     function: Function
@@ -254,7 +254,7 @@ TemplateVariable = bool | int | Finite | Annotated[str, Field(max_length=MAX_VAR
 
 
 class TemplateFields(Parameters):
-    """What the chat template is told beside the messages."""
+    """What the chat template gets beside the messages."""
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     chat_template_kwargs: (

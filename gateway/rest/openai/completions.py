@@ -126,10 +126,8 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
             formatter = CompletionFormatter(header, tokenizer, has_logprobs, has_token_ids, echo, samples)
             return ChunkWriter(formatter, figures, body.stream_options or StreamOptions())
 
-        ignored = tuple(dict.fromkeys(ignored_in(body)))
-        responder = Responder(
-            frontend, settings, bool(body.stream), generations, TEXT_NAMES, "cmpl-", make_writer, ignored
-        )
+        streams, ignored = bool(body.stream), tuple(dict.fromkeys(ignored_in(body)))
+        responder = Responder(frontend, settings, streams, generations, TEXT_NAMES, "cmpl-", make_writer, ignored)
         return await responder.respond(request)
 
     return router

@@ -91,7 +91,7 @@ class AssistantMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One answer."""
+    """One of the answers to the same conversation."""
 
     index: int
     message: AssistantMessage

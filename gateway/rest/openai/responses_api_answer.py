@@ -26,7 +26,7 @@ ITEM_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 
 
 class OutputTextPart(BaseModel):
-    """Text."""
+    """A part of the answer that the user reads."""
 
     type: Literal["output_text"]
     text: str
@@ -78,14 +78,14 @@ OutputItem = Annotated[OutputMessage | OutputReasoning | OutputCall, Field(discr
 
 
 class InputTokensDetails(BaseModel):
-    """Of the prompt's tokens, those that the target found in its prefix cache, and those that were paid to be there."""
+    """Numbers of the prompt's tokens that the target found in its prefix cache, and that were paid to be there."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputTokensDetails(BaseModel):
-    """Of the answer's tokens, those of reasoning."""
+    """Number of the answer's tokens that are reasoning."""
 
     reasoning_tokens: int
 
@@ -129,7 +129,7 @@ class ResponseEcho(BaseModel):
 
 
 class ResponseBody(ResponseEcho):
-    """An answer. Nothing of it is stored."""
+    """An answer of the Responses API. Nothing of it is stored."""
 
     id: str
     object: Literal["response"]

@@ -82,7 +82,7 @@ TextOrParts = Annotated[
 
 
 class MessageItem(Parameters):
-    """One turn."""
+    """One turn of the conversation."""
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
@@ -172,7 +172,7 @@ ResponsesTool = Annotated[
 
 
 class NamedFunction(Parameters):
-    """One function."""
+    """A function of the request's tools, by its name."""
 
     type: Literal["function"]
     name: str
@@ -247,7 +247,7 @@ class Reasoning(Parameters):
 
 
 class ResponsesStreamOptions(Parameters):
-    """What a stream tells beside its text."""
+    """What a stream holds beside its text."""
 
     include_obfuscation: bool | None = None
 

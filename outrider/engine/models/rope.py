@@ -46,7 +46,7 @@ class LinearRope(Rope):
 class DynamicRope(Rope):
     """Dynamic NTK (bloc97 and emozilla, 2023): past original_len theta grows with the length of the sequence.
 
-    The length of a row's sequence is its own position + 1, as when it is decoded (docs/decisions/0009).
+    The length of a row's sequence is its own position + 1, as when it is decoded (docs/decisions/models/0009).
     """
 
     factor: float

@@ -1,6 +1,6 @@
 """Whole requests on a simulated clock with a draft that makes chains and trees, of a cost like that of an accelerator.
 
-Half of all contexts are easy ones, where the draft is more often right, and says so; see docs/simulation.md.
+Half of all contexts are easy ones, where the draft is more often right, and says so; see docs/models.md.
 """
 
 import random

@@ -1,6 +1,7 @@
 """Every key that served requests draw with under `ratio` and `block` is written down: none serves two draws.
 
-See docs/decisions/0026-a-key-is-used-once.md. Which functions make keys is checked too, so that a new place is seen.
+See docs/decisions/exactness/0026-a-key-is-used-once.md. Which functions make keys is checked too, so that a new place
+is seen.
 """
 
 import asyncio

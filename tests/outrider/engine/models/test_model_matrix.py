@@ -54,7 +54,7 @@ def test_dynamic_positions_agree_with_transformers_step_by_step(tmp_path: Path, 
 
 
 def test_long_prompts_of_dynamic_models_differ_from_transformers(tmp_path: Path) -> None:
-    """There one length turns all rows of a forward; ours turn by their own positions (docs/decisions/0009)."""
+    """There one length turns all rows of a forward; ours turn by their own positions (docs/decisions/models/0009)."""
     folder = scaled_model(tmp_path / "model", "llama", "dynamic")
     assert worst_difference(folder, length=150, prompt_len=60) > FAR
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from options_page import PAGE, WIDTH, entries, page
+from bench.options_page import PAGE, WIDTH, entries, page
 from outrider.process.options import Setting, addresses, within
 from outrider.process.run import LogLevel
 

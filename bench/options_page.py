@@ -10,7 +10,7 @@ from gateway.settings import GatewaySettings
 from outrider.process.options import Group, settings_of
 from target_service.server import TargetSettings
 
-PAGE = Path(__file__).with_name("options.md")
+PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 HEAD = """# Options of the three processes
 
 Each has a flag and a variable; the flag wins. An empty variable counts as not set. A value outside its range is refused
