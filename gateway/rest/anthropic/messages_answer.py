@@ -234,7 +234,8 @@ class MessageWriter(AnswerWriter):
         part = self.parts.parts[-1]
         events: list[MessagesEvent] = []
         if begins:
-            opening = ContentBlockStart(type="content_block_start", index=part.index, content_block=_opening(part))
+            empty = _content(part.empty, signature="")
+            opening = ContentBlockStart(type="content_block_start", index=part.index, content_block=empty)
             events += [*_closing(before), opening]
         match delta:
             case ContentDelta(text):
@@ -286,11 +287,6 @@ class MessageWriter(AnswerWriter):
             cache_read_input_tokens=cached_tokens,
             output_tokens=usage.completion_tokens,
         )
-
-
-def _opening(part: Part) -> AnswerBlock:
-    """A block of a part's kind, without content."""
-    return _content(part.empty, signature="")
 
 
 def _content(part: Part, signature: str | None = None) -> AnswerBlock:

@@ -264,9 +264,8 @@ def _take(turn: Turn, origin: str, conversation: ChatMessages) -> None:
 
 
 def _function(tool: CustomTool) -> Values:
-    values = {"name": tool.name, "description": tool.description, "strict": tool.strict}
-    present = {name: value for name, value in values.items() if value is not None}
-    return {**present, "parameters": tool.input_schema}
+    values = tool.model_dump(include={"name", "description", "strict"}, exclude_none=True)
+    return {**values, "parameters": tool.input_schema}
 
 
 def _tool_choice(choice: ToolChoice | None, has_tools: bool) -> Values:

@@ -3,7 +3,7 @@
 Every dialect that speaks of messages and tools comes here with a body of chat.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +18,12 @@ from gateway.generation.conversation import (
 )
 from gateway.generation.frontend import Frontend
 from gateway.generation.request import GenerationRequest
-from gateway.rest.asking.chat_body import AllowedToolsChoice, ChatRequest, Message, NamedTool, Tool
+from gateway.rest.asking.chat_body import AllowedToolsChoice, ChatRequest, Message, NamedTool
 from gateway.rest.asking.fields import NO_EFFECT, ignored_in
 from gateway.rest.asking.request import check_prompt_len, generation_request
 from gateway.rest.errors import MissingParameter
 from gateway.rest.settings import RestSettings
-from gateway.text.chat_template import ChatTemplate, RenderedPrompt
+from gateway.text.chat_template import ChatTemplate
 from gateway.text.json_counts import JsonCounts
 from gateway.tools.call_grammar import CallRules, OfferedTool
 from outrider.errors import InvalidRequest
@@ -60,7 +60,12 @@ async def conversation(body: ChatRequest, frontend: Frontend, settings: RestSett
     if tools and settings.drops_tools and not template.renders_tools:
         tools, rules = (), CallRules()
         ignored += [name for name in ABOUT_TOOLS if getattr(body, name) is not None]
-    prompt = await _rendered(body, tools, variables, template)
+    prompt = await template.prompt(
+        template_messages(body.messages),
+        [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools] or None,
+        **prompt_end(begins_turn=body.add_generation_prompt, goes_on=bool(body.continue_final_message)),
+        **variables,
+    )
     check_prompt_len("messages", prompt.text, settings.max_prompt_chars)
     request = replace(
         asked(shared, prompt, rules, template, frontend.backend.tokenizer),
@@ -68,17 +73,6 @@ async def conversation(body: ChatRequest, frontend: Frontend, settings: RestSett
         logprob_count=(body.top_logprobs or 0) if body.logprobs else None,
     )
     return ChatPrompt(request, tuple(dict.fromkeys((*ignored, *_ignored(body, template)))))
-
-
-async def _rendered(
-    body: ChatRequest, tools: Sequence[Tool], variables: Mapping[str, Any], template: ChatTemplate
-) -> RenderedPrompt:
-    return await template.prompt(
-        template_messages(body.messages),
-        [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools] or None,
-        **prompt_end(begins_turn=body.add_generation_prompt, goes_on=bool(body.continue_final_message)),
-        **variables,
-    )
 
 
 def _call_rules(body: ChatRequest) -> CallRules:

@@ -316,7 +316,11 @@ def translated(body: ResponsesRequest) -> Translation:
     if body.max_output_tokens is not None:
         chat["max_tokens"] = body.max_output_tokens
     if body.text is not None and body.text.format is not None:
-        chat["response_format"] = _response_format(body.text.format)
+        shape = body.text.format
+        chat["response_format"] = {"type": shape.type}
+        if isinstance(shape, SchemaFormat):
+            schema = shape.model_dump(include={"name", "description", "strict"}, exclude_none=True)
+            chat["response_format"]["json_schema"] = {**schema, "schema": shape.json_schema}
     names |= {"messages": "input", "max_tokens": "max_output_tokens", **conversation.names}
     names |= {"response_format": "text.format", "response_format.json_schema": "text.format"}
     names |= {"reasoning_effort": "reasoning.effort", "messages.reasoning_content": "input.content"}
@@ -364,10 +368,3 @@ def _tool_choice(choice: str | NamedFunction | AllowedFunctions) -> str | Values
         case AllowedFunctions(mode=mode, tools=tools):
             return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*map(_tool_choice, tools)]}}
     return choice
-
-
-def _response_format(shape: PlainFormat | SchemaFormat) -> Values:
-    if isinstance(shape, PlainFormat):
-        return {"type": shape.type}
-    schema = shape.model_dump(include={"name", "description", "strict"}, exclude_none=True)
-    return {"type": "json_schema", "json_schema": {**schema, "schema": shape.json_schema}}
