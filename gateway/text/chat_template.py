@@ -228,9 +228,14 @@ class ChatTemplate:
             text = _plain(present, add_generation_prompt)
         else:
             text = self._rendered(present, tools, add_generation_prompt=add_generation_prompt, **variables)
-        begun = str(messages[-1]["content"]) if continue_final_message else ""
+        begun = ""
         if continue_final_message:
-            text = _cut(text, begun)
+            begun, end = str(messages[-1]["content"]), text.rfind(CUT)
+            if end < 0 or begun.strip() not in text[:end]:
+                limit = "false: the chat template does not show the last message as it is"
+                raise InvalidRequest("continue_final_message", True, limit)
+            # Where the template trimmed the message, so is the prompt's end.
+            text = text[:end] if text.startswith(f"{CUT} ", end) else text[:end].rstrip()
         return RenderedPrompt(text, self.is_default, begun)
 
     def _rendered(
@@ -278,18 +283,6 @@ class ChatTemplate:
         text_len = sum(len(content) for each in messages if isinstance(content := each.get("content"), str))
         is_long = tools or len(messages) > LONG_CHAT or text_len > LONG_TEXT
         return await asyncio.to_thread(render) if is_long else render()
-
-
-def _cut(prompt: str, message: str) -> str:
-    """A prompt up to the end of its last message, which is marked; raises InvalidRequest if that is not there whole.
-
-    Where the template trimmed the message, so is its end.
-    """
-    end = prompt.rfind(CUT)
-    if end < 0 or message.strip() not in prompt[:end]:
-        limit = "false: the chat template does not show the last message as it is"
-        raise InvalidRequest("continue_final_message", True, limit)
-    return prompt[:end] if prompt.startswith(f"{CUT} ", end) else prompt[:end].rstrip()
 
 
 def _plain(messages: Sequence[Message], add_generation_prompt: bool) -> str:

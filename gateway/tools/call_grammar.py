@@ -84,10 +84,14 @@ class _Grammar:
 
     def _required(self) -> str:
         calls = self._calls()
-        if self._syntax.open:
-            wrapped = f"{self._marker(self._syntax.open)} {calls}"
-            return wrapped if self._rules.max_calls == 1 or self._is_list else f"{wrapped} ({self._between} {wrapped})*"
-        return calls
+        if not self._syntax.open:
+            return calls
+        wrapped = f"{self._marker(self._syntax.open)} {calls}"
+        # Some families write several calls in one list, instead of each in marks of its own.
+        if self._rules.max_calls == 1 or self._reading.format.name in ("mistral-v3", "json", "llama-pythonic"):
+            return wrapped
+        space = "" if self._syntax.body is Body.NAMED else "SPACE?"
+        return f"{wrapped} ({space} {wrapped})*"
 
     def _free(self) -> str:
         """Text with calls in it. Where calls are bare, an answer that begins like one is one."""
@@ -111,15 +115,6 @@ class _Grammar:
     def _marker(self, marker: str) -> str:
         """Marker as a token if it is one: the library takes such tokens for none of the texts that are their names."""
         return f"<[{self._added_tokens[marker]}]>" if marker in self._added_tokens else _literal(marker)
-
-    @property
-    def _is_list(self) -> bool:
-        """Whether several calls are in one list, instead of each in marks of its own."""
-        return self._reading.format.name in ("mistral-v3", "json", "llama-pythonic")
-
-    @property
-    def _between(self) -> str:
-        return "" if self._syntax.body is Body.NAMED else "SPACE?"
 
     def _calls(self) -> str:
         """Expression for what follows an opening marker: a call of any of the tools, or several in a list."""
