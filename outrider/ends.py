@@ -39,7 +39,11 @@ def find_ends(place: Path, tokenizer: Tokenizer | None) -> dict[int, tuple[str, 
     Without a tokenizer nothing is known of names. Raises ModelRefused about a file that cannot be read.
     """
     gguf = gguf_in(place)
-    said = [*(_in_folder(place, tokenizer) if gguf is None else _in_gguf(gguf))]
+    if gguf is None:
+        said = [*_in_folder(place, tokenizer)]
+    else:
+        metadata = GgufFile.read(gguf).metadata
+        said = [(token_id, key) for key in ENDS for token_id in _ids(metadata.get(key))]
     if tokenizer is not None:
         said += [(token_id, ITS_NAME) for token_id in _named(tokenizer)]
     found: dict[int, tuple[str, ...]] = {}
@@ -52,13 +56,6 @@ def told(token_id: int, tokenizer: Tokenizer | None) -> str:
     """A token for people, by its name and its id."""
     name = None if tokenizer is None else tokenizer.id_to_token(token_id)
     return str(token_id) if name is None else f"{name} ({token_id})"
-
-
-def _in_gguf(path: Path) -> Iterator[tuple[int, str]]:
-    metadata = GgufFile.read(path).metadata
-    for key in ENDS:
-        for token_id in _ids(metadata.get(key)):
-            yield token_id, key
 
 
 def _in_folder(folder: Path, tokenizer: Tokenizer | None) -> Iterator[tuple[int, str]]:
