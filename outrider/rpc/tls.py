@@ -195,7 +195,19 @@ class TlsFiles:
         context = self.tls.context(ssl.PROTOCOL_TLS_SERVER)
         ca, cert, key = (Path(path).read_bytes() if path else b"" for path in self._paths())
         if cert:
-            _check_key(self.tls.cert, cert)
+            # OpenSSL takes certificates that gRPC does not, with which every call would fail.
+            path = self.tls.cert
+            try:
+                leaf = x509.load_pem_x509_certificate(cert)
+                public = leaf.public_key()
+            except (ValueError, UnsupportedAlgorithm):
+                limit = "a certificate that gRPC can read, and none of OpenSSL's own"
+                raise InvalidRequest("tls.cert", path, limit) from None
+            # By the algorithm, because a key for RSA-PSS alone is of the same type.
+            is_rsa = leaf.public_key_algorithm_oid == PublicKeyAlgorithmOID.RSAES_PKCS1_v1_5
+            if not is_rsa and not (isinstance(public, EllipticCurvePublicKey) and public.curve.name in CURVES):
+                limit = "a certificate whose key is RSA, P-256 or P-384, which gRPC takes"
+                raise InvalidRequest("tls.cert", path, limit)
         return Contents(ca, cert, key, context)
 
     def _warn_of_time(self) -> None:
@@ -218,19 +230,6 @@ class TlsFiles:
                 mark = os.stat(path)
                 found.append((mark.st_dev, mark.st_ino, mark.st_size, mark.st_mtime_ns))
         return found
-
-
-def _check_key(path: str, pem: bytes) -> None:
-    """Raises InvalidRequest about a certificate that OpenSSL takes and gRPC does not: every call would fail."""
-    try:
-        leaf = x509.load_pem_x509_certificate(pem)
-        key = leaf.public_key()
-    except (ValueError, UnsupportedAlgorithm):
-        raise InvalidRequest("tls.cert", path, "a certificate that gRPC can read, and none of OpenSSL's own") from None
-    # By the algorithm, because a key for RSA-PSS alone is of the same type.
-    is_rsa = leaf.public_key_algorithm_oid == PublicKeyAlgorithmOID.RSAES_PKCS1_v1_5
-    if not is_rsa and not (isinstance(key, EllipticCurvePublicKey) and key.curve.name in CURVES):
-        raise InvalidRequest("tls.cert", path, "a certificate whose key is RSA, P-256 or P-384, which gRPC takes")
 
 
 def files_of(tls: Mapping[str, str], options: Mapping[str, str]) -> TlsFiles | None:
