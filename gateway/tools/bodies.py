@@ -93,9 +93,17 @@ class JsonBody(CallBody):
         is_list = text.lstrip().startswith("[")
         if not self.is_whole and not is_list:
             return None
+        calls: list[ParsedCall] = []
         try:
-            values = _entries(text) if is_list else [text]
-            calls = [_json_call(value, needs_arguments=self._is_bare) for value in values]
+            for value in _entries(text) if is_list else [text]:
+                members = _members(value)
+                name, call_id = (json.loads(members.get(key, "null")) for key in ("name", "id"))
+                spelled = next((members[key] for key in ARGUMENTS if key in members), None)
+                is_call = isinstance(name, str) and name and name.isprintable()
+                if not is_call or (spelled is None and self._is_bare):
+                    return None
+                call_id = call_id if isinstance(call_id, str) else ""
+                calls.append(ParsedCall(name, _strict_object(spelled or "null"), call_id))
         except (ValueError, RecursionError):
             return None
         return calls or None
@@ -313,17 +321,6 @@ def _members(text: str) -> dict[str, str]:
     if text[place + 1 :].strip():
         raise ValueError("more than an object")
     return found
-
-
-def _json_call(text: str, *, needs_arguments: bool) -> ParsedCall:
-    """A call from an object; raises ValueError about any other object."""
-    members = _members(text)
-    name = json.loads(members.get("name", "null"))
-    spelled = next((members[key] for key in ARGUMENTS if key in members), None)
-    if not isinstance(name, str) or not name or not name.isprintable() or (spelled is None and needs_arguments):
-        raise ValueError("not a call")
-    call_id = json.loads(members.get("id", "null"))
-    return ParsedCall(name, _strict_object(spelled or "null"), call_id if isinstance(call_id, str) else "")
 
 
 def _strict_object(spelled: str) -> str:

@@ -66,21 +66,18 @@ class _Grammar:
 
     def text(self) -> str:
         """The whole grammar, in the library's syntax."""
-        reason = self._reason()
+        pairs = dict(self._reading.format.reasoning)
+        opener = self._reading.open_reasoning or next(iter(pairs), "")
+        # Reasoning must end where the prompt began it, and may come before calls that must come.
+        if self._reading.open_reasoning:
+            reason = f"{self._until('reasoned', pairs[opener])} SPACE?"
+        elif opener and self._rules.needs_call:
+            reason = f"({self._marker(opener)} {self._until('reasoned', pairs[opener])} SPACE?)?"
+        else:
+            reason = ""
         answer = self._required() if self._rules.needs_call else self._free()
         self._lines.append(f"start: {reason} {answer}")
         return "\n".join(self._lines) + "\n"
-
-    def _reason(self) -> str:
-        """Reasoning: it must end where the prompt began it, and may come before calls that must come."""
-        pairs = dict(self._reading.format.reasoning)
-        opener = self._reading.open_reasoning or next(iter(pairs), "")
-        if not opener or not (self._reading.open_reasoning or self._rules.needs_call):
-            return ""
-        closing = self._until("reasoned", pairs[opener])
-        if self._reading.open_reasoning:
-            return f"{closing} SPACE?"
-        return f"({self._marker(opener)} {closing} SPACE?)?"
 
     def _required(self) -> str:
         calls = self._calls()
