@@ -108,7 +108,15 @@ def read_calls(text: str) -> list[tuple[str, dict[str, object]]]:
     tree, words = _parsed(text)
     if not isinstance(tree, ast.List):
         raise ValueError("not a list of calls")
-    return [_call(each, words) for each in tree.elts]
+    calls = []
+    for node in tree.elts:
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
+            raise ValueError("not a call")
+        arguments = {words[each.arg or ""]: _value(each.value, words) for each in node.keywords}
+        if len(arguments) < len(node.keywords):
+            raise ValueError("a parameter is there twice")
+        calls.append((words[node.func.id], arguments))
+    return calls
 
 
 def _parsed(text: str) -> tuple[ast.expr, Mapping[str, str]]:
@@ -142,15 +150,6 @@ def _parsed(text: str) -> tuple[ast.expr, Mapping[str, str]]:
         return ast.parse(" ".join(spelled), mode="eval").body, words
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError("no literal") from error
-
-
-def _call(node: ast.expr, words: Mapping[str, str]) -> tuple[str, dict[str, object]]:
-    match node:
-        case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):
-            arguments = {words[each.arg or ""]: _value(each.value, words) for each in keywords}
-            if len(arguments) == len(keywords):
-                return words[name], arguments
-    raise ValueError("not a call, or one with a parameter twice")
 
 
 def _value(node: ast.expr, words: Mapping[str, str], depth: int = 0) -> object:
