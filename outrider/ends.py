@@ -45,7 +45,14 @@ def find_ends(place: Path, tokenizer: Tokenizer | None) -> dict[int, tuple[str, 
         metadata = GgufFile.read(gguf).metadata
         said = [(token_id, key) for key in ENDS for token_id in _ids(metadata.get(key))]
     if tokenizer is not None:
-        said += [(token_id, ITS_NAME) for token_id in _named(tokenizer)]
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        ends = {name: token_id for name, token_id in vocabulary.items() if name in NAMED or SPELT.fullmatch(name)}
+        if any(whole <= ends.keys() for whole in WHOLES):
+            ends.pop(PART, None)
+        added, slash_s = tokenizer.get_added_tokens_decoder(), vocabulary.get(SLASH_S)
+        if slash_s in added and added[slash_s].special:
+            ends[SLASH_S] = slash_s
+        said += [(token_id, ITS_NAME) for token_id in sorted(ends.values())]
     found: dict[int, tuple[str, ...]] = {}
     for token_id, where in said:
         found[token_id] = (*found.get(token_id, ()), where)
@@ -68,18 +75,6 @@ def _in_folder(folder: Path, tokenizer: Tokenizer | None) -> Iterator[tuple[int,
         named = tokenizer.token_to_id(name) if isinstance(name, str) and tokenizer is not None else None
         if named is not None:
             yield named, file
-
-
-def _named(tokenizer: Tokenizer) -> list[int]:
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    ends = {name: token_id for name, token_id in vocabulary.items() if name in NAMED or SPELT.fullmatch(name)}
-    if any(whole <= ends.keys() for whole in WHOLES):
-        ends.pop(PART, None)
-    added = tokenizer.get_added_tokens_decoder()
-    slash_s = vocabulary.get(SLASH_S)
-    if slash_s in added and added[slash_s].special:
-        ends[SLASH_S] = slash_s
-    return sorted(ends.values())
 
 
 def _ids(value: object) -> list[int]:
