@@ -75,30 +75,24 @@ class _Grammar:
             reason = f"({self._marker(opener)} {self._until('reasoned', pairs[opener])} SPACE?)?"
         else:
             reason = ""
-        answer = self._required() if self._rules.needs_call else self._free()
+        opening, is_once, calls = self._syntax.open, self._rules.max_calls == 1, self._calls()
+        if self._rules.needs_call:
+            answer = f"{self._marker(opening)} {calls}" if opening else calls
+            # Some families write several calls in one list, instead of each in marks of its own.
+            if opening and not is_once and self._reading.format.name not in ("mistral-v3", "json", "llama-pythonic"):
+                space = "" if self._syntax.body is Body.NAMED else "SPACE?"
+                answer = f"{answer} ({space} {answer})*"
+        elif opening:
+            # Text with calls in it.
+            self._lines.append(f"called: {self._until('told', opening)} {calls}")
+            rest = "TOLD" if opening in self._added_tokens else "TEXT"
+            answer = f"(called SPACE? | {rest})" if is_once else f"called* {rest}"
+        else:
+            # Where calls are bare, an answer that begins like one is one.
+            self._lines.append(r"PLAIN: /[^{\[ \n\t](?s:.*)/")
+            answer = f"SPACE? ({calls} SPACE? | PLAIN)?"
         self._lines.append(f"start: {reason} {answer}")
         return "\n".join(self._lines) + "\n"
-
-    def _required(self) -> str:
-        calls = self._calls()
-        if not self._syntax.open:
-            return calls
-        wrapped = f"{self._marker(self._syntax.open)} {calls}"
-        # Some families write several calls in one list, instead of each in marks of its own.
-        if self._rules.max_calls == 1 or self._reading.format.name in ("mistral-v3", "json", "llama-pythonic"):
-            return wrapped
-        space = "" if self._syntax.body is Body.NAMED else "SPACE?"
-        return f"{wrapped} ({space} {wrapped})*"
-
-    def _free(self) -> str:
-        """Text with calls in it. Where calls are bare, an answer that begins like one is one."""
-        calls = self._calls()
-        if not self._syntax.open:
-            self._lines.append(r"PLAIN: /[^{\[ \n\t](?s:.*)/")
-            return f"SPACE? ({calls} SPACE? | PLAIN)?"
-        self._lines.append(f"called: {self._until('told', self._syntax.open)} {calls}")
-        rest = "TOLD" if self._syntax.open in self._added_tokens else "TEXT"
-        return f"(called SPACE? | {rest})" if self._rules.max_calls == 1 else f"called* {rest}"
 
     def _until(self, rule: str, marker: str) -> str:
         """Expression for any text until a marker, with it. The letters of a marker that is a token are no text."""
