@@ -61,23 +61,21 @@ def find_templates(model: str) -> TemplateFiles:
         if (folder / "chat_template.jinja").is_file():
             paths[DEFAULT] = folder / "chat_template.jinja"
         files = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
-        return TemplateFiles(files or _named(config.get("chat_template")), _special_tokens(folder, config))
+        entry = config.get("chat_template")
+        if not files and entry is not None:
+            # One, or a list of named ones.
+            entry = {DEFAULT: entry} if isinstance(entry, str) else entry
+            if isinstance(entry, list):
+                entry = {each["name"]: each["template"] for each in entry}
+            if not isinstance(entry, dict) or not all(isinstance(source, str) for source in entry.values()):
+                raise ValueError("chat_template of tokenizer_config.json is neither a text nor a list of named ones")
+            files = entry
+        return TemplateFiles(files, _special_tokens(folder, config))
     except ModelRefused:
         raise
     except Exception as error:  # the hub's library has errors of several roots
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelRefused(f"the chat template of {model} cannot be read: {reason}", model=model) from error
-
-
-def _named(entry: object) -> dict[str, str]:
-    """The templates of a configuration: one, or a list of named ones."""
-    if entry is None or isinstance(entry, str):
-        return {} if entry is None else {DEFAULT: entry}
-    if isinstance(entry, list):
-        entry = {each["name"]: each["template"] for each in entry}
-    if not isinstance(entry, dict) or not all(isinstance(source, str) for source in entry.values()):
-        raise ValueError("chat_template of tokenizer_config.json is neither a text nor a list of named ones")
-    return entry
 
 
 def _special_tokens(folder: Path, config: dict[str, object]) -> dict[str, str]:
