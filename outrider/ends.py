@@ -8,7 +8,6 @@ around gaps, and those of further families in all their brackets.
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -40,7 +39,13 @@ def find_ends(place: Path, tokenizer: Tokenizer | None) -> dict[int, tuple[str, 
     """
     gguf = gguf_in(place)
     if gguf is None:
-        said = [*_in_folder(place, tokenizer)]
+        said = [(token_id, file) for file in IDS_IN for token_id in _ids(_object(place / file).get("eos_token_id"))]
+        for file in NAMES_IN if tokenizer is not None else ():
+            token = _object(place / file).get("eos_token")
+            name = token.get("content") if isinstance(token, dict) else token
+            named = tokenizer.token_to_id(name) if isinstance(name, str) and tokenizer is not None else None
+            if named is not None:
+                said.append((named, file))
     else:
         metadata = GgufFile.read(gguf).metadata
         said = [(token_id, key) for key in ENDS for token_id in _ids(metadata.get(key))]
@@ -63,18 +68,6 @@ def told(token_id: int, tokenizer: Tokenizer | None) -> str:
     """A token for people, by its name and its id."""
     name = None if tokenizer is None else tokenizer.id_to_token(token_id)
     return str(token_id) if name is None else f"{name} ({token_id})"
-
-
-def _in_folder(folder: Path, tokenizer: Tokenizer | None) -> Iterator[tuple[int, str]]:
-    for file in IDS_IN:
-        for token_id in _ids(_object(folder / file).get("eos_token_id")):
-            yield token_id, file
-    for file in NAMES_IN if tokenizer is not None else ():
-        token = _object(folder / file).get("eos_token")
-        name = token.get("content") if isinstance(token, dict) else token
-        named = tokenizer.token_to_id(name) if isinstance(name, str) and tokenizer is not None else None
-        if named is not None:
-            yield named, file
 
 
 def _ids(value: object) -> list[int]:

@@ -349,7 +349,19 @@ def why_refused(address: str, tls: Tls | None) -> str:
 def _why_refused(address: str, tls: Tls | None) -> str:
     is_heard, alert = False, ""
     try:
-        is_heard = bool(_first_byte(address, tls))
+        host, _, port = address.rpartition(":")
+        context = (tls or Tls()).context(ssl.PROTOCOL_TLS_CLIENT)
+        if tls is None:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        elif not tls.ca:
+            context.load_default_certs()
+        context.set_alpn_protocols(["h2"])
+        with (
+            socket.create_connection((host.strip("[]"), int(port)), PROBE_S) as connection,
+            context.wrap_socket(connection, server_hostname=host.strip("[]")) as secure,
+        ):
+            # A server of gRPC speaks first, unless it refuses the certificate of its client.
+            is_heard = tls is not None and bool(secure.recv(1))
     except ssl.SSLCertVerificationError as error:
         authority = f"the authority in {tls.ca}" if tls is not None and tls.ca else "a known authority"
         return f"The certificate of {address} is refused: {_verdict(error, authority)}."
@@ -379,22 +391,6 @@ async def refusal(error: grpc.RpcError, address: str, tls: Tls | None) -> TlsFai
 def has_no_connection(error: grpc.RpcError) -> bool:
     """Whether a call failed because no connection could be made, and not because one broke."""
     return not said_by_peer(error) and NOT_CONNECTED in (error.details() or "")
-
-
-def _first_byte(address: str, tls: Tls | None) -> bytes:
-    """First byte from a server of gRPC; empty where it refuses the certificate of its client, and without TLS."""
-    host, _, port = address.rpartition(":")
-    context = (tls or Tls()).context(ssl.PROTOCOL_TLS_CLIENT)
-    if tls is None:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    elif not tls.ca:
-        context.load_default_certs()
-    context.set_alpn_protocols(["h2"])
-    with (
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_S) as connection,
-        context.wrap_socket(connection, server_hostname=host.strip("[]")) as secure,
-    ):
-        return secure.recv(1) if tls is not None else b""
 
 
 def _own_fault(tls: Tls) -> str:
