@@ -128,17 +128,13 @@ def json_config(file: GgufFile) -> dict[str, Any]:
     }
     named = {file.metadata[key] for key in ENDS if type(file.metadata.get(key)) is int}
     ends = sorted(named - set(NO_TOKEN))
-    return config | _window(file, name, given, config) | ({"eos_token_id": ends} if ends else {})
-
-
-def _window(file: GgufFile, name: str, given: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     window, key = given.get("attention.sliding_window", 0), f"{name}.attention.sliding_window"
     window = 0 if window == -1 else window
     if type(window) is not int or window < 0:
         raise file.refuse(key, f"is {shown(window)}, but must be a number of positions")
     context_len = config["max_position_embeddings"]
-    if window == 0 or (type(context_len) is int and window >= context_len):
-        return {}
-    if name != "llama" or config["attention_bias"] or config["mlp_bias"]:
-        raise file.refuse(key, f"is {window}, but does not say in which layers; only Mistral's shape has it in all")
-    return {"architectures": [MISTRAL], "sliding_window": window}
+    if window and not (type(context_len) is int and window >= context_len):
+        if name != "llama" or config["attention_bias"] or config["mlp_bias"]:
+            raise file.refuse(key, f"is {window}, but does not say in which layers; only Mistral's shape has it in all")
+        config |= {"architectures": [MISTRAL], "sliding_window": window}
+    return config | ({"eos_token_id": ends} if ends else {})
