@@ -6,7 +6,6 @@ no token to draw waits for it.
 
 import time
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -20,7 +19,6 @@ from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.models.config import DecoderFacts
 from outrider.engine.models.decoder import Decoder, ProbedDecoder, TappedDecoder
 from outrider.engine.models.fused import fused
-from outrider.engine.models.simulated import SimulatedDecoder
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import DTYPES, PACKED_BITS, unchanged
 from outrider.engine.ops import Ops, choose_ops
@@ -39,8 +37,6 @@ computed, it says how to compute them; None: as always."""
 MAX_ROWS = 512
 # 64 MiB of float32, beyond those after which tokens are drawn.
 MAX_PREFIX_LOGITS = 1 << 24
-# What the cache takes by default, and what it may take for the sake of one whole context.
-DEFAULT_KV_BYTES, MAX_KV_BYTES = 512 << 20, 4 << 30
 
 
 @dataclass(slots=True)
@@ -102,13 +98,11 @@ class ModelRunner:
         self.model: Decoder = fused(model) if isinstance(model, Transformer) else model
         self.identity = identity
         self.max_rows = max_rows
-        config, weight = model.config, model.embedding
+        config = model.config
         self.pool = BlockPool(-(-kv_tokens // BLOCK_SIZE))
         num_slots = self.pool.num_blocks * BLOCK_SIZE
-        # Keys and values are as exact as activations on the CPU, and as small as weights on an accelerator.
-        cache_dtype = torch.float32 if weight.device.type == "cpu" else weight.dtype
         self.cache = KVCache(
-            config.num_layers, num_slots, config.num_kv_heads, config.head_dim, cache_dtype, weight.device
+            config.num_layers, num_slots, config.num_kv_heads, config.head_dim, model.cache_dtype, self.device
         )
         self.extension: StepExtension | None = None
         self.forward_counts = ForwardCounts()
@@ -131,9 +125,7 @@ class ModelRunner:
         """Loads a folder, a hub id, a sized or simulated model (outrider.model_names), or what find_checkpoint found.
 
         dtype, "bfloat16", "float32", or on the CPU "int8" or "int4", is that of the weights in memory, whatever the
-        file holds. kv_tokens is the
-        size of the cache in tokens; by default as many as 512 MiB hold, and at least one full context, or what the
-        memory of a simulated device would hold.
+        file holds. kv_tokens is the size of the cache in tokens; by default Decoder.default_kv_tokens.
         vocabulary_size defaults to the width of the logits. Raises ModelRefused and InvalidRequest, and NotReady when
         files changed meanwhile.
         """
@@ -164,9 +156,7 @@ class ModelRunner:
             decoder = checkpoint.build(torch_device, DTYPES[dtype], ops)
             digest = checkpoint.digest()
         identity = ModelIdentity(checkpoint.name, digest, dtype, num_threads, size, checkpoint.modelling)
-        if kv_tokens is None and isinstance(decoder, SimulatedDecoder):
-            kv_tokens = decoder.model.kv_tokens
-        return cls(decoder, identity, kv_tokens or default_kv_tokens(config, torch_device, DTYPES[dtype]))
+        return cls(decoder, identity, kv_tokens or decoder.default_kv_tokens)
 
     @property
     def parts(self) -> TargetParts:
@@ -190,13 +180,6 @@ class ModelRunner:
         # After those that there are, whose places others know.
         taps = tuple(dict.fromkeys((*self.cache.taps, *sorted(boundaries))))
         self.cache.keep_features(len(taps) * self.model.embedding.shape[1], taps)
-
-    def sibling(self, model: Decoder) -> Self:
-        """A runner of another decoder over the same cache, for instance of the first layers of this one's."""
-        twin = copy(self)
-        twin.model, twin.extension = model, None
-        twin.forward_counts, twin._num_forwards, twin._started_s = ForwardCounts(), 0, None
-        return twin
 
     def extend(self, rows: Tensor) -> range:
         """Embeds rows [L, H], which nothing but probes may name, and returns the ids that these have from now on.
@@ -233,11 +216,6 @@ class ModelRunner:
     def is_row_invariant(self) -> bool:
         """Whether a row's bits depend on nothing but the row; see outrider.engine.ops."""
         return self.device.type == "cpu"
-
-    @property
-    def device_name(self) -> str:
-        """The device as reports name it: torch's name, or what it stands for where it is simulated."""
-        return self.model.device_name if isinstance(self.model, SimulatedDecoder) else str(self.device)
 
     @property
     def numerics_id(self) -> str:
@@ -313,17 +291,10 @@ class ModelRunner:
         return ForwardResult(logits, batch.ranges, batch.prefixes, grants, probes)
 
     def finish(self) -> None:
-        """Counts the time of the last forward, after which its tokens have been drawn and read; idempotent.
-
-        Waits where the device is simulated and would not be done yet.
-        """
-        if self._started_s is None:
-            return
-        if isinstance(self.model, SimulatedDecoder):
-            self.forward_counts.busy_s += self.model.wait()
-        else:
-            self.forward_counts.busy_s += time.perf_counter() - self._started_s
-        self._started_s = None
+        """Counts the time of the last forward, after which its tokens have been drawn and read; idempotent."""
+        if self._started_s is not None:
+            self.forward_counts.busy_s += self.model.finish(self._started_s)
+            self._started_s = None
 
     def check(self, feed: Feed) -> None:
         """Raises InvalidRequest when a feed can never run: past the context, too wide, or ids that are not embedded.
@@ -361,13 +332,6 @@ class ModelRunner:
         for extreme in (min(token_ids), max(token_ids)):
             if not 0 <= extreme < end:
                 raise InvalidRequest("token_ids", extreme, f"in [0, {end})")
-
-
-def default_kv_tokens(config: DecoderFacts, device: torch.device, dtype: torch.dtype) -> int:
-    """Tokens whose keys and values fit into 512 MiB, or one full context, up to 4 GiB for that."""
-    item_bytes = 4 if device.type == "cpu" else dtype.itemsize
-    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item_bytes
-    return max(DEFAULT_KV_BYTES // token_bytes, min(config.context_len, MAX_KV_BYTES // token_bytes))
 
 
 def _checked_device(name: str) -> torch.device:
