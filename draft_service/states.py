@@ -204,10 +204,6 @@ class HostedState(DraftState):
         self.hosted.part.truncate(len(self.session))
         return was_stopped
 
-    def commit(self, base_len: int, token_ids: Sequence[int]) -> None:
-        DraftState.commit(self, base_len, token_ids)
-        self.hosted.part.commit(())
-
     def new_task(self, wanted: Wanted, room: int, on_done: OnDone, on_failure: OnFailure) -> Task:
         self.hosted.propose(self.session, GuessLimits(wanted.draft_count, wanted.shape).within(room))
         return HostedTask(self.session, self.hosted, on_done, on_failure)

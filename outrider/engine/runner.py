@@ -17,7 +17,7 @@ from outrider.engine.cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
 from outrider.engine.heads.head import TargetParts
 from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.models.config import DecoderFacts
-from outrider.engine.models.decoder import Decoder, ProbedDecoder, TappedDecoder
+from outrider.engine.models.decoder import Decoder, TappedDecoder
 from outrider.engine.models.fused import fused
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import DTYPES, PACKED_BITS, unchanged
@@ -26,13 +26,10 @@ from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
 from outrider.engine.session import Session
 from outrider.engine.sharing import share_rows
 from outrider.errors import CacheFull, InvalidRequest, ModelRefused, PromptTooLong
-from outrider.token_tree import EMPTY, TokenTree
+from outrider.token_tree import EMPTY
 
 Compute = Callable[[RowPlan, KVCache, Tensor], Tensor]
 """Computes rows as Decoder.forward does."""
-StepExtension = Callable[[Sequence[Feed], Sequence[int]], Compute | None]
-"""Part of a drafter in each forward of a runner: given the feeds and the rows that each is granted, before any is
-computed, it says how to compute them; None: as always."""
 
 MAX_ROWS = 512
 # 64 MiB of float32, beyond those after which tokens are drawn.
@@ -59,16 +56,14 @@ class ForwardResult:
     """Logits of a forward, and the rows of them that belong to each feed."""
 
     logits: Tensor
-    """[rows, V] float32 on the device, of roots, tree rows and probes."""
+    """[rows, V] float32 on the device, of roots and tree rows."""
     ranges: list[range | None]
     """Rows of logits of each feed: the root (its last committed token) first, then its tree's rows in row order;
     those that were computed before are left out. None: the feed is not finished, and is to be fed again."""
     prefixes: list[range]
     """Rows of logits, for each feed that wants them, of the tokens before the root that this forward computed."""
     grants: list[int]
-    """Number of rows of each feed that were computed."""
-    probes: dict[int, range]
-    """The rows of logits of probes, in row order, by the number of their feed; none of a feed that is not finished."""
+    """Number of rows of each feed that were computed, with those that extensions have added."""
 
     @property
     def num_rows(self) -> int:
@@ -91,6 +86,36 @@ class ModelIdentity:
     """Library that computes the model, with its version; empty for our own code."""
 
 
+class StepExtension:
+    """Part of drafters in all forwards of a runner; by itself it changes nothing."""
+
+    def __init__(self, runner: "ModelRunner") -> None:
+        self.runner = runner
+
+    @classmethod
+    def in_forwards_of(cls, runner: "ModelRunner") -> Self:
+        """The one of this class in a runner's forwards, which all drafters share that need it."""
+        found = next((each for each in runner.extensions if isinstance(each, cls)), None)
+        if found is None:
+            found = cls(runner)
+            runner.extensions.append(found)
+        return found
+
+    def extend(self, feeds: Sequence[Feed]) -> Sequence[Feed]:
+        """The feeds with rows of its own after those of their trees, for which it has reserved slots.
+
+        Sessions keep none of these rows. It must not raise for a lack of room.
+        """
+        return feeds
+
+    def compute(self, feeds: Sequence[Feed], grants: Sequence[int]) -> Compute | None:
+        """How to compute the rows that each feed is granted; None: as always."""
+        return None
+
+    def take(self, feeds: Sequence[Feed], logits: Tensor, ranges: list[range | None]) -> None:
+        """Takes the rows that it has added out of the ranges of the feeds, which are as they were given."""
+
+
 class ModelRunner:
     """Runs forwards over many sessions at once."""
 
@@ -104,10 +129,8 @@ class ModelRunner:
         self.cache = KVCache(
             config.num_layers, num_slots, config.num_kv_heads, config.head_dim, model.cache_dtype, self.device
         )
-        self.extension: StepExtension | None = None
+        self.extensions: list[StepExtension] = []
         self.forward_counts = ForwardCounts()
-        # Ids after those of the vocabulary, and only probes may have them.
-        self._num_probe_ids = 0
         self._num_forwards = 0
         self._started_s: float | None = None
 
@@ -181,18 +204,6 @@ class ModelRunner:
         taps = tuple(dict.fromkeys((*self.cache.taps, *sorted(boundaries))))
         self.cache.keep_features(len(taps) * self.model.embedding.shape[1], taps)
 
-    def extend(self, rows: Tensor) -> range:
-        """Embeds rows [L, H], which nothing but probes may name, and returns the ids that these have from now on.
-
-        Raises ModelRefused for a model that embeds no others than its own.
-        """
-        if not isinstance(self.model, ProbedDecoder):
-            raise ModelRefused(f"{self.identity.model_name} cannot embed probes", model=self.identity.model_name)
-        first = self.config.vocab_size + self._num_probe_ids
-        self.model.embed_more(rows)
-        self._num_probe_ids += len(rows)
-        return range(first, first + len(rows))
-
     @property
     def config(self) -> DecoderFacts:
         return self.model.config
@@ -259,13 +270,18 @@ class ModelRunner:
             self.check(feed)
         for feed in feeds:
             feed.session.reserve(feed.num_proposed, feed.start)
+        extended = feeds
+        for extension in self.extensions:
+            extended = extension.extend(extended)
         max_prefix_rows = max(1, MAX_PREFIX_LOGITS // self.config.vocab_size)
-        grants = share_rows(feeds, self.max_rows, max_prefix_rows, max_prompt_rows)
+        grants = share_rows(extended, self.max_rows, max_prefix_rows, max_prompt_rows)
         if not any(grants):
             nothing = torch.empty(0, self.config.vocab_size, device=self.device)
-            return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds), grants, {})
-        batch = build_batch(feeds, grants, self.device)
-        compute = (self.extension and self.extension(feeds, grants)) or self.model.forward
+            return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds), grants)
+        batch = build_batch(extended, grants, self.device)
+        compute: Compute = self.model.forward
+        for extension in self.extensions:
+            compute = extension.compute(extended, grants) or compute
         for feed in feeds:
             # The rows of an earlier tree are about to be overwritten, whatever comes of this forward.
             feed.session.advance(feed.session.cached_len, feed.begun)
@@ -282,13 +298,9 @@ class ModelRunner:
         if self.device.type == "cuda" and not len(batch.wanted):
             # Or chunks of a prompt would pile up on the device, in front of a session that asks for a token meanwhile.
             torch.cuda.synchronize(self.device)
-        probes: dict[int, range] = {}
-        for number, feed in enumerate(feeds):
-            rows = batch.ranges[number]
-            if feed.probes is not EMPTY and rows is not None:
-                end = len(feed.depths)
-                batch.ranges[number], probes[number] = rows[:end], rows[end:]
-        return ForwardResult(logits, batch.ranges, batch.prefixes, grants, probes)
+        for extension in self.extensions:
+            extension.take(feeds, logits, batch.ranges)
+        return ForwardResult(logits, batch.ranges, batch.prefixes, grants)
 
     def finish(self) -> None:
         """Counts the time of the last forward, after which its tokens have been drawn and read; idempotent."""
@@ -304,11 +316,12 @@ class ModelRunner:
         session, tree = feed.session, feed.tree
         if feed.num_computed:
             self._check_computed(feed)
-        self._check_rows("tree", tree, len(session), self.max_rows - 1)
+        depth, room = max(tree.depths), self.context_len - len(session)
+        if depth > room:
+            raise InvalidRequest("tree", f"{depth} deep", f"at most {room} deep here")
+        if len(tree) >= self.max_rows:
+            raise InvalidRequest("tree", f"{len(tree)} rows", f"at most {self.max_rows - 1} rows")
         self._check_ids((*session.token_ids[session.next_position :], *tree.token_ids))
-        if feed.probes is not EMPTY:
-            self._check_rows("probes", feed.probes, len(session), self.max_rows - 1 - len(tree))
-            self._check_ids(feed.probes.token_ids, self._num_probe_ids)
 
     def _check_computed(self, feed: Feed) -> None:
         session, tree, count = feed.session, feed.tree, feed.num_computed - 1
@@ -317,16 +330,9 @@ class ModelRunner:
         if not is_cached or own != (tree.token_ids[:count], tree.parents[:count]) or not feed.num_rows:
             raise ValueError(f"{feed.num_computed} rows of {tree} do not lie computed behind {len(session)} tokens")
 
-    def _check_rows(self, name: str, tree: TokenTree, length: int, most: int) -> None:
-        """Raises InvalidRequest about rows after so many tokens, where a forward has room for `most`."""
-        if length + max(tree.depths) > self.context_len:
-            raise InvalidRequest(name, f"{max(tree.depths)} deep", f"at most {self.context_len - length} deep here")
-        if len(tree) > most:
-            raise InvalidRequest(name, f"{len(tree)} rows", f"at most {most} rows")
-
-    def _check_ids(self, token_ids: Sequence[int], num_more: int = 0) -> None:
+    def _check_ids(self, token_ids: Sequence[int]) -> None:
         # An id without a row in the embedding would stop an accelerator for all sessions, not only for this one.
-        end = self.config.vocab_size + num_more
+        end = self.config.vocab_size
         if not token_ids or 0 <= min(token_ids) <= max(token_ids) < end:
             return
         for extreme in (min(token_ids), max(token_ids)):
