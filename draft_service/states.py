@@ -206,7 +206,7 @@ class HostedState(DraftState):
 
     def new_task(self, wanted: Wanted, room: int, on_done: OnDone, on_failure: OnFailure) -> Task:
         self.hosted.propose(self.session, GuessLimits(wanted.draft_count, wanted.shape).within(room))
-        return HostedTask(self.session, self.hosted, on_done, on_failure)
+        return HostedTask(self.session, self.hosted, on_done=on_done, on_failure=on_failure)
 
     def free_parts(self) -> None:
         self.hosted.part.free()
