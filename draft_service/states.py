@@ -104,7 +104,7 @@ class ModelState(DraftState):
     known: Experience = field(kw_only=True)
     """What sessions of the model have learned about its trees."""
     inner: Inner | None = None
-    """Its part in what guesses for the draft, where there is such a thing."""
+    """The session's part in what guesses for the draft, where there is such a thing."""
     learn: Learn | None = None
     """Function of the last job that learns from the tokens which follow its proposal."""
 

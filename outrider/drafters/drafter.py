@@ -30,7 +30,7 @@ class GuessLimits(NamedTuple):
     max_depth: int = 0
 
     def within(self, room: int) -> "GuessLimits":
-        """The same where there is room for so many more tokens; less than 0 is none.
+        """Limits where there is room for so many more tokens as well; less than 0 is none.
 
         A chain has no more guesses than that. A tree may have as many rows as are wanted, and no deeper ones.
         """

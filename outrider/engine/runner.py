@@ -315,20 +315,17 @@ class ModelRunner:
         """
         session, tree = feed.session, feed.tree
         if feed.num_computed:
-            self._check_computed(feed)
+            rows = slice(feed.num_computed - 1)
+            own = session.tree.token_ids[rows], session.tree.parents[rows]
+            is_cached = session.cached_len == len(session) and not feed.without_last
+            if not is_cached or own != (tree.token_ids[rows], tree.parents[rows]) or not feed.num_rows:
+                raise ValueError(f"{feed.num_computed} rows of {tree} do not lie computed behind {len(session)} tokens")
         depth, room = max(tree.depths), self.context_len - len(session)
         if depth > room:
             raise InvalidRequest("tree", f"{depth} deep", f"at most {room} deep here")
         if len(tree) >= self.max_rows:
             raise InvalidRequest("tree", f"{len(tree)} rows", f"at most {self.max_rows - 1} rows")
         self._check_ids((*session.token_ids[session.next_position :], *tree.token_ids))
-
-    def _check_computed(self, feed: Feed) -> None:
-        session, tree, count = feed.session, feed.tree, feed.num_computed - 1
-        own = session.tree.token_ids[:count], session.tree.parents[:count]
-        is_cached = session.cached_len == len(session) and not feed.without_last
-        if not is_cached or own != (tree.token_ids[:count], tree.parents[:count]) or not feed.num_rows:
-            raise ValueError(f"{feed.num_computed} rows of {tree} do not lie computed behind {len(session)} tokens")
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
         # An id without a row in the embedding would stop an accelerator for all sessions, not only for this one.
