@@ -14,6 +14,7 @@ same noise once more, so a session that goes back forgets all that was found.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -149,38 +150,34 @@ class ProbeRows(StepExtension):
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
-        self._drafts: WeakKeyDictionary[Session, ProbeDraft] = WeakKeyDictionary()
-
-    def add(self, session: Session, draft: "ProbeDraft") -> None:
-        """Lets the next forward that finishes a session's feed compute its draft's probes."""
-        self._drafts[session] = draft
+        self.drafts: WeakKeyDictionary[Session, ProbeDraft] = WeakKeyDictionary()
+        """Drafts whose probes the next forward is to compute that finishes their session's feed."""
 
     def extend(self, feeds: Sequence[Feed]) -> Sequence[Feed]:
-        return [self._extended(feed) for feed in feeds] if self._drafts else feeds
+        return [self._extended(feed) for feed in feeds] if self.drafts else feeds
 
     def _extended(self, feed: Feed) -> Feed:
-        draft = self._drafts.get(feed.session)
+        draft = self.drafts.get(feed.session)
         if draft is None or not draft.probes:
             return feed
         tree, probes = feed.tree, draft.probes
         parents = tuple(parent and parent + len(tree) for parent in probes.parents)
         extended = feed._replace(tree=TokenTree(tree.token_ids + probes.token_ids, tree.parents + parents))
-        try:
+        # Where there is no room they are left out: guesses are worth no other session's place.
+        with suppress(CacheFull):
             if extended.num_proposed < self.runner.max_rows:
                 feed.session.reserve(extended.num_proposed, extended.start)
                 return extended
-        except CacheFull:
-            # Guesses are worth no other session's place.
-            pass
         draft.probes = EMPTY
         return feed
 
     def take(self, feeds: Sequence[Feed], logits: Tensor, ranges: list[range | None]) -> None:
-        for number, feed in enumerate(feeds) if self._drafts else ():
+        for number, feed in enumerate(feeds) if self.drafts else ():
             rows, end = ranges[number], len(feed.depths)
             if rows is not None and len(rows) > end:
+                draft = self.drafts.pop(feed.session)
                 found = logits[rows.start + end : rows.stop, : self.runner.vocabulary_size]
-                self._drafts.pop(feed.session).take(found.argmax(1))
+                draft.probes, draft.found = EMPTY, found.argmax(1)
                 ranges[number] = rows[:end]
 
 
@@ -191,38 +188,34 @@ class ProbeDraft(DrafterSession):
         DrafterSession.__init__(self)
         self.probes: TokenTree = EMPTY
         """Rows that the target's next forward is to compute after the committed tokens, beside the proposal."""
+        self.found: Tensor | None = None
+        """The likeliest token after each probe, to be learnt from when the step that computed them can fail no more."""
         self._spec = spec
         self._new_finder = new_finder
         self._finder = new_finder()
         self._rows = rows
-        self._found: Tensor | None = None
 
     @property
     def num_rows_beside(self) -> int:
         return len(self.probes)
 
     def propose(self, session: Session, limits: GuessLimits) -> None:
-        self.learn()
-        token_ids = session.token_ids
-        candidates = self._finder.candidates(token_ids) if limits.draft_count else ()
+        finder, token_ids = self.learn(), session.token_ids
+        candidates = finder.candidates(token_ids) if limits.draft_count else ()
         tree = self._tree(candidates, limits.draft_count) if candidates else EMPTY
         self.proposal = DrafterProposal(tree, ComputeTimes(), 0)
-        probes = self._finder.probes(token_ids)
+        probes = finder.probes(token_ids)
         # No row may stand past the end of the request; so near to it little is left to guess.
         fits = len(token_ids) + max(probes.depths) <= min(self._spec.max_len, self._rows.runner.context_len)
         self.probes = probes if fits else EMPTY
         if fits:
-            self._rows.add(session, self)
-
-    def take(self, found: Tensor) -> None:
-        """Notes the likeliest token after each probe, to be learnt when its step can fail no more."""
-        self.probes, self._found = EMPTY, found
+            self._rows.drafts[session] = self
 
     def learn(self) -> Finder:
         """The finder, which has learnt what the last probes found."""
-        if self._found is not None:
-            self._finder.learn(self._found.tolist())
-            self._found = None
+        if self.found is not None:
+            self._finder.learn(self.found.tolist())
+            self.found = None
         return self._finder
 
     def _tree(self, candidates: Sequence[Sequence[int]], draft_count: int) -> TokenTree:
@@ -251,7 +244,7 @@ class ProbeDraft(DrafterSession):
 
     def free(self) -> None:
         DrafterSession.free(self)
-        self.probes, self._found = EMPTY, None
+        self.probes, self.found = EMPTY, None
         self._finder = self._new_finder()
 
 

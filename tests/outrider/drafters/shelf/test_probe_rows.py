@@ -63,7 +63,7 @@ def probed(runner: ModelRunner, session: Session, probes: TokenTree) -> ProbeDra
     rows = SeenRows.in_forwards_of(runner)
     draft = ProbeDraft(spec_of([1], 2), Lookahead, rows)
     draft.probes = probes
-    rows.add(session, draft)
+    rows.drafts[session] = draft
     return draft
 
 
