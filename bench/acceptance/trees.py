@@ -116,7 +116,11 @@ def propose(
 ) -> tuple[TokenTree, list[float]]:
     """Guesses of one session after its tokens, and the seconds of each step."""
     found: list[TokenTree] = []
-    task = DraftTask(session, spec, Purpose.TOKEN, num_rows, Meter(), lambda task: found.append(task.proposal), _refuse)
+    task = DraftTask(
+        *(session, spec, Purpose.TOKEN, num_rows, Meter()),
+        on_done=lambda task: found.append(task.proposal),
+        on_failure=_refuse,
+    )
     if shape is not None:
         task = as_tree(task, shape, num_rows, num_rows, Experience(scales))
     step_s = []

@@ -171,7 +171,7 @@ def describe(role: str, model: LoadedModel) -> ServiceFacts:
         parameter_count=sum(weight.numel() for weight in weights),
         weight_bytes=sum(weight.nbytes for weight in weights),
         weight_dtype=identity.dtype,
-        device=runner.device_name,
+        device=runner.model.device_name,
         thread_count=identity.num_threads,
         context_len=runner.context_len,
         vocabulary_size=runner.vocabulary_size,

@@ -100,6 +100,8 @@ class SessionStore(Generic[StateT]):
     def __init__(self, runner: ModelRunner, table: LeaseTable[StateT], *, prefix_cache: bool = True) -> None:
         """prefix_cache lets sessions share equal beginnings."""
         self.table = table
+        self.is_draining = False
+        """Whether links open no session any more, because the service ends; set on the event loop."""
         self._runner = runner
         # By the client: what others say about an id that is not opened is about sessions of their own.
         self._min_epochs: defaultdict[str, MinEpochs] = defaultdict(MinEpochs)

@@ -181,7 +181,7 @@ def test_facts_say_that_it_is_simulated() -> None:
     runner = ModelRunner.load("sim:h100-8b@stretch=2")
     assert runner.identity.model_name == "sim:h100-8b@stretch=2"
     assert "simulated" in runner.numerics_id
-    assert runner.device_name == "simulated H100 SXM"
+    assert runner.model.device_name == "simulated H100 SXM"
     assert sum(each.numel() for each in runner.model.weights) == 8_030_261_248
     assert (runner.context_len, runner.pool.num_blocks) == (131_072, 26_674)
     assert sum(each.nbytes for each in (*runner.cache.keys, *runner.cache.values)) < 4 << 20
