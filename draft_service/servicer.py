@@ -43,14 +43,15 @@ class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftService
         if request.HasField("open"):
             size, live = self._facts.vocabulary_size, self._search(request.open, "open.beams")
             if live is None:
-                spec = spec_from(request.open.session, fence.base_len, size, earlier, message.grammar)
+                is_compiled = message.grammar is not None
+                spec = spec_from(request.open.session, fence.base_len, size, earlier, is_compiled=is_compiled)
             else:
                 spec = search_spec_from(request.open.session, live.beams, fence.base_len, size, earlier)
             wanted = self._wanted("open", request.open, arrived_ns, live)
             rule, offers = spec.acceptance.rule, self._facts.drafters
             drafter = choose_drafter(request.open.drafter, rule, offers, "open.drafter")
             lane = check_range("open.lane", request.open.lane, 0, MAX_LANE)
-            return partial(self._sessions.open, fence, spec, wanted, owner, drafter, lane)
+            return partial(self._sessions.open, fence, spec, wanted, owner, drafter, lane, message.grammar)
         advance = request.advance
         live = self._search(advance, "advance.beams")
         if len(advance.token_ids) >= fence.base_len:

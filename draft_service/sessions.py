@@ -13,6 +13,7 @@ from outrider.drafters.drafter import Drafter, HostedSession
 from outrider.drafters.model_drafter import MODEL, Ahead
 from outrider.drafters.scales import Experience
 from outrider.engine.runner import ModelRunner
+from outrider.grammar import Grammar
 from outrider.model_service.leases import LeaseTable
 from outrider.model_service.outbox import Outbox, SessionAnswer
 from outrider.model_service.sessions import SessionStore
@@ -45,12 +46,19 @@ class DraftSessions(SessionStore[DraftState]):
         self._drafters = {each.name: each for each in drafters}
 
     def open(
-        self, fence: Fence, spec: SessionSpec, wanted: Wanted, owner: Outbox, drafter: str = MODEL, lane: int = 0
+        self,
+        fence: Fence,
+        spec: SessionSpec,
+        wanted: Wanted,
+        owner: Outbox,
+        drafter: str = MODEL,
+        lane: int = 0,
+        grammar: Grammar | None = None,
     ) -> None:
         """Opens a session, or opens it again with a newer epoch, and asks for guesses.
 
         `drafter` is one that serves the spec's rule; see outrider.drafters.model_drafter. Sessions that guess for one
-        request beside each other have lanes of their own.
+        request beside each other have lanes of their own. `grammar` is the spec's, compiled for this session.
         """
         status, held = self._classify_open(fence, owner)
         if status is MessageStatus.CURRENT:
@@ -62,11 +70,11 @@ class DraftSessions(SessionStore[DraftState]):
             if wanted.search is not None:
                 make = BeamDraftState
             elif found is not None:
-                make = partial(HostedState, hosted=HostedSession.of(found, spec, salt))
+                make = partial(HostedState, hosted=HostedSession.of(found, spec, grammar, salt))
             else:
                 inner = None if self._ahead is None else self._ahead.open(spec, salt)
                 make = partial(ModelState, drafter=drafter, lane=lane, known=self._known, inner=inner)
-            held = self._open(fence, spec, owner, make)
+            held = self._open(fence, spec, grammar, owner, make)
             self._draft(held, fence, wanted)
         elif status is MessageStatus.REPEAT and held is not None:
             self._attach(fence, held, owner)

@@ -1,4 +1,4 @@
-"""What an answer has to look like: a constraint as a request states it, and which tokens may follow under it.
+"""Which tokens may follow under a constraint: its canonical text, compiled for a vocabulary.
 
 A grammar is a pure function of the answer's tokens: nothing is ever rolled back, and no state goes its own way beside
 them. What a matcher costs is bounded by counts of its own work, so that a grammar that was compiled once is compiled
@@ -19,21 +19,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, get_version, grammar_from
 
+from outrider.constraint import WHITESPACE, Constraint, ConstraintKind
 from outrider.errors import InvalidRequest, OutriderError
 
-MAX_GRAMMAR_BYTES = 256 << 10
-MAX_REGEX_BYTES = 8 << 10
-MAX_CHOICES = 1024
-MAX_DEPTH = 64
-# A model that may write any amount of white space between two tokens of JSON often writes nothing else.
-WHITESPACE = r"[ \n\t]{1,16}"
 ENGINE = f"llguidance {get_version()}"
 # Of one grammar, as counts and not times. Those of a row are its alternatives at one place, so there have to be more
 # than choices; but they are searched one by one, and an ambiguous grammar costs their square.
@@ -64,117 +57,34 @@ Bits = bytes
 """Bit v % 8 of byte v // 8, the lowest first, says whether token v may follow; whole words of 32 bits."""
 
 
-class ConstraintKind(StrEnum):
-    """Notation of a constraint."""
+def canonical(constraint: Constraint) -> str:
+    """The one text of a constraint that every service compiles.
 
-    JSON_SCHEMA = "json_schema"
-    REGEX = "regex"
-    CHOICE = "choice"
-    LARK = "lark"
-    GBNF = "gbnf"
-    STRUCTURAL_TAG = "structural_tag"
-
-
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """Form that an answer must have; of a choice the text is a JSON list of strings."""
-
-    kind: ConstraintKind
-    text: str
-    field: str = "constraint"
-    """Field of the request that errors are about."""
-    whitespace: str = ""
-    """Regular expression of what may stand between two tokens of JSON; by default WHITESPACE."""
-    whitespace_field: str = "constraint.whitespace"
-    is_lenient: bool = False
-    """Whether keywords of a schema that cannot be enforced are left out; else they are an error."""
-    written: str = ""
-    """Text for errors, where that of the constraint is none of the client's."""
-
-    def refused(self, error: Exception) -> InvalidRequest:
-        """The error about what cannot be compiled, or followed to the end."""
-        return InvalidRequest(self.field, self.written or self.text, f"one that can be enforced: {error}")
-
-    def canonical(self) -> str:
-        """The one text that every service compiles. Raises InvalidRequest about what is wrong without compiling."""
-        limit = MAX_REGEX_BYTES if self.kind is ConstraintKind.REGEX else MAX_GRAMMAR_BYTES
-        num_bytes = len(self.text.encode())
-        if num_bytes > limit:
-            raise InvalidRequest.too_many(self.field, num_bytes, limit, "bytes")
-        if not self.text:
-            raise InvalidRequest(self.field, self.text, "not empty")
-        try:
-            if self.kind is ConstraintKind.JSON_SCHEMA:
-                return self._of_schema(self._json())
-            if self.kind is ConstraintKind.CHOICE:
-                return grammar_from("choice", json.dumps(self._choices()))
-            if self.kind is ConstraintKind.STRUCTURAL_TAG:
-                return LLMatcher.grammar_from_lark(self._tags())
-            if self.kind is ConstraintKind.REGEX:
-                return LLMatcher.grammar_from_regex(self.text)
-            return grammar_from("gbnf" if self.kind is ConstraintKind.GBNF else "lark", self.text)
-        except ValueError as error:
-            raise InvalidRequest(self.field, self.text, f"a {self.kind} that can be read: {error}") from None
-
-    def _json(self) -> Any:  # noqa: ANN401 - whatever the text says
-        try:
-            value = json.loads(self.text)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(self.field, self.text, f"JSON: {error}") from None
-        if _depth(value) > MAX_DEPTH:
-            raise InvalidRequest(self.field, f"nested {_depth(value)} deep", f"nested at most {MAX_DEPTH} deep")
-        return value
-
-    def _of_schema(self, schema: object) -> str:
-        if schema is True:
-            schema = {}
-        if not isinstance(schema, dict):
-            raise InvalidRequest(self.field, schema, "a JSON schema, which is an object")
-        options: Any = {"lenient": self.is_lenient, "whitespace_pattern": self.whitespace or WHITESPACE}
-        # A schema may say what it wants in `x-guidance`, unless the request says it.
-        overrides: Any = {"whitespace_pattern": self.whitespace} if self.whitespace else {}
-        return LLMatcher.grammar_from_json_schema(schema, defaults=options, overrides=overrides)
-
-    def _choices(self) -> list[str]:
-        choices = self._json()
-        if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
-            raise InvalidRequest(self.field, choices, "a list of strings, none of them empty")
-        if len(choices) > MAX_CHOICES:
-            raise InvalidRequest.too_many(self.field, len(choices), MAX_CHOICES, "strings")
-        return choices
-
-    def _tags(self) -> str:
-        """Structural tags as vLLM and SGLang write them: structures of begin, schema and end, and triggers."""
-        tags = self._json()
-        structures, triggers = (
-            (tags.get("structures"), tags.get("triggers")) if isinstance(tags, dict) else (None, None)
-        )
-        if not isinstance(structures, list) or not isinstance(triggers, list) or not structures or not triggers:
-            raise InvalidRequest(self.field, tags, "an object with structures and triggers, neither of them empty")
-        made = []
-        for number, each in enumerate(structures):
-            field = f"{self.field}.structures.{number}"
-            if not isinstance(each, dict) or not {"begin", "schema", "end"} >= each.keys() >= {"begin", "end"}:
-                raise InvalidRequest(field, each, "an object with begin, schema and end")
-            begin, end, schema = each["begin"], each["end"], each.get("schema", {})
-            trigger = next(
-                (one for one in triggers if isinstance(one, str) and one and str(begin).startswith(one)), None
-            )
-            if trigger is None or not isinstance(begin, str) or not isinstance(end, str):
-                raise InvalidRequest(f"{field}.begin", begin, "text that begins with one of the triggers")
-            if not isinstance(schema, dict):
-                raise InvalidRequest(f"{field}.schema", schema, "a JSON schema, which is an object")
-            made.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
-        return StructTag.to_grammar(made)
-
-
-def _depth(value: object) -> int:
-    """Depth to which lists and objects are nested."""
-    deepest, level = 0, [value]
-    while level := [each for each in level if isinstance(each, dict | list)]:
-        deepest += 1
-        level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
-    return deepest
+    Raises InvalidRequest about what is wrong without compiling.
+    """
+    constraint.check_len()
+    try:
+        match constraint.kind:
+            case ConstraintKind.JSON_SCHEMA:
+                space = constraint.whitespace
+                defaults: Any = {"lenient": constraint.is_lenient, "whitespace_pattern": space or WHITESPACE}
+                # A schema may say what it wants in `x-guidance`, unless the request says it.
+                overrides: Any = {"whitespace_pattern": space} if space else {}
+                return LLMatcher.grammar_from_json_schema(constraint.schema, defaults=defaults, overrides=overrides)
+            case ConstraintKind.CHOICE:
+                return grammar_from("choice", json.dumps(constraint.choices))
+            case ConstraintKind.STRUCTURAL_TAG:
+                tags = [
+                    StructTag(trigger=each.trigger, begin=each.begin, grammar=each.schema, end=each.end)
+                    for each in constraint.tags
+                ]
+                return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags))
+            case ConstraintKind.REGEX:
+                return LLMatcher.grammar_from_regex(constraint.text)
+        return grammar_from("gbnf" if constraint.kind is ConstraintKind.GBNF else "lark", constraint.text)
+    except ValueError as error:
+        limit = f"a {constraint.kind} that can be read: {error}"
+        raise InvalidRequest(constraint.field, constraint.text, limit) from None
 
 
 class GrammarRefused(OutriderError):

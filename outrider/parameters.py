@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 from outrider.errors import InvalidRequest
-from outrider.grammar import Grammar
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_STOPS = 64
@@ -189,8 +188,8 @@ class SessionSpec:
     """Cached prefixes are shared only among sessions of the same salt."""
     trace_context: tuple[tuple[str, str], ...] = ()
     """The trace that the request belongs to, as W3C's headers; see outrider.process.telemetry."""
-    grammar: Grammar | None = field(default=None, repr=False, compare=False)
-    """What the output has to follow, with what is known of it; one session's own."""
+    grammar: str = field(default="", repr=False)
+    """Canonical text of what the output has to follow; empty for any output. See outrider.grammar."""
     plain_len: int = field(init=False, repr=False, compare=False)
     """Length from which on a temperature is all that changes the logits after a prefix; sys.maxsize for never."""
 

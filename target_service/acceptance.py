@@ -129,13 +129,13 @@ def _confirmed(draw_input: DrawInput, found: Walk | OutriderError) -> Walk | Out
 
     That row's token is committed as the last one, and the next step says what follows it, or that nothing does.
     """
-    spec, tree = draw_input.spec, draw_input.feed.tree
-    if spec.grammar is None or isinstance(found, OutriderError) or not found.accepted_rows:
+    spec, session, tree = draw_input.spec, draw_input.feed.session, draw_input.feed.tree
+    if session.grammar is None or isinstance(found, OutriderError) or not found.accepted_rows:
         return found
     rows = found.accepted_rows
     path = [tree.token_ids[row - 1] for row in rows]
-    output = draw_input.feed.session.token_ids[spec.prompt_len :]
-    count = spec.grammar.confirmed(output, path, spec.eos_token_ids | spec.stop_token_ids)
+    output = session.token_ids[spec.prompt_len :]
+    count = session.grammar.confirmed(output, path, spec.eos_token_ids | spec.stop_token_ids)
     if count == len(path):
         return found
     return Walk(rows[:count], path[count], count_evaluated(tree, (0, *rows[:count])))
@@ -248,7 +248,7 @@ def _decide_alone(
             rows.append(runner.ops.softmax(scores))
         except ValueError as error:
             if not row:
-                return undrawable(runner, logits[row : row + 1], draw_input.spec, context, error)
+                return undrawable(runner, logits[row : row + 1], draw_input, context, error)
             rows.append(torch.zeros_like(rows[0]))
             break
     return _walks([draw_input], torch.stack(rows, dim=1))[0]

@@ -98,8 +98,8 @@ class BeamTask:
             except ValueError as error:
                 numbers = [behind[beam].start + row for beam, row in found]
                 beam, row = found[0]
-                context = row_contexts(self.draw_inputs[beam])[row]
-                return undrawable(runner, logits[numbers], self.spec, context, error)
+                draw_input = self.draw_inputs[beam]
+                return undrawable(runner, logits[numbers], draw_input, row_contexts(draw_input)[row], error)
             steps.append(step)
             best = (step.live or step.ended)[0]
             beam, row = found[best.parent]

@@ -49,12 +49,13 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
             return self._search_job(request.open, fence, arrived_ns, earlier, owner)
         if request.HasField("open"):
             size = self._facts.vocabulary_size
-            spec = spec_from(request.open.session, fence.base_len, size, earlier, message.grammar)
+            grammar = message.grammar
+            spec = spec_from(request.open.session, fence.base_len, size, earlier, is_compiled=grammar is not None)
             self._check_lengths(spec)
             step, drafter = self._step(request.open.step, arrived_ns), request.open.drafter
             if drafter:
                 choose_drafter(drafter, spec.acceptance.rule, self._facts.drafters, "open.drafter")
-            return partial(self._sessions.open, fence, spec, step, owner, drafter)
+            return partial(self._sessions.open, fence, spec, step, owner, drafter, grammar=grammar)
         if request.HasField("step"):
             return partial(self._sessions.step, fence, self._step(request.step, arrived_ns), owner)
         taken = request.acknowledge

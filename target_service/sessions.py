@@ -51,22 +51,24 @@ class TargetSessions(SessionStore[TargetState]):
         owner: Outbox,
         drafter: str = "",
         search: OpenSearch | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         """Opens a session, or opens it again with a newer epoch, and takes its first step.
 
-        `drafter` is one of this process, or empty. With a search, the spec's tokens are the prompt.
+        `drafter` is one of this process, or empty. With a search, the spec's tokens are the prompt. `grammar` is the
+        spec's, compiled for this session.
         """
         status, held = self._classify_open(fence, owner)
         if status is MessageStatus.CURRENT:
-            if spec.grammar is not None:
-                _check_output(spec.grammar, spec.token_ids[spec.prompt_len :])
+            if grammar is not None:
+                _check_output(grammar, spec.token_ids[spec.prompt_len :])
             if search is None:
                 check_proposal(step.tree, spec, fence.base_len)
             found = self._drafters.get(drafter)
             _check_limits(found, step.guess_limits, "step")
-            hosted = None if found is None else HostedSession.of(found, spec, self._salt(spec))
+            hosted = None if found is None else HostedSession.of(found, spec, grammar, self._salt(spec))
             kind = TargetState if search is None else partial(BeamState, search=search)
-            held = self._open(fence, spec, owner, partial(kind, hosted=hosted))
+            held = self._open(fence, spec, grammar, owner, partial(kind, hosted=hosted))
             held.opened()
             self._accept(held, fence, step)
         elif status is MessageStatus.REPEAT and held is not None:

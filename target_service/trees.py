@@ -115,7 +115,7 @@ def _row_by_row(
             found[row] = runner.ops.softmax(scores)[0]
         except ValueError as error:
             if not row:
-                return undrawable(runner, logits[row : row + 1], looked_at.spec, context, error)
+                return undrawable(runner, logits[row : row + 1], looked_at, context, error)
     nothing = torch.zeros_like(found[0])
     rows = range(len(logits))
     return torch.stack([found.get(row, nothing) for row in rows]), set(rows) - found.keys()

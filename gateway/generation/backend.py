@@ -88,7 +88,7 @@ class Backend:
             return LookupGuesses()
         spec = request.spec
         session = self.lookup.session(spec.token_ids, request.prediction, spec.cache_salt.decode())
-        return LookupGuesses(session, spec.acceptance.rule, max_rows, spec.grammar)
+        return LookupGuesses(session, spec.acceptance.rule, max_rows, request.grammar)
 
     def drafts_for(self, request: CheckedRequest, drafting: Drafting) -> list[tuple[Replicas, DrafterSeat]]:
         """The services of each draft that guesses."""

@@ -14,8 +14,9 @@ from gateway.sessions.peer import ModelInfo
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.reader import Reading
 from outrider.beams import BeamSearch, cache_tokens
+from outrider.constraint import Constraint, ConstraintKind
 from outrider.errors import Field, InvalidRequest, PromptTooLong, check_count
-from outrider.grammar import Constraint, ConstraintKind, Grammar, GrammarRefused
+from outrider.grammar import Grammar, GrammarRefused, canonical
 from outrider.parameters import (
     MAX_BANNED_LEN,
     MAX_BANNED_WORDS,
@@ -106,6 +107,8 @@ class CheckedRequest:
     """Stop strings that have the name of a token in them that clients do not read."""
     constraint: Constraint | None = None
     """Constraint that the grammar was made of."""
+    grammar: Grammar | None = field(default=None, repr=False, compare=False)
+    """The spec's grammar, compiled, with what is known of it; of a sample its own."""
 
     @property
     def num_runs(self) -> int:
@@ -121,10 +124,8 @@ class CheckedRequest:
     def sample(self, index: int) -> Self:
         """Request for one of its samples, with its own seed. Only the first reads the prompt's log-probabilities."""
         prompt_logprobs = self.spec.prompt_logprobs and index == 0
-        grammar = None if self.spec.grammar is None else self.spec.grammar.session()
-        seed = sample_seed(self.spec.seed, index)
-        spec = replace(self.spec, seed=seed, prompt_logprobs=prompt_logprobs, grammar=grammar)
-        return replace(self, spec=spec, sample_index=index)
+        spec = replace(self.spec, seed=sample_seed(self.spec.seed, index), prompt_logprobs=prompt_logprobs)
+        return replace(self, spec=spec, sample_index=index, grammar=self.grammar and self.grammar.session())
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,7 @@ async def check_request(
     # The target ends there too: a special token is drawn as one, whatever clients read of it.
     named = (tokenizer.added_tokens[stop] for stop in request.stops if stop in tokenizer.special_tokens)
     stop_token_ids = frozenset((*request.stop_token_ids, *named))
+    grammar = await _grammar(request, tokenizer, target, stop_token_ids, salt)
     spec = SessionSpec(
         token_ids=prompt,
         prompt_len=len(prompt),
@@ -188,7 +190,7 @@ async def check_request(
         prompt_logprobs=request.echo,
         draft_logprobs=request.return_rounds,
         cache_salt=salt,
-        grammar=await _grammar(request, tokenizer, target, stop_token_ids, salt),
+        grammar="" if grammar is None else grammar.text,
     )
     draft_count = request.draft_count if request.speculation_enabled else 0
     if draft_count is None and request.shape is not None:
@@ -211,6 +213,7 @@ async def check_request(
         fills_context=spec.max_len == _place(target)[0],
         naming_stops=frozenset(naming),
         constraint=request.constraint,
+        grammar=grammar,
     )
 
 
@@ -294,7 +297,7 @@ async def _grammar(
 
 
 async def _compiled(constraint: Constraint, tokenizer: Tokenizer, target: ModelInfo, salt: bytes) -> Grammar:
-    text = constraint.canonical()
+    text = canonical(constraint)
     try:
         return await tokenizer.grammar(text, target.eos_token_ids, salt)
     except (GrammarRefused, ValueError) as error:

@@ -21,12 +21,11 @@ from gateway.generation.events import CompletionEvent, Event, OutputToken, Round
 from gateway.generation.frontend import Frontend
 from gateway.generation.request import GenerationRequest
 from gateway.keys.door import Entrance
+from gateway.rest.asking.request import in_names_of
 from gateway.rest.bodies import ignored_header
 from gateway.rest.errors import unexpected
 from gateway.rest.figures import ResponseFigures
 from gateway.rest.guard import entrance_of
-from gateway.rest.openai.asking import in_names_of
-from gateway.rest.openai.models import Finish, finish_of
 from gateway.rest.settings import RestSettings
 from gateway.rest.sse import KEEP_ALIVE, EventStream, while_there
 from outrider.completion import PromptToken
@@ -45,11 +44,11 @@ class ChoiceBuffer:
     end: CompletionEvent | None = None
 
     @property
-    def finish_reason(self) -> Finish:
-        """Raises ProtocolViolation while the choice has not ended."""
+    def completion(self) -> CompletionEvent:
+        """Event that ended the choice; raises ProtocolViolation while there is none."""
         if self.end is None:
             raise ProtocolViolation("an answer was asked for before it was complete")
-        return finish_of(self.end)
+        return self.end
 
     def add(self, event: Event) -> None:
         """Keeps an event of the choice."""

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.keys.tenant import Tenant
+from gateway.rest.asking.json_body import Json, read_json
 from gateway.rest.errors import (
     AmbiguousBody,
     BodyTimeout,
@@ -26,7 +27,6 @@ from gateway.rest.errors import (
     UnsupportedMedia,
     error_response,
 )
-from gateway.rest.json_body import Json, read_json
 from gateway.rest.server import HEAD_BYTES
 from gateway.rest.settings import RestSettings
 from gateway.rest.sse import while_there

@@ -26,13 +26,14 @@ from gateway.generation.events import CompletionEvent, GuessFacts, RoundEvent, r
 from gateway.generation.frontend import Frontend
 from gateway.generation.request import GenerationRequest
 from gateway.keys.door import Entrance
+from gateway.rest.asking.chat_body import GenerationFields, Messages
+from gateway.rest.asking.conversation import template_messages
+from gateway.rest.asking.fields import Seed, Text, Unserved
+from gateway.rest.asking.request import CHAT_NAMES, TEXT_NAMES, check_prompt_len, generation_request, in_names_of
 from gateway.rest.bodies import ParsedBodyRoute
 from gateway.rest.errors import MissingParameter
+from gateway.rest.figures import Sampling
 from gateway.rest.guard import entrance_of
-from gateway.rest.openai.asking import CHAT_NAMES, TEXT_NAMES, check_prompt_len, generation_request, in_names_of
-from gateway.rest.openai.conversation import template_messages
-from gateway.rest.openai.models import Sampling
-from gateway.rest.openai.schemas import GenerationFields, Messages, Seed, Text, Unserved
 from gateway.rest.settings import RestSettings
 from gateway.rest.sse import EventStream, typed
 from gateway.sessions.replicas import Replicas

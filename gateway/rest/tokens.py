@@ -11,11 +11,11 @@ from starlette.responses import Response
 
 from gateway.generation.frontend import Frontend
 from gateway.generation.request import GenerationRequest
+from gateway.rest.asking.chat_body import ChatRequest, DetokenizeRequest, TemplateFields, TokenizeRequest
+from gateway.rest.asking.conversation import ChatPrompt, conversation
+from gateway.rest.asking.request import check_model, check_prompt_len
 from gateway.rest.bodies import ignored_header
 from gateway.rest.errors import MissingParameter
-from gateway.rest.openai.asking import check_model, check_prompt_len
-from gateway.rest.openai.conversation import ChatPrompt, conversation
-from gateway.rest.openai.schemas import ChatRequest, DetokenizeRequest, TemplateFields, TokenizeRequest
 from gateway.rest.openapi import documented
 from gateway.rest.settings import RestSettings
 from gateway.rest.validation import route_class

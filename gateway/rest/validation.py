@@ -13,6 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.rest.asking.fields import AS_USUAL
+from gateway.rest.asking.json_body import Json, Path, name_of
 from gateway.rest.bodies import IGNORED_HEADER, ParsedBodyRoute, ParsedRequest, ignored_header
 from gateway.rest.errors import (
     MissingParameter,
@@ -21,8 +23,6 @@ from gateway.rest.errors import (
     WrongMethod,
     error_response,
 )
-from gateway.rest.json_body import Json, Path, name_of
-from gateway.rest.openai.schemas import AS_USUAL
 from gateway.rest.settings import RestSettings
 from outrider.errors import Field, InvalidRequest, OutriderError, Unsupported, shown
 from outrider.parameters import KEY_MARK

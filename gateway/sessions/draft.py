@@ -83,7 +83,7 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         self.cached_len = 0  # those that the draft has read, as it said last
         info = peer.present()
         # A draft that cannot read grammars guesses without, and is right less often.
-        self._spec = spec if info.grammar_engine else replace(spec, grammar=None)
+        self._spec = spec if info.grammar_engine else replace(spec, grammar="")
         self._log = token_log
         self._seat = seat
         self._vocabulary_size = info.vocabulary_size

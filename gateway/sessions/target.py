@@ -201,7 +201,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         super().__init__(replicas, spec, token_log, session_id)
         self._drafter = drafter
         self._timeouts = timeouts
-        self._need = Need(model_hash, spec.max_len, ENGINE if spec.grammar is not None else "")
+        self._need = Need(model_hash, spec.max_len, ENGINE if spec.grammar else "")
         self._failed: ServicePeer | None = None  # the target that served the session last, and no longer does
         self._has_drifted = False
         self._has_worked = False  # the target was found working since the session was opened on it

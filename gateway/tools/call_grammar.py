@@ -12,8 +12,8 @@ from typing import Any
 from gateway.tools.formats import Body
 from gateway.tools.reader import Reading
 from gateway.tools.values import kinds_of
+from outrider.constraint import Constraint, ConstraintKind
 from outrider.errors import InvalidRequest
-from outrider.grammar import Constraint, ConstraintKind
 
 # Unbounded white space is where small models lose themselves.
 LINE = "\n"

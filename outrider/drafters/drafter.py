@@ -8,13 +8,13 @@ that it was made for, so that nothing undecided exists between two messages.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import structlog
 
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
+from outrider.grammar import Grammar
 from outrider.parameters import Rule, SessionSpec
 from outrider.timing import ComputeTimes
 from outrider.token_tree import EMPTY, TokenTree, TreeShape
@@ -59,6 +59,8 @@ class DrafterSession(ABC):
     def __init__(self) -> None:
         self.proposal: DrafterProposal | None = NO_PROPOSAL
         """The one that was asked for last; None while it is on its way."""
+        self.grammar: Grammar | None = None
+        """What its guesses have to follow, None for nothing; apart from what decides about the answer."""
 
     @property
     def is_reading(self) -> bool:
@@ -122,10 +124,11 @@ class HostedSession(NamedTuple):
     part: DrafterSession
 
     @classmethod
-    def of(cls, drafter: Drafter[Any], spec: SessionSpec, salt: bytes | None) -> Self:
+    def of(cls, drafter: Drafter[Any], spec: SessionSpec, grammar: Grammar | None, salt: bytes | None) -> Self:
+        part: DrafterSession = drafter.open(spec, salt)
         # What is committed is decided by the follower of the target's own.
-        guessing = None if spec.grammar is None else spec.grammar.session()
-        return cls(drafter, drafter.open(replace(spec, grammar=guessing), salt))
+        part.grammar = None if grammar is None else grammar.session()
+        return cls(drafter, part)
 
     def propose(self, session: Session, limits: GuessLimits) -> None:
         """Begins a proposal; one that fails is empty."""

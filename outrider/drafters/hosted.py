@@ -178,6 +178,7 @@ class HostedDraft(TaskDraft):
         """Session of just these tokens, with what is cached of them."""
         if self._session is None:
             self._session = self._runner.open(token_ids, self._spec.prompt_len, self._salt)
+            self._session.grammar = self.grammar
             self._session.take_prefix()
             self._stated_len = self._session.cached_len
         else:

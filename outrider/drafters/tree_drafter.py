@@ -158,7 +158,7 @@ def _children_of_each(
             except ValueError as cause:
                 level.append([])
                 if not context.path:
-                    error = undrawable(runner, logits[row : row + 1], task.spec, context, cause)
+                    error = undrawable(runner, logits[row : row + 1], draw_input, context, cause)
             row += 1
         found.append(error or level)
     return found

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from outrider.engine.cache import BlockTable
 from outrider.errors import CacheFull, InvalidRequest
+from outrider.grammar import Grammar
 from outrider.token_tree import EMPTY, TokenTree
 
 
@@ -36,6 +37,8 @@ class Session:
         """Number of the last forward before the runner opened this session."""
         self.owner: object = None
         """Owner of the prompt: prompts of several owners are read by turns; see outrider.engine.sharing."""
+        self.grammar: Grammar | None = None
+        """What the tokens after the prompt have to follow, with what is known of it; this session's own."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -13,9 +13,10 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
+from outrider.constraint import MAX_GRAMMAR_BYTES
 from outrider.engine.device_thread import DeviceWorker
 from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
-from outrider.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarEngine
+from outrider.grammar import Grammar, GrammarEngine
 from outrider.model_service.leases import MAX_SESSIONS
 from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import ServiceFacts

@@ -14,6 +14,7 @@ import structlog
 
 from outrider.engine.runner import ModelRunner, reopen
 from outrider.errors import OutriderError
+from outrider.grammar import Grammar
 from outrider.model_service.leases import LeaseTable
 from outrider.model_service.outbox import Outbox, SessionAnswer
 from outrider.model_service.session_state import SessionState, SessionTrace
@@ -156,7 +157,9 @@ class SessionStore(Generic[StateT]):
         """Salt of the sessions with which a session shares what is cached, None where it shares nothing."""
         return spec.cache_salt if self._prefix_cache else None
 
-    def _open(self, fence: Fence, spec: SessionSpec, owner: Outbox, make: Callable[..., StateT]) -> StateT:
+    def _open(
+        self, fence: Fence, spec: SessionSpec, grammar: Grammar | None, owner: Outbox, make: Callable[..., StateT]
+    ) -> StateT:
         """A session of the spec's tokens; a newer epoch starts over, with what is cached of them.
 
         `make` is the class of its state, to be called with spec, epoch, engine session, owner and trace.
@@ -168,7 +171,7 @@ class SessionStore(Generic[StateT]):
         session = reopen(
             self._runner, None if known is None else known.session, spec.token_ids, spec.prompt_len, self._salt(spec)
         )
-        session.owner = owner
+        session.owner, session.grammar = owner, grammar
         if known is None:
             held = make(spec, fence.epoch, session, owner, SessionTrace(fence.session_id, dict(spec.trace_context)))
             self.table.add(fence.session_id, held)

@@ -17,12 +17,19 @@ FOLDERS = ("outrider", "draft_service", "target_service", "gateway", "bench", "m
 HEAVY = ("torch", "transformers", "safetensors", "outrider.engine")
 # Who may have numpy, which takes a seventh of a second, but no torch.
 WITH_NUMPY = ("gateway", "outrider.datastore")
+# Who may compile grammars without torch. Client and command line pass them on as text.
+WITH_LLGUIDANCE = ("gateway", "outrider.grammar")
 PROTOBUF = ("outrider.v1", "google.protobuf")
 # Transformers costs seconds and hundreds of megabytes: one package imports it, and is itself imported by name alone.
 HF_MODELS = "outrider.engine.hf_models"
 # Rare ways to guess: whoever puts a service together knows them, and nobody else.
 SHELF = "outrider.drafters.shelf"
-SHELF_USERS = ("draft_service.server", "target_service.server", "outrider.drafters.registry")
+# Packages that few modules may import. The dialects of REST share what stands beside them, and nothing of each other's.
+CLOSED = {
+    SHELF: ("draft_service.server", "target_service.server", "outrider.drafters.registry"),
+    "gateway.rest.openai": ("gateway.rest.app",),
+    "gateway.rest.anthropic": ("gateway.rest.app",),
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ SHARED = (
     "outrider.folder_tokenizer",
     "outrider.tokenizer_files",
     "outrider.generation_defaults",
+    "outrider.constraint",
     "outrider.grammar",
     "outrider.deltas",
     "outrider.completion",
@@ -58,7 +66,7 @@ PLUMBING = ("outrider.rpc", "outrider.process")
 SERVICE = (*SHARED, *PLUMBING, "outrider.engine", "outrider.drafters", "outrider.model_service")
 RULES = (
     Rule("outrider.errors"),
-    Rule("outrider.parameters", ("outrider.errors", "outrider.grammar")),
+    Rule("outrider.parameters", ("outrider.errors",)),
     Rule("outrider.model_names", ("outrider.errors",)),
     Rule("outrider.gguf", ("outrider.errors",)),
     Rule("outrider.folder_tokenizer", ("outrider.errors",)),
@@ -72,7 +80,8 @@ RULES = (
     Rule("outrider.token_tree", ("outrider.errors", "outrider.parameters")),
     Rule("outrider.datastore", (*SHARED, "outrider.process")),
     Rule("outrider.beams", ("outrider.errors", "outrider.token_tree")),
-    Rule("outrider.grammar", ("outrider.errors",)),
+    Rule("outrider.constraint", ("outrider.errors",)),
+    Rule("outrider.grammar", ("outrider.errors", "outrider.constraint")),
     Rule("outrider.deltas"),
     Rule("outrider.completion", ("outrider.parameters",)),
     Rule("outrider.timing"),
@@ -216,14 +225,15 @@ def hf_imports(modules: Mapping[str, Module]) -> list[str]:
     ]
 
 
-def shelf_imports(modules: Mapping[str, Module]) -> list[str]:
-    """Modules that import a rare way to guess and do not put a service together."""
+def closed_imports(modules: Mapping[str, Module]) -> list[str]:
+    """Modules that import a closed package and are none of the few that may."""
     return [
         f"{module.name} imports {name}"
+        for package, users in CLOSED.items()
         for module in modules.values()
-        if not within(module.name, [SHELF, *SHELF_USERS, *FREE])
+        if not within(module.name, [package, *users, *FREE])
         for name in sorted(imported(module))
-        if within(name, [SHELF])
+        if within(name, [package])
     ]
 
 
@@ -244,11 +254,12 @@ def reached(start: str, modules: Mapping[str, Module]) -> dict[str, str]:
 def heavy_chains(modules: Mapping[str, Module]) -> list[str]:
     """Light modules that reach a heavy one, with the link that does it."""
     light = [module for module in modules.values() if (rule := rule_of(module.name)) is not None and not rule.torch]
+    allowed = {"numpy": WITH_NUMPY, "llguidance": WITH_LLGUIDANCE}
     return [
         f"{module.name} reaches {name} through {by}"
         for module in light
         for name, by in reached(module.name, modules).items()
-        if within(name, HEAVY if within(module.name, WITH_NUMPY) else (*HEAVY, "numpy"))
+        if within(name, [*HEAVY, *(other for other, users in allowed.items() if not within(module.name, users))])
     ]
 
 
@@ -278,7 +289,7 @@ def protobuf_leaks(modules: Mapping[str, Module]) -> list[str]:
     ]
 
 
-CHECKS = (wrong_ways, hf_imports, shelf_imports, heavy_chains, knots, protobuf_leaks)
+CHECKS = (wrong_ways, hf_imports, closed_imports, heavy_chains, knots, protobuf_leaks)
 
 
 @pytest.fixture(scope="module")
@@ -296,13 +307,13 @@ def test_transformers_is_loaded_by_name_alone(modules: dict[str, Module]) -> Non
     assert hf_imports(modules) == []
 
 
-def test_rare_drafters_stand_aside(modules: dict[str, Module]) -> None:
-    """No hot room imports the shelf, so that a file of it can be deleted alone."""
-    assert shelf_imports(modules) == []
+def test_rare_drafters_and_dialects_stand_aside(modules: dict[str, Module]) -> None:
+    """No hot room imports the shelf, and no dialect of REST another, so that each of their files can be deleted."""
+    assert closed_imports(modules) == []
 
 
 def test_light_processes_never_reach_torch(modules: dict[str, Module]) -> None:
-    """Gateway, client and command line reach neither torch nor the engine by any chain."""
+    """Gateway, client and command line reach neither torch nor the engine by any chain, the last two no llguidance."""
     assert heavy_chains(modules) == []
 
 
@@ -357,9 +368,25 @@ def test_the_document_shows_the_same_table() -> None:
         ("outrider.estimates.a", "import torch", "outrider.estimates.a reaches torch through outrider.estimates.a"),
         ("outrider.b", "import json", "outrider.b has no rule"),
         ("outrider.cli.a", "import middle", "outrider.cli.a reaches torch through middle"),
+        (
+            "outrider.parameters",
+            "import llguidance",
+            "outrider.parameters reaches llguidance through outrider.parameters",
+        ),
         ("outrider.engine.b", "import transformers", "outrider.engine.b imports transformers"),
         ("outrider.engine.c", f"from {HF_MODELS} import d", f"outrider.engine.c imports {HF_MODELS}"),
         ("draft_service.a", f"from {SHELF} import cascade", f"draft_service.a imports {SHELF}"),
+        (
+            "gateway.rest.anthropic.a",
+            "import gateway.rest.openai",
+            "gateway.rest.anthropic.a imports gateway.rest.openai",
+        ),
+        (
+            "gateway.rest.openai.a",
+            "from gateway.rest import anthropic",
+            "gateway.rest.openai.a imports gateway.rest.anthropic",
+        ),
+        ("gateway.rest.sse", "import gateway.rest.openai", "gateway.rest.sse imports gateway.rest.openai"),
         ("gateway.a", "def f():\n    import json", "gateway.a imports in line 2, inside a function"),
         ("gateway.b", "from . import a", "gateway.b imports relatively in line 1"),
         ("gateway.c", "import typing\nif typing.TYPE_CHECKING: pass", "gateway.c says TYPE_CHECKING"),

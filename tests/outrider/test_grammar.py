@@ -15,17 +15,16 @@ from llguidance import LLMatcher
 from support.stack import TARGET
 
 from outrider import grammar as module
+from outrider.constraint import MAX_CHOICES, Constraint, ConstraintKind
 from outrider.errors import InvalidRequest
 from outrider.grammar import (
-    MAX_CHOICES,
     MAX_STATES,
     Bits,
-    Constraint,
-    ConstraintKind,
     Follower,
     Grammar,
     GrammarEngine,
     GrammarRefused,
+    canonical,
     is_end_only,
 )
 
@@ -73,7 +72,7 @@ def ids_of(bits: Bits) -> list[int]:
 
 def follower(engine: GrammarEngine, constraint: Constraint) -> Follower:
     """What decides about one answer."""
-    text = constraint.canonical()
+    text = canonical(constraint)
     engine.get(text)
     return Follower(partial(engine.matcher, text), SIZE // 8)
 
@@ -114,7 +113,7 @@ def fresh(engine: GrammarEngine, text: str, tokens: Sequence[int]) -> list[int] 
 
 def mismatches(engine: GrammarEngine, name: str, seeds: range) -> int:
     """Rows of random trees whose mask is not that of a fresh matcher."""
-    text, found = CONSTRAINTS[name].canonical(), 0
+    text, found = canonical(CONSTRAINTS[name]), 0
     for seed in seeds:
         chance = random.Random(seed)
         grammar, pathfinder = engine.get(text), engine.get(text)
@@ -173,7 +172,7 @@ def test_planted_bugs_are_found(
 @GRAMMARS
 def test_a_replay_at_every_token_allows_the_same(engine: GrammarEngine, name: str) -> None:
     """A service that is new to a session knows nothing but its tokens; one that knows it may have gone too far."""
-    text = CONSTRAINTS[name].canonical()
+    text = canonical(CONSTRAINTS[name])
     known = engine.get(text)
     output = walk(known, random.Random(3), 3 * MAX_STATES)
     for length in range(len(output), -1, -7):
@@ -186,7 +185,7 @@ def test_a_replay_at_every_token_allows_the_same(engine: GrammarEngine, name: st
 
 
 def test_an_end_may_come_only_where_the_grammar_may_end(engine: GrammarEngine, tokenizer: tokenizers.Tokenizer) -> None:
-    grammar = engine.get(CONSTRAINTS["choice"].canonical())
+    grammar = engine.get(canonical(CONSTRAINTS["choice"]))
     [once] = [tokenizer.encode(text, add_special_tokens=False).ids for text in ("once",)]
     [bits] = grammar.allowed(once, [()], ENDS)
     assert bits is not None
@@ -203,7 +202,7 @@ def test_an_end_may_come_only_where_the_grammar_may_end(engine: GrammarEngine, t
 
 
 def test_nothing_may_follow_what_has_left_the_grammar(engine: GrammarEngine) -> None:
-    grammar = engine.get(CONSTRAINTS["regex"].canonical())
+    grammar = engine.get(canonical(CONSTRAINTS["regex"]))
     assert follower(engine, CONSTRAINTS["regex"]).follows([])
     assert not follower(engine, CONSTRAINTS["regex"]).follows([2])
     [bits] = grammar.allowed([2], [()], ENDS)
@@ -214,7 +213,7 @@ def test_nothing_may_follow_what_has_left_the_grammar(engine: GrammarEngine) -> 
 
 
 def test_forced_tokens_are_the_only_legal_ones(engine: GrammarEngine) -> None:
-    grammar, chance, num_forced = engine.get(CONSTRAINTS["schema"].canonical()), random.Random(1), 0
+    grammar, chance, num_forced = engine.get(canonical(CONSTRAINTS["schema"])), random.Random(1), 0
     for _ in range(200):
         output = walk(grammar, chance, chance.randrange(8))
         forced = grammar.forced(output)
@@ -249,7 +248,7 @@ def test_forced_tokens_are_the_only_legal_ones(engine: GrammarEngine) -> None:
 )
 def test_what_cannot_be_read_is_refused_by_name(constraint: Constraint, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as refused:
-        constraint.canonical()
+        canonical(constraint)
     assert refused.value.metadata["field"].startswith("f")
 
 
@@ -268,12 +267,12 @@ def test_what_cannot_be_compiled_is_refused_with_a_sentence(
     engine: GrammarEngine, constraint: Constraint, words: str
 ) -> None:
     with pytest.raises(GrammarRefused, match=words):
-        engine.get(constraint.canonical())
+        engine.get(canonical(constraint))
 
 
 def test_keywords_that_cannot_be_enforced_may_be_left_out(engine: GrammarEngine) -> None:
     lenient = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "object", "not": {}}', is_lenient=True)
-    assert engine.get(lenient.canonical()).ignored_keywords == ("not",)
+    assert engine.get(canonical(lenient)).ignored_keywords == ("not",)
 
 
 def test_white_space_is_bounded_unless_the_request_says_otherwise(
@@ -315,7 +314,7 @@ def test_where_a_grammar_is_exhausted_depends_on_the_answer_alone(
     tokens = [a] * 150
     ends = [exhausted_behind(follower(engine, NESTED), tokens) for _ in range(3)]
     assert len(set(ends)) == 1
-    guessing = engine.get(NESTED.canonical())
+    guessing = engine.get(canonical(NESTED))
     for length in range(ends[0] + 20):
         guessing.allowed(tokens[:length], [()], ENDS)
     assert guessing.is_spent
@@ -347,19 +346,19 @@ def test_a_grammar_that_others_have_exhausted_is_compiled_anew(
 ) -> None:
     """And sessions that still have it guess nothing after it, instead of anything."""
     [a] = tokenizer.encode("a", add_special_tokens=False).ids
-    first, second = (engine.get(NESTED.canonical(), b"spent") for _ in range(2))
-    assert not engine.get(NESTED.canonical(), b"spent").is_spent
+    first, second = (engine.get(canonical(NESTED), b"spent") for _ in range(2))
+    assert not engine.get(canonical(NESTED), b"spent").is_spent
     for length in range(150):
         first.allowed([a] * length, [()], ENDS)
     assert [bits is not None and any(bits) for bits in second.allowed([], [(), (a,), (a, a)], ENDS)] == [False] * 3
-    [bits] = engine.get(NESTED.canonical(), b"spent").allowed([a] * 5, [()], ENDS)
+    [bits] = engine.get(canonical(NESTED), b"spent").allowed([a] * 5, [()], ENDS)
     assert bits is not None
     assert any(bits)
 
 
 def test_sessions_ask_what_may_come_first_while_others_begin(engine: GrammarEngine) -> None:
     """Each in a thread of its own: the library lends no matcher to one thread while another one changes it."""
-    text = CONSTRAINTS["schema"].canonical()
+    text = canonical(CONSTRAINTS["schema"])
     begun: queue.SimpleQueue[Grammar | None] = queue.SimpleQueue()
 
     def begin() -> None:
@@ -383,7 +382,7 @@ def test_sessions_ask_what_may_come_first_while_others_begin(engine: GrammarEngi
 @GRAMMARS
 def test_a_follower_says_what_copies_say(engine: GrammarEngine, name: str) -> None:
     """Token by token, and all of a path that is about to be committed is confirmed up to its end."""
-    text = CONSTRAINTS[name].canonical()
+    text = canonical(CONSTRAINTS[name])
     for seed in range(6):
         output = walk(engine.get(text), random.Random(seed), 40)
         grammar = engine.get(text).session(follower(engine, CONSTRAINTS[name]))
@@ -402,8 +401,8 @@ def test_a_row_with_another_mask_than_in_plain_decoding_is_not_entered(
     """Whatever the reason is: here the guesses' own lexer has been exhausted."""
     [a] = tokenizer.encode("a", add_special_tokens=False).ids
     for length in range(150):
-        engine.get(NESTED.canonical(), b"other").allowed([a] * length, [()], ENDS)
-    spent = engine.get(NESTED.canonical(), b"here")
+        engine.get(canonical(NESTED), b"other").allowed([a] * length, [()], ENDS)
+    spent = engine.get(canonical(NESTED), b"here")
     grammar = spent.session(follower(engine, NESTED))
     assert all(bits and any(bits) for bits in grammar.allowed([a], [(), (a,)], ENDS))
     assert grammar.confirmed([a], [a, a], ENDS) == 1
@@ -419,7 +418,7 @@ def test_a_row_with_another_mask_than_in_plain_decoding_is_not_entered(
 
 def test_remembered_grammars_are_bounded_by_their_text(engine: GrammarEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_COMPILED_BYTES", 3000)
-    texts = [Constraint(ConstraintKind.LARK, f'start: "{letter * 1000}"').canonical() for letter in "abcd"]
+    texts = [canonical(Constraint(ConstraintKind.LARK, f'start: "{letter * 1000}"')) for letter in "abcd"]
     for text in texts:
         engine.get(text, b"bounded")
     kept = [text for salt, text in engine._compiled if salt == b"bounded"]
@@ -430,7 +429,7 @@ def test_grammars_that_are_asked_for_again_are_not_compiled_again(
     engine: GrammarEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And their sessions know nothing of each other."""
-    text = CONSTRAINTS["schema"].canonical()
+    text = canonical(CONSTRAINTS["schema"])
     first = engine.get(text)
     monkeypatch.setattr(module, "LLMatcher", None)
     second = engine.get(text)
@@ -459,7 +458,7 @@ WIDE = {
 @pytest.mark.parametrize("name", WIDE)
 def test_many_alternatives_stay_within_the_limits(engine: GrammarEngine, name: str) -> None:
     """Limits are for grammars that no client means: the longest choice, enum and the like can be answered."""
-    grammar = engine.get(WIDE[name].canonical())
+    grammar = engine.get(canonical(WIDE[name]))
     for seed in range(4):
         output = walk(grammar, random.Random(seed), 60)
         assert len(output) > 1

@@ -5,16 +5,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from gateway.rest.openai.schemas import MAX_CALLS, MAX_MESSAGES, NO_EFFECT, Count, Ignored, Unserved, Word, ignored_in
-from gateway.rest.openai.translation import (
+from gateway.rest.asking.conversation import THINKING
+from gateway.rest.asking.fields import (
+    MAX_CALLS,
+    MAX_MESSAGES,
+    NO_EFFECT,
+    Count,
+    Ignored,
+    Unserved,
+    Word,
+    by_type,
+    ignored_in,
+    text_or_list,
+)
+from gateway.rest.asking.translation import (
     ChatMessages,
     DialectFields,
     Translation,
     Values,
-    by_type,
     shared_values,
-    text_or_list,
-    thinking_values,
     tools_of,
 )
 from outrider.errors import InvalidRequest
@@ -206,10 +215,11 @@ def translated(body: CountTokensRequest, variables: frozenset[str]) -> Translati
     for number, turn in enumerate(body.messages):
         _take(turn, f"messages.{number}", conversation)
     tools, names, skipped = tools_of(enumerate(body.tools or ()), _function, "input_schema")
-    thinking = None if body.thinking is None else body.thinking.type != "disabled"
     output = body.output_config or OutputConfig()
-    switches, unswitched = thinking_values(variables, thinking)
-    chat = {**shared_values(body), **switches, "messages": conversation.finished}
+    chat = {**shared_values(body), "messages": conversation.finished}
+    unswitched = ["thinking"] if body.thinking is not None and THINKING not in variables else []
+    if body.thinking is not None and not unswitched:
+        chat["chat_template_kwargs"] = {THINKING: body.thinking.type != "disabled"}
     chat |= {} if output.effort is None else {"reasoning_effort": output.effort}
     if tools:
         chat["tools"] = tools

@@ -1,1 +1,1 @@
-"""OpenAI's routes, completions, chat completions and responses, and the inner form of a body that all others become."""
+"""OpenAI's routes: completions, chat completions and responses."""

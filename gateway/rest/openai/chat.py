@@ -11,10 +11,11 @@ from starlette.responses import Response
 from gateway.generation.events import CompletionEvent, Event, RoundEvent
 from gateway.generation.frontend import Frontend
 from gateway.rest.answering import ChoiceBuffer, Responder, ResponseHeader
+from gateway.rest.asking.chat_body import ChatRequest, StreamOptions
+from gateway.rest.asking.conversation import conversation
+from gateway.rest.asking.request import CHAT_NAMES
 from gateway.rest.figures import ResponseFigures
-from gateway.rest.openai.asking import CHAT_NAMES
 from gateway.rest.openai.chunks import ChunkWriter, ResponseFormatter, logprob_of
-from gateway.rest.openai.conversation import conversation
 from gateway.rest.openai.models import (
     AssistantMessage,
     CallDelta,
@@ -33,7 +34,6 @@ from gateway.rest.openai.models import (
     TopLogprob,
     finish_of,
 )
-from gateway.rest.openai.schemas import ChatRequest, StreamOptions
 from gateway.rest.openapi import documented_answer
 from gateway.rest.settings import RestSettings
 from gateway.rest.validation import route_class
@@ -115,7 +115,7 @@ class ChatFormatter(ResponseFormatter):
                 index=index,
                 message=self._message(each.deltas),
                 logprobs=self._logprobs(each.tokens),
-                finish_reason=each.finish_reason,
+                finish_reason=finish_of(each.completion),
                 **self.token_ids(each.tokens),
             )
             for index, each in enumerate(choices)

@@ -8,10 +8,10 @@ from typing import Any
 
 from gateway.generation.events import Event, OutputToken, RoundEvent
 from gateway.rest.answering import AnswerWriter, ChoiceBuffer, ResponseHeader
+from gateway.rest.asking.chat_body import StreamOptions
 from gateway.rest.errors import error_json
 from gateway.rest.figures import ResponseFigures
 from gateway.rest.openai.models import Envelope, Finish, Tokens, finish_of
-from gateway.rest.openai.schemas import StreamOptions
 from gateway.rest.sse import DONE, data, line
 from gateway.text.tokenizer import Tokenizer
 from outrider.completion import PromptToken

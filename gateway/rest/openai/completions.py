@@ -4,8 +4,10 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
+from typing import Annotated
 
 from fastapi import APIRouter, Depends
+from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,17 +15,60 @@ from gateway.generation.events import Event, OutputToken, RoundEvent
 from gateway.generation.frontend import Frontend
 from gateway.generation.request import check_room
 from gateway.rest.answering import ChoiceBuffer, Responder, ResponseHeader
+from gateway.rest.asking.chat_body import GenerationFields, StreamOptions
+from gateway.rest.asking.fields import MAX_IDS, Text, ignored_in
+from gateway.rest.asking.request import TEXT_NAMES, check_prompt_len, generation_request, in_names_of
 from gateway.rest.figures import ResponseFigures
-from gateway.rest.openai.asking import TEXT_NAMES, check_prompt_len, generation_request, in_names_of
 from gateway.rest.openai.chunks import ChunkWriter, ResponseFormatter, logprob_of
-from gateway.rest.openai.models import Envelope, Finish, TextChoice, TextCompletion, TextLogprobs, Tokens
-from gateway.rest.openai.schemas import MAX_PROMPTS, CompletionRequest, StreamOptions, ignored_in
+from gateway.rest.openai.models import Envelope, Finish, TextChoice, TextCompletion, TextLogprobs, Tokens, finish_of
 from gateway.rest.openapi import documented_answer
 from gateway.rest.settings import RestSettings
 from gateway.rest.validation import route_class
 from gateway.text.tokenizer import GAPS, Tokenizer
 from outrider.completion import PromptToken
 from outrider.errors import InvalidRequest, PromptTooLong, Unsupported
+from outrider.parameters import MAX_LOGPROB_COUNT, MAX_SAMPLES, TokenId
+
+MAX_PROMPTS = 64
+PROMPT_KINDS = (
+    "Input should be a string, a list of strings, a list of token ids, or a list of lists of token ids, and not empty"
+)
+
+Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)]
+
+
+def _prompt_kind(value: object) -> str | None:
+    """A list is of the kind of its first entry, so that only one kind is tried on all of them."""
+    if isinstance(value, list):
+        return {str: "<texts>", int: "<ids>", list: "<id lists>"}.get(type(value[0])) if value else None
+    return "<text>" if isinstance(value, str) else None
+
+
+Prompt = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("<texts>")]
+    | Annotated[Ids, Tag("<ids>")]
+    | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("<id lists>")],
+    Discriminator(_prompt_kind, custom_error_type="prompt_kind", custom_error_message=PROMPT_KINDS),
+]
+
+
+class CompletionRequest(GenerationFields):
+    """A prompt, or several, and how to go on."""
+
+    prompt: Prompt
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROB_COUNT)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES, description="Must equal n.")] | None = None
+    suffix: Annotated[str | None, Field(description="What stands behind the gap that the answer fills.")] = None
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        many = [each for each in prompt if not isinstance(each, int)]
+        return many or [[each for each in prompt if isinstance(each, int)]]
 
 
 def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
@@ -143,7 +188,7 @@ class CompletionFormatter(ResponseFormatter):
                 for name, values in self._logprobs(each.tokens, len(echo)):
                     getattr(logprobs, name).extend(values)
             text = echo + "".join(each.texts)
-            answers.append(self._choice(index, text, logprobs, each.finish_reason, each.tokens))
+            answers.append(self._choice(index, text, logprobs, finish_of(each.completion), each.tokens))
         return self._envelope(answers)
 
     def _choice(

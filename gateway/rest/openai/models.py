@@ -1,4 +1,4 @@
-"""Answers of /v1, as models that are also its documentation. A field that is not set is not sent."""
+"""Answers of OpenAI's older routes, as models that are also their documentation. What is not set is not sent."""
 
 from collections.abc import Sequence
 from typing import Literal, Self, TypeAlias
@@ -6,101 +6,13 @@ from typing import Literal, Self, TypeAlias
 from pydantic import BaseModel
 
 from gateway.generation.events import CompletionEvent, OutputToken
-from outrider.completion import DrafterFigures, PromptToken
+from gateway.rest.figures import Facts, Metrics, Usage
+from outrider.completion import PromptToken
 from outrider.deltas import CallBegun
 from outrider.parameters import FinishReason
 
 Finish = Literal["stop", "length", "tool_calls"]
 Tokens: TypeAlias = Sequence[OutputToken | PromptToken]
-
-
-class PromptTokensDetails(BaseModel):
-    """Number of the prompt's tokens that the target found in its prefix cache."""
-
-    cached_tokens: int
-
-
-class CompletionTokensDetails(BaseModel):
-    """Tokens of reasoning; guesses from the request's prediction that became tokens of the answer, and that did not."""
-
-    reasoning_tokens: int
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
-
-
-class Usage(BaseModel):
-    """Tokens in and out: a prompt counts once whatever n is; an end-of-sequence token counts."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
-
-
-class SpeculativeDecoding(BaseModel):
-    """What speculation did, in vLLM's names. A step is a verdict on at least one draft token."""
-
-    mean_acceptance_length: float
-    draft_acceptance_rate: float
-    acceptance_histogram: list[int]
-    acceptance_histogram_by_draft_length: dict[str, list[int]]
-    num_spec_steps: int
-    num_accepted_draft_tokens: int
-    num_draft_tokens: int
-    num_spec_tokens: int
-    per_step_accepted: list[int] | None = None
-    per_step_drafted: list[int] | None = None
-
-
-class Metrics(BaseModel):
-    """Times of a request, in vLLM's names; null where there was nothing to measure."""
-
-    time_to_first_token_ms: float
-    generation_time_ms: float
-    queue_time_ms: float
-    mean_itl_ms: float | None
-    tokens_per_second: float | None
-    speculative_decoding: SpeculativeDecoding | None
-
-
-class Sampling(BaseModel):
-    """How logits became a distribution: what the request said, else the model's defaults, else the neutral values."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-
-
-class Facts(BaseModel):
-    """What it takes to repeat and to judge an answer. Lists are in the order of the choices."""
-
-    seed: int
-    seeds: list[int]
-    sampling: Sampling
-    rule: str
-    rule_settings: dict[str, float]
-    model_hash: str
-    numerics_id: str
-    numerics_ids: list[str]
-    finish_reasons: list[str]
-    rounds: int
-    drafts: int
-    draft_tokens: int
-    accepted_tokens: int
-    acceptance_rate: float
-    draft_acceptance_rate: float
-    mean_acceptance_length: float
-    fallback_rounds: int
-    drafters: list[DrafterFigures]
-    target_reopens: int
-    drift_repairs: int
-    cumulative_logprobs: list[float] | None = None
-    ignored_keywords: list[str] | None = None
 
 
 class TopLogprob(BaseModel):

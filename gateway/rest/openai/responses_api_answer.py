@@ -12,9 +12,8 @@ from pydantic import BaseModel, Field
 from gateway.generation.events import Event
 from gateway.rest.answering import AnswerWriter, ChoiceBuffer, ResponseHeader
 from gateway.rest.errors import status_of
-from gateway.rest.figures import ResponseFigures
+from gateway.rest.figures import Facts, Metrics, ResponseFigures
 from gateway.rest.openai.chunks import padding
-from gateway.rest.openai.models import Facts, Metrics
 from gateway.rest.parts import Part, Parts
 from gateway.rest.sse import typed
 from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta

@@ -5,17 +5,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
-from gateway.rest.openai.schemas import MAX_CALLS, MAX_MESSAGES, Count, Ignored, Unserved, ignored_in
-from gateway.rest.openai.translation import (
+from gateway.rest.asking.fields import (
+    MAX_CALLS,
+    MAX_MESSAGES,
+    Count,
+    Ignored,
+    Unserved,
+    by_type,
+    ignored_in,
+    text_or_list,
+    type_of,
+)
+from gateway.rest.asking.translation import (
     ChatMessages,
     DialectFields,
     Translation,
     Values,
-    by_type,
     shared_values,
-    text_or_list,
     tools_of,
-    type_of,
 )
 from outrider.errors import InvalidRequest
 from outrider.parameters import Parameters
@@ -187,7 +194,7 @@ def _choice_kind(value: object) -> str | None:
 
 
 FunctionChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+    Annotated[Literal["auto", "none", "required"], Tag("<word>")]
     | Annotated[NamedFunction, Tag("<function>")]
     | Annotated[AllowedFunctions, Tag("<allowed_tools>")],
     Discriminator(

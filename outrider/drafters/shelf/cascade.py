@@ -152,6 +152,7 @@ class SmallerDraft(CheaperDraft):
             own.replace_tail(known_len, token_ids[known_len:])
         else:
             own = reopen(self._runner, own, token_ids, self._spec.prompt_len, self._salt)
+        own.grammar = outer.session.grammar
         self.session, self._known_len = own, outer.base_len
         return own
 

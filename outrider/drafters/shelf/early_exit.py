@@ -55,7 +55,7 @@ class LayerDraft(TaskDraft):
         except CacheFull as error:
             self._fail(error)
             return
-        self.proposal = None
+        own.grammar, self.proposal = self.grammar, None
         self.task = DraftTask(
             session=own,
             spec=self._spec,

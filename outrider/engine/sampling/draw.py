@@ -142,16 +142,16 @@ def _paths(draw_input: DrawInput) -> list[tuple[int, ...]]:
 
 def _allowed(draw_input: DrawInput) -> list[Bits | None]:
     """Masks of an input's rows by its grammar; None where there is none, or no answer gets there."""
-    spec, feed = draw_input.spec, draw_input.feed
-    if spec.grammar is None:
-        return [None] * len(feed.depths)
-    output = feed.session.token_ids[spec.prompt_len :]
-    return spec.grammar.allowed(output, _paths(draw_input), spec.eos_token_ids | spec.stop_token_ids)
+    spec, session = draw_input.spec, draw_input.feed.session
+    if session.grammar is None:
+        return [None] * len(draw_input.feed.depths)
+    output = session.token_ids[spec.prompt_len :]
+    return session.grammar.allowed(output, _paths(draw_input), spec.eos_token_ids | spec.stop_token_ids)
 
 
 def _masked(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput]) -> Tensor:
     """logits [R, V] of all rows of plain inputs, as the first step of `transform` leaves them."""
-    if all(each.spec.grammar is None for each in inputs):
+    if all(each.feed.session.grammar is None for each in inputs):
         return logits
     return mask(logits, [bits for each in inputs for bits in _allowed(each)], runner.ops)
 
@@ -172,7 +172,7 @@ def key_column(runner: ModelRunner, keys: Sequence[int] | Keys) -> Tensor:
 
 
 def undrawable(
-    runner: ModelRunner, logits: Tensor, spec: SessionSpec, context: RowContext, cause: ValueError
+    runner: ModelRunner, logits: Tensor, draw_input: DrawInput, context: RowContext, cause: ValueError
 ) -> OutriderError:
     """The error of a session that has no token to draw after its committed ones, from the model's rows [R, V] there.
 
@@ -181,7 +181,8 @@ def undrawable(
     """
     if not are_numbers(logits[:, : runner.vocabulary_size]):
         return model_fault(runner, len(context.committed))
-    follower = None if spec.grammar is None else spec.grammar.follower
+    spec, grammar = draw_input.spec, draw_input.feed.session.grammar
+    follower = None if grammar is None else grammar.follower
     output = context.committed[spec.prompt_len :]
     exhausted = None if follower is None else follower.exhausted(output)
     if exhausted is not None:
@@ -254,7 +255,7 @@ def _draw_alone(runner: ModelRunner, logits: Tensor, draw_input: DrawInput) -> D
             drawn += _draw(runner, logits[row : row + 1], [context], [int(key)])
         except ValueError as error:
             if not row:
-                return undrawable(runner, logits[row : row + 1], draw_input.spec, context, error)
+                return undrawable(runner, logits[row : row + 1], draw_input, context, error)
             drawn.append(UNDRAWN)
     return drawn
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from outrider.beams import MAX_WIDTH, MIN_WIDTH, LiveBeam
+from outrider.constraint import MAX_GRAMMAR_BYTES
 from outrider.errors import InvalidRequest, check_count, check_range, check_token_id, check_token_ids
-from outrider.grammar import MAX_GRAMMAR_BYTES, Grammar
 from outrider.parameters import (
     MAX_BANNED_LEN,
     MAX_BANNED_SEQUENCES,
@@ -62,7 +62,7 @@ def open_message(spec: SessionSpec, token_ids: Sequence[int]) -> pb.OpenSession:
         draft_logprobs=spec.draft_logprobs,
         cache_salt=spec.cache_salt,
         trace_context=dict(spec.trace_context),
-        grammar=spec.grammar.text if spec.grammar is not None else "",
+        grammar=spec.grammar,
     )
 
 
@@ -116,9 +116,10 @@ def spec_from(
     base_len: int,
     vocabulary_size: int,
     earlier: Sequence[int] = (),
-    grammar: Grammar | None = None,
+    *,
+    is_compiled: bool = False,
 ) -> SessionSpec:
-    """The session that a message opens, after the tokens of its OpenParts; with the grammar that it names, compiled.
+    """The session that a message opens, after the tokens of its OpenParts; a grammar that it names must be compiled.
 
     Raises InvalidRequest.
     Whether max_len fits into a context is left to the service: a draft may have a shorter one than the request.
@@ -162,21 +163,19 @@ def spec_from(
         draft_logprobs=message.draft_logprobs,
         cache_salt=message.cache_salt,
         trace_context=trace_context,
-        grammar=_grammar(message, grammar),
+        grammar=_grammar(message, is_compiled=is_compiled),
     )
 
 
-def _grammar(message: pb.OpenSession, grammar: Grammar | None) -> Grammar | None:
+def _grammar(message: pb.OpenSession, *, is_compiled: bool) -> str:
     """The grammar that a session names; where nothing compiles any, none may be named."""
-    if not message.grammar:
-        return None
-    field = SESSION + "grammar"
-    check_count(field, len(message.grammar.encode()), MAX_GRAMMAR_BYTES, "bytes")
-    if grammar is None:
-        raise InvalidRequest(field, message.grammar, "empty for a service without a grammar engine")
-    if not message.eos_token_ids and not message.stop_token_ids:
-        raise InvalidRequest(field, message.grammar, "empty without a token that ends the request")
-    return grammar
+    text, field = message.grammar, SESSION + "grammar"
+    check_count(field, len(text.encode()), MAX_GRAMMAR_BYTES, "bytes")
+    if text and not is_compiled:
+        raise InvalidRequest(field, text, "empty for a service without a grammar engine")
+    if text and not message.eos_token_ids and not message.stop_token_ids:
+        raise InvalidRequest(field, text, "empty without a token that ends the request")
+    return text
 
 
 def _banned(message: pb.OpenSession, vocabulary_size: int) -> tuple[tuple[int, ...], ...]:

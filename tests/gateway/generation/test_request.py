@@ -9,8 +9,9 @@ from gateway.generation.request import CheckedRequest, GenerationRequest, Offers
 from gateway.sessions.peer import ModelInfo
 from gateway.text.tokenizer import Tokenizer
 from outrider.beams import BeamSearch
+from outrider.constraint import Constraint, ConstraintKind
 from outrider.errors import InvalidRequest, PromptTooLong
-from outrider.grammar import ENGINE, Constraint, ConstraintKind
+from outrider.grammar import ENGINE
 from outrider.parameters import Acceptance, GenerationDefaults, Rule, SamplingParameters
 from outrider.token_tree import TreeShape
 

@@ -8,7 +8,8 @@ import pytest
 from support.stack import TARGET
 
 from gateway.lookup.guesses import FREE_LOOK_S, GRAMMAR, MAX_FORCED_S, LookupGuesses
-from outrider.grammar import Constraint, ConstraintKind, GrammarEngine
+from outrider.constraint import Constraint, ConstraintKind
+from outrider.grammar import GrammarEngine, canonical
 from outrider.vocabulary import Vocabulary
 
 FORCED = Constraint(ConstraintKind.REGEX, "(once upon a time|never before that day)!")
@@ -29,8 +30,8 @@ def engine() -> GrammarEngine:
 def test_a_grammar_is_looked_at_while_that_is_cheap(engine: GrammarEngine, cost_s: float, looks: int) -> None:
     """The look that uses up what looks may cost is the last one, and what it has found is proposed."""
     clock: Iterator[float] = (cost_s * number for number in count())
-    guesses = LookupGuesses(max_rows=8, grammar=engine.get(FORCED.canonical()), clock_s=lambda: next(clock))
-    guesses.commit(engine.get(BEGUN.canonical()).forced([]))
+    guesses = LookupGuesses(max_rows=8, grammar=engine.get(canonical(FORCED)), clock_s=lambda: next(clock))
+    guesses.commit(engine.get(canonical(BEGUN)).forced([]))
     found = []
     for _ in range(9):
         found.append(guesses.look(8))

@@ -19,9 +19,9 @@ from support.basics import eventually
 from support.network import GET, connected, served
 from support.rest.echo import JSON, SETTINGS, client, echo, posted, surface
 
+from gateway.rest.asking.json_body import read_json
 from gateway.rest.bodies import BodyLimits, ParsedBodyRoute
 from gateway.rest.ids import RequestIds
-from gateway.rest.json_body import read_json
 from gateway.rest.server import HEAD_BYTES
 from gateway.rest.settings import RestSettings
 from gateway.rest.validation import TolerantBodyRoute, handle_error

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from gateway.rest.json_body import read_json
-from gateway.rest.openai.schemas import ChatRequest, CompletionRequest, SpeculationFields
+from gateway.rest.asking.chat_body import ChatRequest
+from gateway.rest.asking.fields import SpeculationFields
+from gateway.rest.asking.json_body import read_json
+from gateway.rest.openai.completions import CompletionRequest
 from gateway.rest.validation import error_about
 from outrider.errors import OutriderError
 

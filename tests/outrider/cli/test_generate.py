@@ -29,7 +29,8 @@ COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "gener
 # Says at its end whether anything heavy was imported, by whatever way.
 SPY = (
     "import atexit, sys\n"
-    "heavy = lambda: [name for name in ('torch', 'numpy', 'transformers', 'outrider.engine') if name in sys.modules]\n"
+    "names = 'torch', 'numpy', 'transformers', 'llguidance', 'outrider.engine'\n"
+    "heavy = lambda: [name for name in names if name in sys.modules]\n"
     "atexit.register(lambda: print('heavy:', heavy(), file=sys.stderr))\n"
     "from outrider.cli import main; main()"
 )

@@ -445,6 +445,18 @@ async def test_a_grammar_that_cannot_be_compiled_refuses_its_open(compiling: tup
     assert grammars.tokenizer.id_to_token((await client.verdict())[2]) in "abc"
 
 
+async def test_a_session_that_is_opened_again_has_the_grammar_of_its_last_open(
+    compiling: tuple[TargetClient, Held],
+) -> None:
+    """Nothing is left of the one before, though its tokens stay cached."""
+    client, grammars = compiling
+    grammars.may_compile.set()
+    for epoch, letters in enumerate(("abc", "xyz", "def"), start=1):
+        text = LLMatcher.grammar_from_regex(f"[{letters}]{{30}}")
+        await client.send(opening_under(client, text, epoch=epoch))
+        assert grammars.tokenizer.id_to_token((await client.verdict())[2]) in letters
+
+
 async def test_a_bug_while_a_grammar_is_compiled_ends_its_session_alone(
     compiling: tuple[TargetClient, Held], monkeypatch: pytest.MonkeyPatch
 ) -> None:

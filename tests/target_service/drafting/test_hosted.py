@@ -14,10 +14,12 @@ from support.drafting.toy_drafters import ToyDraft, ToyDrafter, adversary, dice,
 from support.heads.heads import random_head
 from support.heads.kangaroo import write_kangaroo
 from support.heads.tiny_chains import CHAINS, VOCAB, write_chain
-from support.models.tiny_models import write_tiny_model
+from support.models.tiny_models import write_tiny_model, write_tokenizer
 from support.services.stepped_draft import Draft
 from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, OwnTarget, check_pure, plain, storm
+from tokenizers import Tokenizer
 
+from outrider.constraint import Constraint, ConstraintKind
 from outrider.drafters.drafter import Drafter, GuessLimits
 from outrider.drafters.hosted import HOSTED, HostedModel, host_head
 from outrider.drafters.scales import Ranks, Scales
@@ -26,8 +28,10 @@ from outrider.engine.heads.checkpoint import read_head
 from outrider.engine.heads.feature_head import Fuse
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest
+from outrider.grammar import GrammarEngine, canonical
 from outrider.parameters import Rule, SessionSpec
 from outrider.token_tree import EMPTY, TokenTree, TreeShape
+from target_service.states import Step
 
 SPEC = spec_of(PROMPT, 60, seed=3, eos=(), temperature=1.0)
 GREEDY = spec_of(PROMPT, 60, seed=3, eos=())
@@ -101,6 +105,32 @@ def test_tokens_are_those_of_plain_decoding(
     assert {decided.hosted.times.compute_us for decided in drafted} == {2}
     own.table.clear()
     assert drafter.drafts[0].freed
+
+
+@pytest.mark.parametrize("drafter", [HOSTED, "eagle3", LAYER_SKIP, "kangaroo"])
+async def test_guesses_follow_the_grammar_of_the_answer(
+    folder: Path, wide: Path, small: ModelRunner, tmp_path: Path, drafter: str
+) -> None:
+    """Whatever guesses has a grammar of the same text, and the answer's own is asked about the answer alone."""
+    runner = ModelRunner.load(str(folder if drafter == HOSTED else wide), dtype="float32", kv_tokens=4096)
+    size = runner.config.vocab_size
+    write_tokenizer(tmp_path, size)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    engine, regex = GrammarEngine(tokenizer.to_str(), size, {0}), Constraint(ConstraintKind.REGEX, "[a-c]{40}")
+    grammar = await engine.followed(canonical(regex), b"", ())
+    spec = replace(SPEC, token_ids=(5, 17, 20, 3, 9), eos_token_ids=frozenset({0}), grammar=grammar.text)
+    own = OwnTarget(runner, hosting_of(drafter, runner, small, tmp_path / "head"))
+    step = Step(EMPTY, 0, 0, GuessLimits(4))
+    own.sessions.open(own.fence(1, len(PROMPT)), spec, step, own.answers, own.drafter, grammar=grammar)
+    answers = own.run()
+    for _ in range(6):
+        own.go_on(4)
+        answers += own.run()
+    letters = {tokenizer.token_to_id(letter) for letter in "abc"}
+    guesses = [token_id for answer in answers for token_id in answer.content.hosted.tree.token_ids]
+    assert guesses
+    assert {*guesses, *own.tokens[len(PROMPT) :]} <= letters
+    own.table.clear()
 
 
 def test_a_budget_is_a_length(runner: ModelRunner) -> None:

@@ -7,8 +7,8 @@ from pydantic import ValidationError
 from support.requests.agent_bodies import CLAUDE_TOOLS, claude_code_body, parameters
 
 from gateway.rest.anthropic.messages_body import CountTokensRequest, MessagesRequest, translated
-from gateway.rest.openai.asking import in_names_of
-from gateway.rest.openai.translation import Translation
+from gateway.rest.asking.request import in_names_of
+from gateway.rest.asking.translation import Translation
 from gateway.rest.validation import error_about
 from outrider.errors import InvalidRequest, OutriderError
 

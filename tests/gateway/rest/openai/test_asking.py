@@ -6,8 +6,9 @@ import pytest
 
 from gateway.generation.frontend import ModelNames
 from gateway.generation.request import GenerationRequest
-from gateway.rest.openai.asking import CHAT_NAMES, TEXT_NAMES, generation_request, in_names_of
-from gateway.rest.openai.schemas import CompletionRequest, SpeculationFields
+from gateway.rest.asking.fields import SpeculationFields
+from gateway.rest.asking.request import CHAT_NAMES, TEXT_NAMES, generation_request, in_names_of
+from gateway.rest.openai.completions import CompletionRequest
 from outrider.errors import Field, InvalidRequest, Overloaded, PromptTooLong
 from outrider.parameters import MAX_SAMPLES, Acceptance, Rule, SamplingParameters
 from outrider.token_tree import TreeShape

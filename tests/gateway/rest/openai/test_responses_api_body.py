@@ -6,9 +6,9 @@ import pytest
 from pydantic import ValidationError
 from support.requests.agent_bodies import CODEX_TOOLS, codex_body
 
-from gateway.rest.openai.asking import in_names_of
+from gateway.rest.asking.request import in_names_of
+from gateway.rest.asking.translation import Translation
 from gateway.rest.openai.responses_api_body import ResponsesRequest, translated
-from gateway.rest.openai.translation import Translation
 from gateway.rest.validation import error_about
 from outrider.errors import InvalidRequest, OutriderError
 

@@ -14,12 +14,13 @@ import pytest_asyncio
 from pydantic import ValidationError
 from support.rest.rest_stack import rest_stack
 
-from gateway.rest.openai.asking import generation_request
-from gateway.rest.openai.schemas import ChatRequest, CompletionRequest
-from gateway.rest.openai.structured import ANY_OBJECT
+from gateway.rest.asking.chat_body import ChatRequest
+from gateway.rest.asking.request import generation_request
+from gateway.rest.asking.structured import ANY_OBJECT
+from gateway.rest.openai.completions import CompletionRequest
 from gateway.rest.validation import error_about
+from outrider.constraint import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES, Constraint, ConstraintKind
 from outrider.errors import OutriderError
-from outrider.grammar import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES, Constraint, ConstraintKind
 
 JSON = ConstraintKind.JSON_SCHEMA
 SCHEMA = {"type": "object", "properties": {"gold": {"type": ["integer", "null"], "default": None}}}

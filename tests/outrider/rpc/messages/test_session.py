@@ -162,6 +162,18 @@ def test_the_most_that_may_be_banned_arrives() -> None:
     assert spec_from(open_message(spec, SPEC.token_ids), 3, 10).banned == spec.banned
 
 
+def test_a_grammar_arrives_as_its_text() -> None:
+    """Where it has been compiled for the session, and where a token can end that; else its open is refused."""
+    spec = replace(WITH_EOS, grammar="start: /a+/")
+    message = open_message(spec, (1, 2, 3))
+    assert spec_from(message, 3, 10, is_compiled=True) == spec != WITH_EOS
+    with pytest.raises(InvalidRequest, match=r"^session\.grammar is .* empty for a service without a grammar engine$"):
+        spec_from(message, 3, 10)
+    endless = open_message(replace(spec, eos_token_ids=frozenset()), (1, 2, 3))
+    with pytest.raises(InvalidRequest, match=r"^session\.grammar is .* empty without a token that ends the request$"):
+        spec_from(endless, 3, 10, is_compiled=True)
+
+
 def test_a_rule_that_is_none_is_named() -> None:
     """A number of a newer protocol."""
     message = open_message(SPEC, SPEC.token_ids)

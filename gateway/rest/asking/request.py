@@ -6,9 +6,10 @@ from typing import Any
 
 from gateway.generation.frontend import ModelNames
 from gateway.generation.request import GenerationRequest
+from gateway.rest.asking.chat_body import GenerationFields
+from gateway.rest.asking.fields import ShapeFields, SpeculationFields
+from gateway.rest.asking.structured import constraint_of
 from gateway.rest.errors import UnknownModel
-from gateway.rest.openai.schemas import GenerationFields, ShapeFields, SpeculationFields
-from gateway.rest.openai.structured import constraint_of
 from outrider.beams import MAX_WIDTH, MIN_WIDTH, BeamSearch, EarlyStopping
 from outrider.errors import InvalidRequest, OutriderError, PromptTooLong
 from outrider.parameters import SETTINGS, Acceptance, Rule, SamplingParameters

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeAlias
 from urllib.parse import quote
 
-from pydantic import BaseModel, Discriminator, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from gateway.generation.frontend import Frontend
-from gateway.rest.openai.asking import CHAT_NAMES, in_names_of, renamed
-from gateway.rest.openai.conversation import THINKING, ChatPrompt, conversation
-from gateway.rest.openai.schemas import ChatRequest, Seed, SpeculationFields
+from gateway.rest.asking.chat_body import ChatRequest
+from gateway.rest.asking.conversation import ChatPrompt, conversation
+from gateway.rest.asking.fields import Seed, SpeculationFields
+from gateway.rest.asking.request import CHAT_NAMES, in_names_of, renamed
 from gateway.rest.settings import RestSettings
 from gateway.rest.validation import error_about
 from outrider.errors import OutriderError
@@ -37,34 +38,6 @@ class DialectFields(Parameters):
 
 # Those that chat calls the same.
 SHARED = {"model", "temperature", "top_p", "seed", "cache_salt", "speculation"}
-
-
-def type_of(value: object) -> object:
-    """The field `type` of an object or of a model that was made of one."""
-    return value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
-
-
-def by_type(noun: str, types: Sequence[str], default: str | None = None) -> Discriminator:
-    """Distinguishes the models of a union by their field `type`; the tag of each is its type in angle brackets."""
-
-    def tag(value: object) -> str | None:
-        found = type_of(value)
-        kind = default if found is None else found
-        return f"<{kind}>" if isinstance(kind, str) and kind in types else None
-
-    message = f"Input should be {noun} of type {', '.join(types)}; no other is served"
-    return Discriminator(tag, custom_error_type="union_kind", custom_error_message=message)
-
-
-def text_or_list(kinds: str) -> Discriminator:
-    """Distinguishes a string, with the tag <text>, from a list, with the tag <list>."""
-
-    def tag(value: object) -> str | None:
-        if isinstance(value, str):
-            return "<text>"
-        return "<list>" if isinstance(value, list) else None
-
-    return Discriminator(tag, custom_error_type="content_kind", custom_error_message=f"Input should be {kinds}")
 
 
 @dataclass(slots=True)
@@ -214,13 +187,6 @@ def tools_of(
         names |= {inner: outer, f"{inner}.function": outer, f"{inner}.function.parameters": f"{outer}.{schema_name}"}
         tools.append({"type": "function", "function": function(tool)})
     return tools, names, skipped
-
-
-def thinking_values(variables: frozenset[str], is_thinking: bool | None) -> tuple[Values, list[str]]:
-    """Switch for thinking in chat's words, where the template has one; else the field without effect."""
-    if is_thinking is None:
-        return {}, []
-    return ({"chat_template_kwargs": {THINKING: is_thinking}}, []) if THINKING in variables else ({}, ["thinking"])
 
 
 def shared_values(body: BaseModel) -> Values:

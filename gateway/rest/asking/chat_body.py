@@ -1,18 +1,32 @@
-"""The bodies of POST /v1/completions and /v1/chat/completions: every field with its range.
+"""The body of POST /v1/chat/completions, and what other bodies of prompts and conversations have of it.
 
 What a range depends on, the target's vocabulary for one, is checked with the request itself.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import cache
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag
 from pydantic.config import JsonDict
 
 from gateway.generation.conversation import MAX_TEMPLATE_VARIABLES, MAX_TOOLS, MAX_VARIABLE_LEN, TOOL_NAME
-from gateway.generation.request import MAX_DRAFTERS, MAX_STRING_LEN
-from gateway.rest.openai.structured import ResponseFormat, StructuredOutputs
+from gateway.rest.asking.fields import (
+    AS_USUAL,
+    MAX_CALLS,
+    MAX_COUNT,
+    MAX_IDS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    NO_EFFECT,
+    Count,
+    Ignored,
+    Seed,
+    SpeculationFields,
+    Unserved,
+    Unusual,
+    Word,
+    text_or_list,
+)
+from gateway.rest.asking.structured import ResponseFormat, StructuredOutputs
 from outrider.beams import MAX_LENGTH_PENALTY
 from outrider.parameters import (
     MAX_BANNED_WORDS,
@@ -23,51 +37,19 @@ from outrider.parameters import (
     Bias,
     Finite,
     Parameters,
-    Share,
     TokenId,
 )
-from outrider.token_tree import MAX_CHILDREN, MAX_DEPTH, MAX_LEVEL_ROWS
 
-MAX_SEED = 2**63 - 1
-MAX_COUNT = 2**31 - 1
 MAX_BIASES = 300
-MAX_PROMPTS, MAX_IDS = 64, 1_000_000
-MAX_MESSAGES = 4096
-# Of one message. Lists end at their first fault: a finding for each of a million entries takes minutes and gigabytes.
-MAX_PARTS, MAX_CALLS = 4096, 128
-# The mark of what is named in the header x-outrider-ignored.
-NO_EFFECT = "Accepted without effect, and named in the header x-outrider-ignored."
-# The mark of what says that all is as usual; a gateway that tolerates unknown fields leaves out what says otherwise.
-AS_USUAL = "Only this is served, and is so without it."
 NO_OTHERS: JsonDict = {"additionalProperties": False}
 
-Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
-Word = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STRING_LEN)]
 BiasKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")]
-Seed = Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)]
 TopK = Annotated[
     int, Field(ge=-1, le=MAX_COUNT, description="-1 is 0: off."), AfterValidator(lambda count: max(count, 0))
 ]
-Unserved = Annotated[None, Field(description="Known, but not served: null or absent.")]
-Unusual = Annotated[None, Field(description=AS_USUAL)]
-# What clients repeat of answers, of others too, and what they say to others' servers.
-Ignored = Annotated[Any, Field(description=NO_EFFECT)]
-
-
-def _text_or_list(value: object) -> str | None:
-    """The tag of the kind that a value is of; None for any other."""
-    if isinstance(value, str):
-        return "<text>"
-    return "<list>" if isinstance(value, list) else None
-
-
 Stop = Annotated[
     Annotated[Word, Tag("<text>")] | Annotated[list[Word], Field(max_length=MAX_STOPS, fail_fast=True), Tag("<list>")],
-    Discriminator(
-        _text_or_list,
-        custom_error_type="stop_kind",
-        custom_error_message="Input should be a string or a list of strings",
-    ),
+    text_or_list("a string or a list of strings"),
 ]
 
 
@@ -77,44 +59,6 @@ class StreamOptions(Parameters):
     include_usage: bool | None = None
     continuous_usage_stats: Annotated[bool | None, Field(description="Every chunk tells the usage until then.")] = None
     include_obfuscation: bool | None = None
-
-
-DrafterName = Annotated[str, Field(min_length=1, max_length=MAX_STRING_LEN)]
-Several = Annotated[list[DrafterName], Field(min_length=1, max_length=MAX_DRAFTERS, fail_fast=True)]
-Drafters = Annotated[
-    Annotated[str, Field(max_length=MAX_STRING_LEN), Tag("<text>")] | Annotated[Several, Tag("<list>")],
-    Discriminator(
-        _text_or_list,
-        custom_error_type="drafter_kind",
-        custom_error_message="Input should be a name or a list of names",
-    ),
-]
-Children = Annotated[int, Field(ge=1, le=MAX_CHILDREN)]
-
-
-class ShapeFields(Parameters):
-    """The shape of a tree of guesses; what is absent is the drafter's own choice."""
-
-    max_depth: Annotated[int, Field(ge=0, le=MAX_DEPTH)] = 0
-    max_children: Annotated[int, Field(ge=0, le=MAX_CHILDREN)] = 0
-    expansions: Annotated[list[Children], Field(default_factory=list, max_length=MAX_DEPTH, fail_fast=True)]
-    max_width: Annotated[int, Field(ge=0, le=MAX_LEVEL_ROWS)] = 0
-    is_static: bool = False
-
-
-class SpeculationFields(Parameters):
-    """Whether and how to speculate. Under `match` nothing here changes a token."""
-
-    enabled: bool | None = None
-    draft_count: Annotated[int, Field(ge=0, le=MAX_COUNT)] | Literal["auto"] | None = None
-    rule: Literal["match", "ratio", "block", "lenient", "typical"] | None = None
-    lenience: Share | None = None
-    typical_epsilon: Share | None = None
-    typical_delta: Share | None = None
-    drafter: Drafters | None = None
-    drafters: Annotated[Several | None, Field(description="Another name for a list in `drafter`.")] = None
-    shape: ShapeFields | None = None
-    return_rounds: bool | None = None
 
 
 class TextPart(Parameters):
@@ -149,11 +93,7 @@ Part = Annotated[
 Content = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
-    Discriminator(
-        _text_or_list,
-        custom_error_type="content_kind",
-        custom_error_message="Input should be a string or a list of text parts",
-    ),
+    text_or_list("a string or a list of text parts"),
 ]
 
 
@@ -204,48 +144,6 @@ class GenerationFields(Parameters):
     spaces_between_special_tokens: Annotated[Literal[True] | None, Field(description=AS_USUAL)] = None
     include_stop_str_in_output: Annotated[Literal[False] | None, Field(description=AS_USUAL)] = None
     priority: Annotated[int | None, Field(description=AS_USUAL, ge=0, le=0)] = None
-
-
-PROMPT_KINDS = (
-    "Input should be a string, a list of strings, a list of token ids, or a list of lists of token ids, and not empty"
-)
-
-Text = Annotated[str, Field(min_length=1)]
-Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)]
-
-
-def _prompt_kind(value: object) -> str | None:
-    """A list is of the kind of its first entry, so that only one kind is tried on all of them."""
-    if isinstance(value, list):
-        return {str: "<texts>", int: "<ids>", list: "<id lists>"}.get(type(value[0])) if value else None
-    return _text_or_list(value)
-
-
-Prompt = Annotated[
-    Annotated[Text, Tag("<text>")]
-    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("<texts>")]
-    | Annotated[Ids, Tag("<ids>")]
-    | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("<id lists>")],
-    Discriminator(_prompt_kind, custom_error_type="prompt_kind", custom_error_message=PROMPT_KINDS),
-]
-
-
-class CompletionRequest(GenerationFields):
-    """A prompt, or several, and how to go on."""
-
-    prompt: Prompt
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROB_COUNT)] | None = None
-    echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES, description="Must equal n.")] | None = None
-    suffix: Annotated[str | None, Field(description="What stands behind the gap that the answer fills.")] = None
-
-    @property
-    def prompts(self) -> Sequence[str | list[int]]:
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        many = [each for each in prompt if not isinstance(each, int)]
-        return many or [[each for each in prompt if isinstance(each, int)]]
 
 
 ToolName = Annotated[str, Field(pattern=TOOL_NAME)]
@@ -415,36 +313,3 @@ class DetokenizeRequest(Parameters):
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
-
-
-def ignored_in(model: BaseModel, path: str = "") -> Iterator[str]:
-    """Places where a body has values without effect, without the numbers of entries; a place may come repeatedly."""
-    for name, place, has_effect in _fields(type(model)):
-        if name not in model.model_fields_set or (value := getattr(model, name)) is None:
-            continue
-        if not has_effect:
-            yield path + place
-        for each in value if isinstance(value, list) else (value,):
-            if isinstance(each, BaseModel):
-                yield from ignored_in(each, f"{path}{place}.")
-    yield from (path + name for name, value in (model.model_extra or {}).items() if value is not None)
-
-
-@cache
-def _fields(kind: type[BaseModel]) -> tuple[tuple[str, str, bool], ...]:
-    """Fields of a model without effect or with models in them: name, name in a body, and whether it has an effect.
-
-    The others are not looked at: a prompt may be a million token ids.
-    """
-    fields = ((name, info, info.description != NO_EFFECT) for name, info in kind.model_fields.items())
-    return tuple(
-        (name, info.alias or name, has_effect)
-        for name, info, has_effect in fields
-        if not has_effect or _holds_models(info.annotation)
-    )
-
-
-def _holds_models(annotation: object) -> bool:
-    if inner := get_args(annotation):
-        return any(map(_holds_models, inner))
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)

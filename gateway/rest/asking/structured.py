@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from outrider.constraint import MAX_CHOICES, Constraint, ConstraintKind
 from outrider.errors import InvalidRequest
-from outrider.grammar import MAX_CHOICES, Constraint, ConstraintKind
 from outrider.parameters import Parameters
 
 ANY_OBJECT = '{"type": "object"}'

@@ -1,6 +1,6 @@
 """Request of a conversation: its prompt by the model's template, and how its answer is to be read.
 
-Every dialect that speaks of messages and tools comes here with a body of the OpenAI protocol.
+Every dialect that speaks of messages and tools comes here with a body of chat.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +18,10 @@ from gateway.generation.conversation import (
 )
 from gateway.generation.frontend import Frontend
 from gateway.generation.request import GenerationRequest
+from gateway.rest.asking.chat_body import AllowedToolsChoice, ChatRequest, Message, NamedTool, Tool
+from gateway.rest.asking.fields import NO_EFFECT, ignored_in
+from gateway.rest.asking.request import check_prompt_len, generation_request
 from gateway.rest.errors import MissingParameter
-from gateway.rest.openai.asking import check_prompt_len, generation_request
-from gateway.rest.openai.schemas import NO_EFFECT, AllowedToolsChoice, ChatRequest, Message, NamedTool, Tool, ignored_in
 from gateway.rest.settings import RestSettings
 from gateway.text.chat_template import ChatTemplate, RenderedPrompt
 from gateway.text.json_counts import JsonCounts
