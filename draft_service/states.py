@@ -17,9 +17,9 @@ from outrider.drafters.scales import Experience
 from outrider.drafters.tree_drafter import as_tree
 from outrider.engine.beams import Beams
 from outrider.errors import InvalidRequest, OutriderError
+from outrider.estimates.timing import Meter
 from outrider.model_service.outbox import SessionAnswer
 from outrider.model_service.session_state import SessionState
-from outrider.timing import Meter
 from outrider.token_tree import TokenTree, TreeShape
 
 WHERE_BEAMS = "present where the session was opened with beams, and only there"

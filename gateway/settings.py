@@ -15,7 +15,7 @@ from typing import Annotated
 from gateway.lookup.memory import LEAST_TOKENS, MAX_BYTES_PER_TOKEN
 from gateway.tools.formats import AUTO, FORMATS, OFF
 from outrider.errors import InvalidRequest, OutriderError
-from outrider.generation_defaults import WORDS, OperatorDefaults
+from outrider.model_files.generation_defaults import WORDS, OperatorDefaults
 from outrider.process.children import MAX_WORKERS
 from outrider.process.options import Limit, Setting, above, addresses, listed, within
 from outrider.process.run import ProcessSettings

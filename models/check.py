@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from outrider.engine.runner import ModelRunner
-from outrider.vocabulary import Vocabulary
+from outrider.model_files.vocabulary import Vocabulary
 
 MODELS = Path(__file__).resolve().parent
 LIMIT_BYTES = 30_000_000

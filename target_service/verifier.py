@@ -23,9 +23,9 @@ from outrider.engine.session import Session
 from outrider.engine.sharing import Pace
 from outrider.engine.walk import Walk
 from outrider.errors import OutriderError
+from outrider.estimates.timing import ComputeTimes, Meter
 from outrider.model_service.leases import LeaseTable
 from outrider.parameters import SessionSpec, TokenLogprob
-from outrider.timing import ComputeTimes, Meter
 from outrider.token_tree import TokenTree
 from target_service.acceptance import TargetVerdict, commit_walk, decide
 from target_service.beam_tasks import BeamTask

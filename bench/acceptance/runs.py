@@ -20,11 +20,11 @@ from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.session import Session
 from outrider.engine.walk import Walk
 from outrider.errors import CacheFull, OutriderError
+from outrider.estimates.timing import ComputeTimes
 from outrider.parameters import Acceptance, Rule, SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.rpc.messages.round import fence_message, times_message
 from outrider.rpc.messages.tree import tree_message
-from outrider.timing import ComputeTimes
 from outrider.token_tree import EMPTY, TokenTree
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import target_service_pb2 as target_pb

@@ -19,8 +19,8 @@ from outrider.drafters.tree_drafter import as_tree
 from outrider.engine.noise import Purpose
 from outrider.engine.session import Session
 from outrider.errors import OutriderError
+from outrider.estimates.timing import Meter
 from outrider.parameters import SessionSpec
-from outrider.timing import Meter
 from outrider.token_tree import TokenTree, TreeShape
 
 SYMBOLS = """\

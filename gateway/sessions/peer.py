@@ -22,7 +22,7 @@ import structlog
 from gateway.sessions.breaker import BREAKERS, CircuitBreaker
 from gateway.sessions.link import Frame, Link
 from outrider.errors import OutriderError, PeerLost, ProtocolViolation, shown
-from outrider.generation_defaults import OperatorDefaults
+from outrider.model_files.generation_defaults import OperatorDefaults
 from outrider.parameters import GenerationDefaults, Rule
 from outrider.process import telemetry
 from outrider.process.metrics import Tally

@@ -22,11 +22,11 @@ from gateway.text.template_sandbox import SafeTemplate, TemplateRefusal
 from gateway.tools.formats import AUTO, choose_format
 from gateway.tools.reader import Reading
 from outrider.errors import InvalidRequest, ModelRefused, Unsupported
-from outrider.gguf.files import HubName
-from outrider.gguf.header import GgufFile
-from outrider.gguf.tokenizer import chat_templates, special_tokens
-from outrider.model_names import tokenizer_source
-from outrider.tokenizer_files import find_gguf
+from outrider.model_files.gguf.files import HubName
+from outrider.model_files.gguf.header import GgufFile
+from outrider.model_files.gguf.tokenizer import chat_templates, special_tokens
+from outrider.model_files.model_names import tokenizer_source
+from outrider.model_files.tokenizer_files import find_gguf
 
 PATTERNS = ("tokenizer_config.json", "special_tokens_map.json", "*.jinja")
 DEFAULT, TOOL_USE = "default", "tool_use"

@@ -14,8 +14,8 @@ import structlog
 
 from gateway.text.token_pieces import TokenPiece, TokenPieces
 from outrider.grammar import Grammar, GrammarEngine
-from outrider.tokenizer_files import find_doubt, load_tokenizer
-from outrider.vocabulary import Vocabulary, misfit
+from outrider.model_files.tokenizer_files import find_doubt, load_tokenizer
+from outrider.model_files.vocabulary import Vocabulary, misfit
 
 log = structlog.get_logger()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from gateway.tools.bodies import CallBody, Schema, XmlBody, new_body
 from gateway.tools.formats import Body, CallSyntax, ToolFormat
-from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
+from outrider.answer import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 
 BARE_STARTS: Mapping[Body, str] = {Body.JSON: "{[", Body.PYTHONIC: "["}
 

@@ -11,14 +11,14 @@ import grpc
 
 from outrider.client.calls import unreadable
 from outrider.errors import InvalidRequest, VocabularyMismatch
-from outrider.model_names import SIM_DRAFT, embedded_model, parse, parse_simulated
+from outrider.model_files.model_names import SIM_DRAFT, embedded_model, parse, parse_simulated
+from outrider.model_files.vocabulary import Vocabulary
 from outrider.model_service.settings import check_model
 from outrider.process.children import HOST, Launch, ServiceFailed, Supervisor
 from outrider.rpc.channels import open_channel
 from outrider.rpc.errors import error_from
 from outrider.v1.model_service_pb2 import GetModelInfoRequest
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
-from outrider.vocabulary import Vocabulary
 
 INFO_TIMEOUT_S = 10.0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.model_names import embedded_model
+from outrider.model_files.model_names import embedded_model
 
 PAIR_VARIABLE = "OUTRIDER_PAIR"
 FETCH_LIMIT_S = 900

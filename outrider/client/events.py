@@ -4,9 +4,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
+from outrider.answer import CompletionFacts, Delta, PromptToken, reasoning_of
 from outrider.client.deltas import ToolCall, calls_of, deltas_from
-from outrider.completion import CompletionFacts, PromptToken
-from outrider.deltas import Delta, reasoning_of
 from outrider.errors import ProtocolViolation
 from outrider.parameters import TokenLogprob
 from outrider.rpc.messages.completion import enum_name, facts_from

@@ -21,8 +21,8 @@ from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.session import Session
 from outrider.engine.sharing import Pace
 from outrider.errors import OutriderError
+from outrider.estimates.timing import Meter
 from outrider.parameters import SessionSpec
-from outrider.timing import Meter
 from outrider.token_tree import EMPTY, TokenTree
 
 # Of the draft's beams over the search's. A step of the target stands only where all that it keeps is among them, so

@@ -14,9 +14,9 @@ import structlog
 
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
+from outrider.estimates.timing import ComputeTimes
 from outrider.grammar import Grammar
 from outrider.parameters import Rule, SessionSpec
-from outrider.timing import ComputeTimes
 from outrider.token_tree import EMPTY, TokenTree, TreeShape
 
 log = structlog.get_logger()

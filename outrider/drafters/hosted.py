@@ -25,8 +25,8 @@ from outrider.engine.runner import Allocate, ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N
 from outrider.engine.session import Session
 from outrider.errors import CacheFull, OutriderError
+from outrider.estimates.timing import Meter
 from outrider.parameters import Rule, SessionSpec
-from outrider.timing import Meter
 from outrider.token_tree import EMPTY, TokenTree
 
 log = structlog.get_logger()

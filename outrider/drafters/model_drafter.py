@@ -29,8 +29,8 @@ from outrider.engine.session import Session
 from outrider.engine.sharing import Pace
 from outrider.engine.walk import walk
 from outrider.errors import InvalidRequest, NoTokenLeft, OutriderError
+from outrider.estimates.timing import Meter
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
-from outrider.timing import Meter
 from outrider.token_tree import TokenTree
 
 # Draws as the rule of a session needs it.

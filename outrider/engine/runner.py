@@ -145,7 +145,7 @@ class ModelRunner:
         kv_tokens: int | None = None,
         vocabulary_size: int | None = None,
     ) -> Self:
-        """Loads a folder, a hub id, a sized or simulated model (outrider.model_names), or what find_checkpoint found.
+        """Loads a folder, a hub id, a sized or simulated model (model_names.py), or what find_checkpoint found.
 
         dtype, "bfloat16", "float32", or on the CPU "int8" or "int4", is that of the weights in memory, whatever the
         file holds. kv_tokens is the size of the cache in tokens; by default Decoder.default_kv_tokens.

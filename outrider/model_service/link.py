@@ -23,6 +23,7 @@ import structlog
 
 from outrider.engine.device_thread import DeviceWorker
 from outrider.errors import NotReady, OutriderError, Overloaded
+from outrider.estimates.timing import ComputeTimes
 from outrider.grammar import Grammar, GrammarEngine
 from outrider.model_service.incoming import Arrived, Incoming, Job, Jobs, RequestT
 from outrider.model_service.leases import IDLE_S
@@ -35,7 +36,6 @@ from outrider.rpc.channels import FRAME_BYTES, MAX_OF_SESSION
 from outrider.rpc.errors import session_error
 from outrider.rpc.messages.round import fence_from, write_fence, write_times
 from outrider.rpc.tls import client_name
-from outrider.timing import ComputeTimes
 from outrider.v1.draft_service_pb2 import (
     DraftServiceLinkRequest,
     DraftServiceLinkResponse,

@@ -17,12 +17,19 @@ from tokenizers import Tokenizer
 from outrider.cli.doctor.report import Finding, failed, gibibytes, ok, skipped, warning
 from outrider.cli.local_stack import Stack
 from outrider.errors import ModelRefused
-from outrider.generation_defaults import ModelDefaults
-from outrider.gguf.config import json_config
-from outrider.gguf.files import HubName, cached_gguf, gguf_in, model_stem
-from outrider.gguf.header import GgufFile
-from outrider.model_names import CONTEXT_LEN, SIM_CONTEXT_LEN, SimulatedModel, parse, parse_simulated, tokenizer_source
-from outrider.vocabulary import Vocabulary, misfit, tokenizer_doubt, tokenizer_in
+from outrider.model_files.generation_defaults import ModelDefaults
+from outrider.model_files.gguf.config import json_config
+from outrider.model_files.gguf.files import HubName, cached_gguf, gguf_in, model_stem
+from outrider.model_files.gguf.header import GgufFile
+from outrider.model_files.model_names import (
+    CONTEXT_LEN,
+    SIM_CONTEXT_LEN,
+    SimulatedModel,
+    parse,
+    parse_simulated,
+    tokenizer_source,
+)
+from outrider.model_files.vocabulary import Vocabulary, misfit, tokenizer_doubt, tokenizer_in
 
 VOCABULARY, MEMORY = "vocabulary", "memory"
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}

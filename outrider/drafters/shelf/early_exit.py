@@ -21,8 +21,8 @@ from outrider.engine.ops import Ops
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 from outrider.errors import CacheFull, OutriderError
+from outrider.estimates.timing import Meter
 from outrider.parameters import Rule, SessionSpec
-from outrider.timing import Meter
 
 log = structlog.get_logger()
 

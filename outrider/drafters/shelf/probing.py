@@ -26,8 +26,8 @@ from outrider.engine.models.decoder import ProbedDecoder
 from outrider.engine.runner import ModelRunner, StepExtension
 from outrider.engine.session import Session
 from outrider.errors import CacheFull, InvalidRequest, ModelRefused
+from outrider.estimates.timing import ComputeTimes
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
-from outrider.timing import ComputeTimes
 from outrider.token_tree import EMPTY, TokenTree
 
 LOOKAHEAD = "lookahead"

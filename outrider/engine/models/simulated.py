@@ -25,7 +25,7 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.noise import UNIFORM_SHIFT, UNIFORM_STEP, Words, numpy_hash_words
 from outrider.engine.ops import Ops, Weight
 from outrider.errors import ModelRefused
-from outrider.model_names import SIM_CONTEXT_LEN, SimulatedModel, tokenizer_source
+from outrider.model_files.model_names import SIM_CONTEXT_LEN, SimulatedModel, tokenizer_source
 
 FORMAT_VERSION = 1
 # Tokens that the next one depends on: two answers that differ meet again only by eight equal tokens in one place.

@@ -14,9 +14,9 @@ from outrider.engine.models.simulated import SHARPNESS, WINDOW, SimulatedCheckpo
 from outrider.engine.ops import choose_ops
 from outrider.engine.runner import ModelRunner
 from outrider.errors import ModelRefused
+from outrider.model_files.vocabulary import Vocabulary
 from outrider.model_service.row_probe import compare
 from outrider.token_tree import TokenTree
-from outrider.vocabulary import Vocabulary
 
 FAST_TARGET, FAST_DRAFT = "sim:h100-8b@stretch=0.001", "sim:h100-1b@stretch=0.001"
 SAMPLES = 20_000

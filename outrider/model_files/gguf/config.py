@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.errors import ModelRefused, shown
-from outrider.gguf.header import GgufFile
+from outrider.model_files.gguf.header import GgufFile
 
 # Mistral's models, and many others of Llama's shape, call themselves llama.
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from outrider.errors import ModelRefused, shown
-from outrider.gguf.files import part_names
+from outrider.model_files.gguf.files import part_names
 
 MAGIC = b"GGUF"
 # What llama.cpp's gguf-split says in each part of a model: which of how many it is, and how many tensors all have.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from outrider.errors import InvalidRequest, shown
-from outrider.gguf.header import GgufFile
+from outrider.model_files.gguf.header import GgufFile
 from outrider.parameters import GenerationDefaults
 
 NAMES = tuple(GenerationDefaults.model_fields)

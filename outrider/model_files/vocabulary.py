@@ -12,10 +12,10 @@ from typing import Self
 from tokenizers import Tokenizer
 
 from outrider.errors import ModelRefused
-from outrider.folder_tokenizer import folder_tokenizer
-from outrider.gguf.files import gguf_in
-from outrider.gguf.header import GgufFile
-from outrider.gguf.tokenizer import doubt, read_tokenizer
+from outrider.model_files.folder_tokenizer import folder_tokenizer
+from outrider.model_files.gguf.files import gguf_in
+from outrider.model_files.gguf.header import GgufFile
+from outrider.model_files.gguf.tokenizer import doubt, read_tokenizer
 
 IDS_PER_DIGEST = 1024
 DIGEST_BYTES = 8

@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from outrider.errors import ModelRefused, shown
-from outrider.gguf.config import NO_TOKEN
-from outrider.gguf.header import GgufFile
+from outrider.model_files.gguf.config import NO_TOKEN
+from outrider.model_files.gguf.header import GgufFile
 
 MODEL, PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
 TOKENS, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"

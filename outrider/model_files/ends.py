@@ -13,9 +13,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from outrider.errors import ModelRefused
-from outrider.gguf.config import ENDS
-from outrider.gguf.files import gguf_in
-from outrider.gguf.header import GgufFile
+from outrider.model_files.gguf.config import ENDS
+from outrider.model_files.gguf.files import gguf_in
+from outrider.model_files.gguf.header import GgufFile
 
 IDS_IN = ("generation_config.json", "config.json")
 NAMES_IN = ("tokenizer_config.json", "special_tokens_map.json")
