@@ -22,7 +22,7 @@ from outrider.cli.local_stack import Addresses, Stack, choose_models, start_stac
 from outrider.cli.running import Interrupts, note, service_log
 from outrider.client import AsyncClient, GenerationOptions, Result, Round, Speculation, Stream
 from outrider.errors import InvalidRequest, ModelRefused, OutriderError
-from outrider.generation_defaults import NONE
+from outrider.model_files.generation_defaults import NONE
 from outrider.model_service.settings import MAX_THREADS, Dtype, available_cpus
 from outrider.parameters import SamplingParameters, SessionSpec
 from outrider.process.children import Supervisor

@@ -21,8 +21,8 @@ from bench.common import machine, markdown, revision
 from outrider.engine.batching import Feed
 from outrider.engine.models.weights import DTYPES
 from outrider.engine.runner import ModelRunner
+from outrider.model_files.tokenizer_files import load_tokenizer
 from outrider.model_service.settings import available_cpus
-from outrider.tokenizer_files import load_tokenizer
 
 BASE = "bfloat16"
 RESAMPLES, SEED = 2000, 1

@@ -17,9 +17,9 @@ from outrider.drafters.scales import Experience
 from outrider.drafters.tree_drafter import as_tree
 from outrider.engine.beams import Beams
 from outrider.errors import InvalidRequest, OutriderError
+from outrider.estimates.timing import Meter
 from outrider.model_service.outbox import SessionAnswer
 from outrider.model_service.session_state import SessionState
-from outrider.timing import Meter
 from outrider.token_tree import TokenTree, TreeShape
 
 WHERE_BEAMS = "present where the session was opened with beams, and only there"
@@ -204,13 +204,9 @@ class HostedState(DraftState):
         self.hosted.part.truncate(len(self.session))
         return was_stopped
 
-    def commit(self, base_len: int, token_ids: Sequence[int]) -> None:
-        DraftState.commit(self, base_len, token_ids)
-        self.hosted.part.commit(())
-
     def new_task(self, wanted: Wanted, room: int, on_done: OnDone, on_failure: OnFailure) -> Task:
         self.hosted.propose(self.session, GuessLimits(wanted.draft_count, wanted.shape).within(room))
-        return HostedTask(self.session, self.hosted, on_done, on_failure)
+        return HostedTask(self.session, self.hosted, on_done=on_done, on_failure=on_failure)
 
     def free_parts(self) -> None:
         self.hosted.part.free()

@@ -1,27 +1,22 @@
 """Work of a draft service's sessions on the device thread: guesses of its model, of a search, of another drafter."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.drafters.beam_drafter import BeamDrafter, BeamDraftTask
 from outrider.drafters.drafter import NO_PROPOSAL, DrafterProposal, HostedSession, guess
 from outrider.drafters.model_drafter import DraftTask, ModelDrafter
-from outrider.engine.device_thread import own_fault
+from outrider.engine.device_thread import EndingTask, own_fault
 from outrider.engine.session import Session
-from outrider.errors import OutriderError
 from outrider.token_tree import TokenTree
 
 
 @dataclass(slots=True, eq=False)
-class HostedTask:
+class HostedTask(EndingTask):
     """A session on its way to the proposal of a drafter that needs none of the service's forwards."""
 
     session: Session
     hosted: HostedSession
-    on_done: Callable[["HostedTask"], None]
-    on_failure: Callable[[OutriderError], None]
-    done: bool = False
-    stopped: bool = False
 
     @property
     def found(self) -> DrafterProposal:
@@ -31,15 +26,6 @@ class HostedTask:
     @property
     def proposal(self) -> TokenTree:
         return self.found.tree
-
-    def finish(self) -> None:
-        """Ends the task with what there is."""
-        self.done = True
-        self.on_done(self)
-
-    def fail(self, error: OutriderError) -> None:
-        self.done = True
-        self.on_failure(error)
 
 
 Task = DraftTask | BeamDraftTask | HostedTask

@@ -13,10 +13,10 @@ import typer
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.turn_end import turn_end
-from outrider.ends import find_ends, told
+from outrider.model_files.ends import find_ends, told
+from outrider.model_files.tokenizer_files import load_tokenizer
 from outrider.process import telemetry
 from outrider.process.options import run_app, service_app
-from outrider.tokenizer_files import load_tokenizer
 
 THE_TEMPLATE = "the chat template"
 

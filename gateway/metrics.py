@@ -149,7 +149,19 @@ class GatewayMetrics:
 
     def observe(self, event: Event) -> None:
         if isinstance(event, CompletionEvent):
-            self._complete(event)
+            self.success[FINISHED.get(event.finish_reason, STOPPED)].total += 1
+            if event.sample_index == 0:
+                # The samples of a request share its prompt.
+                self.prompt_tokens.total += event.prompt_tokens
+                self.cached_tokens.total += event.cached_prompt_tokens
+                self.prompt_size.add(event.prompt_tokens)
+            self.answer_size.add(event.completion_tokens)
+            self.total.add(event.total_us / 1e6)
+            self.prefill.add(max(0, event.first_token_us - event.queue_us) / 1e6)
+            self.decode.add(event.decode_us / 1e6)
+            self.inference.add(max(0, event.total_us - event.queue_us) / 1e6)
+            if event.completion_tokens > 1:
+                self.per_token.add(event.decode_us / 1e6 / (event.completion_tokens - 1))
             return
         self.generation_tokens.total += len(event.tokens)
         if event.committed is None:
@@ -209,22 +221,6 @@ class GatewayMetrics:
         self.draft_overhead.add(max(0, draft.wait_us - draft.queue_us - proposal.compute_us) / 1e6)
         self.verify_rpc.add(verify.wait_us / 1e6)
         self.verify_overhead.add(max(0, verify.wait_us - verify.queue_us - verdict.compute_us) / 1e6)
-
-    def _complete(self, event: CompletionEvent) -> None:
-        num_tokens = event.completion_tokens
-        self.success[FINISHED.get(event.finish_reason, STOPPED)].total += 1
-        if event.sample_index == 0:
-            # The samples of a request share its prompt.
-            self.prompt_tokens.total += event.prompt_tokens
-            self.cached_tokens.total += event.cached_prompt_tokens
-            self.prompt_size.add(event.prompt_tokens)
-        self.answer_size.add(num_tokens)
-        self.total.add(event.total_us / 1e6)
-        self.prefill.add(max(0, event.first_token_us - event.queue_us) / 1e6)
-        self.decode.add(event.decode_us / 1e6)
-        self.inference.add(max(0, event.total_us - event.queue_us) / 1e6)
-        if num_tokens > 1:
-            self.per_token.add(event.decode_us / 1e6 / (num_tokens - 1))
 
 
 class Watched:

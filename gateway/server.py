@@ -40,7 +40,8 @@ from gateway.text.tokenizer import Tokenizer
 from gateway.text.turn_end import TurnEnd, turn_end
 from outrider.datastore.reader import Datastore
 from outrider.errors import NotReady, VocabularyMismatch
-from outrider.generation_defaults import OperatorDefaults
+from outrider.model_files.generation_defaults import OperatorDefaults
+from outrider.model_files.vocabulary import Vocabulary
 from outrider.process.metrics import (
     SCRAPE_S,
     LoopTasks,
@@ -56,7 +57,6 @@ from outrider.process.streams import LostLines
 from outrider.process.upkeep import Upkeep
 from outrider.rpc import channels
 from outrider.rpc.memory import RequestMemory
-from outrider.vocabulary import Vocabulary
 
 PROGRESS_S = 5.0
 NAME_AN_END = "send what ends an answer as `stop`, or name its token as eos_token_id in generation_config.json"

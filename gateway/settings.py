@@ -15,7 +15,7 @@ from typing import Annotated
 from gateway.lookup.memory import LEAST_TOKENS, MAX_BYTES_PER_TOKEN
 from gateway.tools.formats import AUTO, FORMATS, OFF
 from outrider.errors import InvalidRequest, OutriderError
-from outrider.generation_defaults import WORDS, OperatorDefaults
+from outrider.model_files.generation_defaults import WORDS, OperatorDefaults
 from outrider.process.children import MAX_WORKERS
 from outrider.process.options import Limit, Setting, above, addresses, listed, within
 from outrider.process.run import ProcessSettings
@@ -249,7 +249,13 @@ class GatewaySettings(ProcessSettings):
     def __post_init__(self) -> None:
         ProcessSettings.__post_init__(self)
         self.service_tls()
-        self._check_doors()
+        if self.api_keys and self.no_auth:
+            raise InvalidRequest("--no-auth", True, "left out with --api-keys")
+        listens = {"listen": self.listen, "rest-listen": self.rest_listen, "metrics-listen": self.metrics_listen}
+        for option, address in listens.items():
+            if address and not is_loopback(address) and not (self.api_keys or self.no_auth):
+                words = "an address of this machine alone unless --api-keys FILE says who may come in"
+                raise InvalidRequest(f"--{option}", address, f"{words}, or --no-auth that everybody may")
         num_tokens = self.lookup_memory_tokens
         if 0 < num_tokens < LEAST_TOKENS:
             raise InvalidRequest("lookup_memory_tokens", num_tokens, f"0 or at least {LEAST_TOKENS}")
@@ -269,15 +275,3 @@ class GatewaySettings(ProcessSettings):
             raise InvalidRequest("--service-tls-cert", self.service_tls_cert, "given with --service-tls-ca")
         files = {"ca": self.service_tls_ca, "cert": self.service_tls_cert, "key": self.service_tls_key}
         return files_of(files, {name: f"--service-tls-{name}" for name in files})
-
-    def _check_doors(self) -> None:
-        """Raises InvalidRequest where no setting says who may come in from another machine."""
-        if self.api_keys and self.no_auth:
-            raise InvalidRequest("--no-auth", True, "left out with --api-keys")
-        if self.api_keys or self.no_auth:
-            return
-        listens = {"listen": self.listen, "rest-listen": self.rest_listen, "metrics-listen": self.metrics_listen}
-        for option, address in listens.items():
-            if address and not is_loopback(address):
-                words = "an address of this machine alone unless --api-keys FILE says who may come in"
-                raise InvalidRequest(f"--{option}", address, f"{words}, or --no-auth that everybody may")

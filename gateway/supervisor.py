@@ -11,9 +11,9 @@ import http.client
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Self
@@ -106,7 +106,7 @@ class Workers:
     async def start(self, settings: GatewaySettings) -> Self:
         """Takes the ports and starts the workers; returns when all of them serve.
 
-        Raises AddressTaken, and ServiceFailed with the sentence and the exit code of the first worker that fails.
+        Raises AddressTaken, FileUnusable, and ServiceFailed with sentence and exit code of the first worker that fails.
         """
         async with AsyncExitStack() as undo:
             for what, listen in (("address", settings.listen), ("rest", settings.rest_listen)):
@@ -120,7 +120,18 @@ class Workers:
                 self.addresses["metrics"] = metrics.address
                 log.info("serving metrics", address=metrics.address)
             undo.push_async_callback(self._supervisor.stop_together, 0.0)
-            usage = undo.enter_context(_folder()) if settings.api_keys else ""
+            usage = ""
+            if settings.api_keys:
+                # A folder under a lock that keeps it from who tidies up temporary files.
+                try:
+                    usage = undo.enter_context(TemporaryDirectory(prefix="outrider-", ignore_cleanup_errors=True))
+                    opened = os.open(usage, os.O_RDONLY | os.O_DIRECTORY)
+                    undo.callback(os.close, opened)
+                    fcntl.flock(opened, fcntl.LOCK_SH)
+                except OSError as error:
+                    what = "Workers count together what keys have used, in a folder for temporary files"
+                    advice = "Set TMPDIR to a folder that can be written."
+                    raise FileUnusable(f"{what}: {error.strerror}. {advice}") from None
             launches = [self._launch(settings, number, metrics.address, usage) for number in range(settings.workers)]
             try:
                 await self._supervisor.start(*launches)
@@ -161,24 +172,6 @@ class Workers:
     def _observe(self, change: Change) -> None:
         if change.state is State.SERVING:
             self.starts[int(change.service.split()[-1])] += 1
-
-
-@contextmanager
-def _folder() -> Iterator[str]:
-    """A folder for as long as it is open, under a lock that keeps it from who tidies up temporary files.
-
-    Raises FileUnusable.
-    """
-    with ExitStack() as life:
-        try:
-            folder = life.enter_context(TemporaryDirectory(prefix="outrider-", ignore_cleanup_errors=True))
-            opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            life.callback(os.close, opened)
-            fcntl.flock(opened, fcntl.LOCK_SH)
-        except OSError as error:
-            message = f"Workers count together what keys have used, in a folder for temporary files: {error.strerror}"
-            raise FileUnusable(f"{message}. Set TMPDIR to a folder that can be written.") from None
-        yield folder
 
 
 def _report(sentence: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from outrider.engine.runner import ModelRunner
-from outrider.vocabulary import Vocabulary
+from outrider.model_files.vocabulary import Vocabulary
 
 MODELS = Path(__file__).resolve().parent
 LIMIT_BYTES = 30_000_000
@@ -22,7 +22,7 @@ def main() -> None:
         digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
         runner = ModelRunner.load(str(folder), device="cpu", dtype="bfloat16", num_threads=1, kv_tokens=1024)
         say(f"{role}: {size:,} bytes, vocabulary of {runner.vocabulary_size:,}, numerics id {runner.numerics_id}")
-        say(f"  SHA-256 of the weights {digest}\n  model hash {runner.model_hash}")
+        say(f"  SHA-256 of the weights {digest}\n  model hash {runner.identity.model_hash}")
         total += size
     difference = Vocabulary.read(MODELS / "draft").difference(Vocabulary.read(MODELS / "target"))
     if difference is not None:

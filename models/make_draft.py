@@ -17,8 +17,8 @@ from transformers.utils import logging
 
 from outrider.engine.models.weights import model_hash
 from outrider.errors import InvalidRequest, ModelRefused
+from outrider.model_files.vocabulary import Vocabulary
 from outrider.process.options import grouped, options_of, run_app, service_app
-from outrider.vocabulary import Vocabulary
 from training.data import digest, read_documents
 from training.dialogue import Turns, Writing
 from training.draft_report import markdown, read_questions

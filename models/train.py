@@ -17,8 +17,8 @@ from transformers.utils import logging
 
 from outrider.engine.models.weights import model_hash
 from outrider.errors import InvalidRequest, ModelRefused
+from outrider.model_files.vocabulary import Vocabulary
 from outrider.process.options import grouped, options_of, refuse_together, run_app, service_app
-from outrider.vocabulary import Vocabulary
 from training.data import digest, encode, read_documents, train_tokenizer
 from training.model import ROLES
 from training.run import CheckpointEvery, Run, RunSettings, Separator, Threads, held_out_of, outcome_table

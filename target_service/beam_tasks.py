@@ -19,8 +19,8 @@ from outrider.engine.sampling.draw import DrawInput, row_contexts, undrawable
 from outrider.engine.session import Session
 from outrider.engine.walk import child_with
 from outrider.errors import OutriderError
+from outrider.estimates.timing import ComputeTimes, Meter
 from outrider.parameters import FinishReason, SessionSpec
-from outrider.timing import ComputeTimes, Meter
 from outrider.token_tree import EMPTY
 from target_service.acceptance import TargetVerdict
 from target_service.block_allocator import BlockAllocator

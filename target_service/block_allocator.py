@@ -88,22 +88,19 @@ class BlockAllocator:
                 held.last_active = self._step
         return ages
 
-    def reserve(self, session: Session, tree: TokenTree, probes: TokenTree = EMPTY) -> Feed | None:
-        """Reserves what the next forward writes, and says what that is of a tree and probes; None means: wait.
+    def reserve(self, session: Session, tree: TokenTree) -> Feed | None:
+        """Reserves what the next forward writes, and returns that, without the tree where it does not fit; None: wait.
 
-        Where not all fits, the probes are left out, and then the tree. Raises PromptTooLong for a session that would
-        not fit into an empty pool, and InvalidRequest as runner.check.
+        Raises PromptTooLong for a session that would not fit into an empty pool, and InvalidRequest as runner.check.
         """
         pool = self._runner.pool
         size = pool.num_blocks * pool.block_size
         if len(session) > size:
             message = f"{len(session)} tokens are more than the key-value cache of {size} tokens holds"
             raise PromptTooLong(message, tokens=len(session), kv_tokens=size)
-        if len(tree) + len(probes) >= self._runner.max_rows:
-            probes = EMPTY
         while True:
-            for wanted, beside in (tree, probes), (tree, EMPTY), (EMPTY, EMPTY):
-                feed = Feed(session, wanted, probes=beside)
+            for wanted in (tree, EMPTY):
+                feed = Feed(session, wanted)
                 try:
                     reserve(self._runner, feed, self._table.with_room)
                 except CacheFull:

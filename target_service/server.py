@@ -13,7 +13,7 @@ from outrider.drafters.drafter import Drafter
 from outrider.drafters.hosted import HostedModel, host_head
 from outrider.drafters.registry import registered
 from outrider.drafters.shelf.early_exit import Kangaroo, LayerSkip
-from outrider.drafters.shelf.probing import LOOKAHEAD, PASS, Lookahead, PassChain, ProbeDrafter
+from outrider.drafters.shelf.probing import LOOKAHEAD, PASS, Lookahead, PassChain, ProbeDrafter, embed_probes
 from outrider.engine.device_thread import DeviceWorker
 from outrider.engine.heads.checkpoint import read_head
 from outrider.engine.heads.pass_embeddings import is_pass, read_pass
@@ -69,7 +69,7 @@ async def start(settings: TargetSettings) -> RunningModelService:
     if settings.exit_layer:
         drafters.append(LayerSkip(model.runner, settings.exit_layer))
     if settings.lookahead:
-        drafters.append(ProbeDrafter(LOOKAHEAD, Lookahead))
+        drafters.append(ProbeDrafter(model.runner, LOOKAHEAD, Lookahead))
     if settings.head:
         drafters.append(
             await asyncio.to_thread(load_head, model.runner, settings.head, settings.dtype, settings.draft_threads)
@@ -92,9 +92,9 @@ def load_head(target: ModelRunner, name: str, dtype: str, num_threads: int = 1) 
     # Unlike a model's, a head's weights may have any name in their folder.
     folder = folder if folder.is_dir() else resolve(name)
     if is_pass(folder):
-        probe_ids = target.extend(read_pass(folder, parts))
+        probe_ids = embed_probes(target, read_pass(folder, parts))
         log.info("embeddings of PaSS loaded", folder=str(folder), count=len(probe_ids))
-        return ProbeDrafter(PASS, partial(PassChain, probe_ids))
+        return ProbeDrafter(target, PASS, partial(PassChain, probe_ids))
     found = read_head(folder, parts)
     ops = choose_ops(target.device, num_threads, PACKED_BITS.get(dtype))
     head = found.load(parts, target.device, DTYPES[dtype], ops)

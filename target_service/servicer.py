@@ -9,7 +9,8 @@ from outrider.drafters.model_drafter import choose_drafter
 from outrider.engine.growth import check_rows
 from outrider.errors import InvalidRequest, PromptTooLong, check_range
 from outrider.grammar import Grammar, GrammarEngine
-from outrider.model_service.link import Arrived, Job, LinkServicer
+from outrider.model_service.incoming import Arrived, Job
+from outrider.model_service.link import LinkServicer
 from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import MAX_DRAFT_COUNT
 from outrider.parameters import SessionSpec

@@ -10,13 +10,13 @@ from typing import Any
 from outrider.drafters.drafter import NO_GUESSES, Drafter, GuessLimits, HostedSession
 from outrider.engine.runner import ModelRunner
 from outrider.errors import Field, InvalidRequest, ProtocolViolation
+from outrider.estimates.timing import ComputeTimes, Meter
 from outrider.grammar import Grammar
 from outrider.model_service.leases import LeaseTable
 from outrider.model_service.outbox import Outbox, SessionAnswer
 from outrider.model_service.sessions import SessionStore
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence, MessageStatus, classify
-from outrider.timing import ComputeTimes, Meter
 from outrider.token_tree import EMPTY
 from target_service.acceptance import TargetVerdict
 from target_service.states import BeamState, OpenSearch, Step, TargetState, check_proposal

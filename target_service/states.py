@@ -12,10 +12,10 @@ from outrider.drafters.drafter import NO_GUESSES, GuessLimits, HostedSession
 from outrider.engine.beams import Beams
 from outrider.engine.session import Session
 from outrider.errors import InvalidRequest, OutriderError
+from outrider.estimates.timing import ComputeTimes, Meter
 from outrider.model_service.outbox import SessionAnswer
 from outrider.model_service.session_state import SessionState
 from outrider.parameters import FinishReason, SessionSpec
-from outrider.timing import ComputeTimes, Meter
 from outrider.token_tree import EMPTY, TokenTree
 from target_service.acceptance import TargetVerdict
 from target_service.beam_tasks import BeamTask

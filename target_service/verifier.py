@@ -23,10 +23,10 @@ from outrider.engine.session import Session
 from outrider.engine.sharing import Pace
 from outrider.engine.walk import Walk
 from outrider.errors import OutriderError
+from outrider.estimates.timing import ComputeTimes, Meter
 from outrider.model_service.leases import LeaseTable
 from outrider.parameters import SessionSpec, TokenLogprob
-from outrider.timing import ComputeTimes, Meter
-from outrider.token_tree import EMPTY, TokenTree
+from outrider.token_tree import TokenTree
 from target_service.acceptance import TargetVerdict, commit_walk, decide
 from target_service.beam_tasks import BeamTask
 from target_service.block_allocator import BlockAllocator
@@ -52,10 +52,6 @@ class VerifyTask:
     """Proposal that it has made for the next verdict."""
     is_drafting: bool = False
     """Whether it is about to make that."""
-    probes: TokenTree = EMPTY
-    """Rows that its drafter wants the next forward to compute besides."""
-    behind_probes: Sequence[int] = ()
-    """The likeliest token after each of them."""
     done: bool = False
     stopped: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -70,13 +66,13 @@ class VerifyTask:
     def draw_inputs(self) -> list[DrawInput]:
         """Input of its next forward, and of the draws after it: one entry."""
         # A drafter that reads features has to have those of all tokens before the last.
-        feed = Feed(self.session, self.tree, self.wants_prompt, self.wants_guesses, self.probes)
+        feed = Feed(self.session, self.tree, self.wants_prompt, self.wants_guesses)
         return [DrawInput(feed, self.spec)]
 
     @property
     def num_step_rows(self) -> int:
         """Rows of its next forward, once all but its last token is cached."""
-        return 1 + len(self.tree) + len(self.probes)
+        return 1 + len(self.tree) + (self.hosted.part.num_rows_beside if self.hosted is not None else 0)
 
     @property
     def wants_guesses(self) -> bool:
@@ -106,7 +102,7 @@ class VerifyTask:
         elif had_nothing:
             session.take_prefix()
         try:
-            feed = allocator.reserve(session, self.tree, self.probes)
+            feed = allocator.reserve(session, self.tree)
         except OutriderError as error:
             self.fail(error)
             return False
@@ -114,15 +110,12 @@ class VerifyTask:
             if had_nothing:
                 session.free()
             return False
-        self.tree, self.probes = feed.tree, feed.probes
+        self.tree = feed.tree
         return True
 
     def take(self, verdict: TargetVerdict) -> None:
         """Commits a verdict, and hands it on."""
         commit(self.session, verdict)
-        if self.hosted is not None:
-            self.hosted.part.commit(self.behind_probes)
-            self.behind_probes = ()
         self.prompt_logprobs = []
         self.on_verdict(verdict, self.meter.times())
 
@@ -167,10 +160,10 @@ class Verifier:
         tasks = [task for task in served if not (task.done or task.stopped)]
         if not tasks:
             return False
-        started_ns = time.perf_counter_ns()
+        num_step_rows, started_ns = sum(task.num_step_rows for task in tasks), time.perf_counter_ns()
         outcomes, grants = self._forward_and_decide(tasks)
         ended_ns, num_rows = time.perf_counter_ns(), sum(grants)
-        if num_rows == sum(task.num_step_rows for task in tasks):
+        if num_rows == num_step_rows:
             # No session read a prompt.
             self._gathering.costs.add(num_rows, (ended_ns - started_ns) / 1e9)
         for task, grant, outcome in zip(tasks, grants, outcomes, strict=True):
@@ -205,9 +198,6 @@ class Verifier:
         verified = {end - 1: task for end, task in zip(ends, tasks, strict=True) if isinstance(task, VerifyTask)}
         behind = {number: rows for number in verified if (rows := result.ranges[number]) is not None}
         walks = decide(self._runner, [inputs[number] for number in behind], result.logits, list(behind.values()))
-        for number, rows in result.probes.items():
-            found = result.logits[rows.start : rows.stop, : self._runner.vocabulary_size]
-            verified[number].behind_probes = found.argmax(1).tolist()
         steps = {
             end - 1: task.decide(self._runner, result.logits, result.ranges[end - len(group) : end])
             for end, task, group in zip(ends, tasks, groups, strict=True)
@@ -279,7 +269,6 @@ def _with_proposals(tasks: Sequence[TargetTask]) -> list[TargetTask]:
         if task.is_drafting and hosted.part.proposal is not None:
             task.is_drafting, task.proposal = False, hosted.part.proposal
             task.tree = task.proposal.tree
-        task.probes = hosted.part.probes
     return [task for task in tasks if isinstance(task, BeamTask) or not task.is_drafting]
 
 

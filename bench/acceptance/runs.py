@@ -20,11 +20,11 @@ from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.session import Session
 from outrider.engine.walk import Walk
 from outrider.errors import CacheFull, OutriderError
+from outrider.estimates.timing import ComputeTimes
 from outrider.parameters import Acceptance, Rule, SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.rpc.messages.round import fence_message, times_message
 from outrider.rpc.messages.tree import tree_message
-from outrider.timing import ComputeTimes
 from outrider.token_tree import EMPTY, TokenTree
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import target_service_pb2 as target_pb
@@ -93,19 +93,8 @@ class Readers:
 
     def round(self, acceptance: Acceptance, draft_count: int, top_n: int) -> list[Trial]:
         """Makes one round of every session, from its place and back to it."""
-        specs = [replace(spec, acceptance=acceptance) for spec in self.specs]
-        return self._decide(specs, self._propose(specs, draft_count, top_n))
-
-    def close(self) -> None:
-        """Gives back what the sessions hold."""
-        for session in self._target:
-            session.free()
-        for draft in chain.from_iterable(self._drafts.values()):
-            draft.free()
-
-    def _propose(self, specs: Sequence[SessionSpec], draft_count: int, top_n: int) -> list[TokenTree]:
-        pair = self._pair
-        drafts = self._drafts.setdefault(specs[0].acceptance, [pair.draft.open(spec, None) for spec in specs])
+        pair, specs = self._pair, [replace(spec, acceptance=acceptance) for spec in self.specs]
+        drafts = self._drafts.setdefault(acceptance, [pair.draft.open(spec, None) for spec in specs])
         model = HostedModel(pair.draft.runner, top_n, pair.draft.copy)
         for draft, session in zip(drafts, self._target, strict=True):
             if session.cached_len < len(session) - 1:
@@ -117,7 +106,14 @@ class Readers:
         if not all(trees):
             # Nothing may fail in a measurement; a full pool is a run that was planned wrongly.
             raise CacheFull("a draft had no room for its guesses")
-        return trees
+        return self._decide(specs, trees)
+
+    def close(self) -> None:
+        """Gives back what the sessions hold."""
+        for session in self._target:
+            session.free()
+        for draft in chain.from_iterable(self._drafts.values()):
+            draft.free()
 
     def _decide(self, specs: Sequence[SessionSpec], trees: Sequence[TokenTree]) -> list[Trial]:
         inputs = zip(self._target, trees, specs, strict=True)

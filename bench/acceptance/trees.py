@@ -19,8 +19,8 @@ from outrider.drafters.tree_drafter import as_tree
 from outrider.engine.noise import Purpose
 from outrider.engine.session import Session
 from outrider.errors import OutriderError
+from outrider.estimates.timing import Meter
 from outrider.parameters import SessionSpec
-from outrider.timing import Meter
 from outrider.token_tree import TokenTree, TreeShape
 
 SYMBOLS = """\
@@ -116,7 +116,11 @@ def propose(
 ) -> tuple[TokenTree, list[float]]:
     """Guesses of one session after its tokens, and the seconds of each step."""
     found: list[TokenTree] = []
-    task = DraftTask(session, spec, Purpose.TOKEN, num_rows, Meter(), lambda task: found.append(task.proposal), _refuse)
+    task = DraftTask(
+        *(session, spec, Purpose.TOKEN, num_rows, Meter()),
+        on_done=lambda task: found.append(task.proposal),
+        on_failure=_refuse,
+    )
     if shape is not None:
         task = as_tree(task, shape, num_rows, num_rows, Experience(scales))
     step_s = []

@@ -6,7 +6,7 @@ from bench.chart import Panel, line_chart
 from bench.common import PLAIN, markdown
 from bench.load.driver import Block
 from bench.load.summary import LoadFigures, client_share
-from outrider.model_names import SIM_PREFIX
+from outrider.model_files.model_names import SIM_PREFIX
 
 SYMBOLS = """\
 Streams: requests side by side; each stream asks its next when its last has ended. Figures are of the time in which all

@@ -141,29 +141,23 @@ class OperatorStep:
         return second_ms(lambda: self._forward(token_ids, rotation, mask))
 
     def _forward(self, token_ids: Tensor, rotation: Tensor, mask: Tensor | None) -> Tensor:
-        x = functional.embedding(token_ids, self._head)
+        config, rows, x = self._config, len(token_ids), functional.embedding(token_ids, self._head)
+        num_rotated = config.num_heads + config.num_kv_heads
         for layer, cache in zip(self._layers, self._cache, strict=True):
-            x = x + self._attend(layer, self._normed(x), cache, rotation, mask)
+            heads = functional.linear(self._normed(x), layer["qkv"]).view(rows, -1, config.head_dim)
+            # Rotary embedding of halves (Su et al., 2021); the rotation holds cosines and sines.
+            first, second = heads[:, :num_rotated].chunk(2, dim=-1)
+            rotated = heads[:, :num_rotated] * rotation[0] + torch.cat((second.neg(), first), dim=-1) * rotation[1]
+            window = cache[:, :, : CONTEXT_LEN + rows]
+            window[0, :, CONTEXT_LEN:] = rotated[:, config.num_heads :].transpose(0, 1)
+            window[1, :, CONTEXT_LEN:] = heads[:, num_rotated:].transpose(0, 1)
+            query = rotated[:, : config.num_heads].transpose(0, 1).unsqueeze(0)
+            keys, values = window.unsqueeze(1)
+            mixed = functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+            x = x + functional.linear(mixed[0].transpose(0, 1).reshape(rows, -1), layer["output"])
             gate, up = functional.linear(self._normed(x), layer["gate_up"]).chunk(2, dim=-1)
             x = x + functional.linear(functional.silu(gate) * up, layer["down"])
         return functional.linear(self._normed(x), self._head)
-
-    def _attend(
-        self, layer: dict[str, Tensor], x: Tensor, cache: Tensor, rotation: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        config, rows = self._config, x.shape[0]
-        heads = functional.linear(x, layer["qkv"]).view(rows, -1, config.head_dim)
-        num_rotated = config.num_heads + config.num_kv_heads
-        # Rotary embedding of halves (Su et al., 2021); the rotation holds cosines and sines.
-        first, second = heads[:, :num_rotated].chunk(2, dim=-1)
-        rotated = heads[:, :num_rotated] * rotation[0] + torch.cat((second.neg(), first), dim=-1) * rotation[1]
-        window = cache[:, :, : CONTEXT_LEN + rows]
-        window[0, :, CONTEXT_LEN:] = rotated[:, config.num_heads :].transpose(0, 1)
-        window[1, :, CONTEXT_LEN:] = heads[:, num_rotated:].transpose(0, 1)
-        query = rotated[:, : config.num_heads].transpose(0, 1).unsqueeze(0)
-        keys, values = window.unsqueeze(1)
-        mixed = functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
-        return functional.linear(mixed[0].transpose(0, 1).reshape(rows, -1), layer["output"])
 
     def _normed(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, self._norm.shape, self._norm, 1e-5)

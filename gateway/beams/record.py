@@ -59,8 +59,16 @@ class BeamRecord(TokenLog):
             extended = [(*parents[each.parent].token_ids, each.token_id) for each in candidates]
             found = [*self.finished]
             for each, token_ids in zip(step.ended, extended[len(step.live) :], strict=True):
+                if each.token_id in self._spec.eos_token_ids:
+                    reason = FinishReason.EOS
+                elif each.token_id in self._spec.stop_token_ids:
+                    reason = FinishReason.STOP_TOKEN
+                elif len(self) >= self._spec.max_len:
+                    reason = FinishReason.LENGTH
+                else:
+                    raise ProtocolViolation(f"a sequence has ended with token {each.token_id}, which ends nothing")
                 score = each.score / self._output_len**self.search.length_penalty
-                found.append(Hypothesis(token_ids, each.score, score, self._finish_reason(each.token_id)))
+                found.append(Hypothesis(token_ids, each.score, score, reason))
             self.finished = tuple(sorted(found, key=lambda each: -each.score)[: self.search.width])
             self.live = tuple(map(LiveBeam, extended, [each.score for each in step.live]))
             if self._is_over:
@@ -116,12 +124,3 @@ class BeamRecord(TokenLog):
         at_end = early_stopping == "never" and penalty > 0
         length = self._spec.max_len - self.prompt_len if at_end else self._output_len
         return early_stopping == "first" or self.live[0].score / length**penalty <= self.finished[-1].score
-
-    def _finish_reason(self, token_id: int) -> FinishReason:
-        if token_id in self._spec.eos_token_ids:
-            return FinishReason.EOS
-        if token_id in self._spec.stop_token_ids:
-            return FinishReason.STOP_TOKEN
-        if len(self) < self._spec.max_len:
-            raise ProtocolViolation(f"a sequence has ended with token {token_id}, which ends nothing")
-        return FinishReason.LENGTH

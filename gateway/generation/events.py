@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from gateway.rounds.round import Proposal, Round, TokenOrigin
-from outrider.completion import CompletionFacts, DrafterFigures, PromptToken, SpeculationFigures
-from outrider.deltas import Delta
+from outrider.answer import CompletionFacts, Delta, DrafterFigures, PromptToken, SpeculationFigures
 from outrider.parameters import FinishReason, TokenLogprob
 
 # The source of guesses that come from the request's prediction.

@@ -21,7 +21,7 @@ from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.reader import AnswerReader
-from outrider.completion import PromptToken
+from outrider.answer import PromptToken
 from outrider.errors import NoTokenLeft, ProtocolViolation
 from outrider.grammar import GrammarRefused
 from outrider.process import telemetry

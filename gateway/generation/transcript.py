@@ -14,7 +14,7 @@ from gateway.generation.events import GuessFacts, OutputToken
 from gateway.rounds.round import Round
 from gateway.text.tokenizer import Detokenizer
 from gateway.tools.reader import AnswerReader, joined
-from outrider.deltas import ContentDelta, Delta
+from outrider.answer import ContentDelta, Delta
 from outrider.parameters import FinishReason
 
 ENDING_TOKENS = (FinishReason.EOS, FinishReason.STOP_TOKEN)

@@ -26,9 +26,9 @@ from gateway.text.chat_template import ChatTemplate
 from gateway.text.json_counts import JsonCounts
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.call_grammar import CallRules, OfferedTool
+from outrider.answer import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 from outrider.beams import BeamSearch, EarlyStopping
 from outrider.constraint import MAX_CHOICES, Constraint, ConstraintKind
-from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 from outrider.errors import InvalidRequest, check_count
 from outrider.parameters import MAX_BANNED_WORDS, MAX_STOP_TOKEN_IDS, MAX_STOPS
 from outrider.rpc.messages.completion import completion_message

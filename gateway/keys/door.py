@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from gateway.keys.table import Key, KeysRefused, find_key, parse_keys, read_file
+from gateway.keys.table import KeysRefused, find_key, parse_keys, read_file
 from gateway.keys.tenant import Clock, Tenant
 from gateway.keys.usage import KeyUsage, OwnUsage
 from outrider.errors import InvalidKey
@@ -51,27 +51,22 @@ class Door:
     def enter(self, surface: str, authorization: Iterable[bytes], x_api_key: Iterable[bytes]) -> Tenant:
         """The holder of the first known key among the values of these headers; raises InvalidKey."""
         self._look()
-        try:
-            key = self._known(authorization, x_api_key)
-        except InvalidKey:
+        bearers = [each[len(SCHEME) :] for each in authorization if each[: len(SCHEME)].lower() == SCHEME]
+        given = {each.strip(): None for each in (*bearers, *x_api_key) if each.strip()}
+        tried = (find_key(self._keys, each) for each in given) if len(given) <= MAX_GIVEN else ()
+        key = next(filter(None, tried), None)
+        if key is None:
             self.refusals[surface] += 1
-            raise
+            fault = "The API key is none that this gateway knows; its operator has the list"
+            if not given:
+                fault = "No API key came; send it as `authorization: Bearer KEY` or as `x-api-key: KEY`"
+            elif len(given) > MAX_GIVEN:
+                fault = f"{len(given)} different API keys came, but a request must have at most {MAX_GIVEN}"
+            raise InvalidKey(fault)
         # One that has gone and come again goes on with what it had used.
         tenant = self._tenants.setdefault(key.name, Tenant(key, self._clock, self._usage))
         tenant.key = key
         return tenant
-
-    def _known(self, authorization: Iterable[bytes], x_api_key: Iterable[bytes]) -> Key:
-        bearers = [each[len(SCHEME) :] for each in authorization if each[: len(SCHEME)].lower() == SCHEME]
-        given = {each.strip(): None for each in (*bearers, *x_api_key) if each.strip()}
-        if not given:
-            raise InvalidKey("No API key came; send it as `authorization: Bearer KEY` or as `x-api-key: KEY`")
-        if len(given) > MAX_GIVEN:
-            raise InvalidKey(f"{len(given)} different API keys came, but a request must have at most {MAX_GIVEN}")
-        key = next(filter(None, (find_key(self._keys, each) for each in given)), None)
-        if key is None:
-            raise InvalidKey("The API key is none that this gateway knows; its operator has the list")
-        return key
 
     def _look(self) -> None:
         """Reads the file again where it has changed, or may have within its latest date."""

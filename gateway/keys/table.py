@@ -140,10 +140,6 @@ def _key(entry: Entry, name: str, table: Mapping[str, object]) -> Key:
         raise entry.refused("metrics", f"is {_kind(metrics)}, but must be true or false")
     limits = {each: _number(entry, each, table[each], 1) for each in LIMITS if each in table}
     priority = _number(entry, "priority", table.get("priority", 0), -MAX_LIMIT)
-    return Key(name, _sha256(entry, table), KeyLimits(**limits), priority, metrics)
-
-
-def _sha256(entry: Entry, table: Mapping[str, object]) -> bytes:
     given = table.get("sha256")
     if given is None:
         raise entry.refused("sha256", "is missing")
@@ -153,7 +149,7 @@ def _sha256(entry: Entry, table: Mapping[str, object]) -> bytes:
     digest = bytes.fromhex(given)
     if digest == OF_NOTHING:
         raise entry.refused("sha256", "is that of an empty text, but must be that of a key")
-    return digest
+    return Key(name, digest, KeyLimits(**limits), priority, metrics)
 
 
 def _number(entry: Entry, field: str, value: object, least: int) -> int:

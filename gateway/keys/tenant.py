@@ -112,7 +112,16 @@ class Tenant:
         self._check_size(samples, prompt_tokens, max_tokens, num_prompts)
         taken = 0
         with self.usage.account(self.name) as account:
-            self._check_samples(account.samples + account.other_samples, samples)
+            under_way, most = account.samples + account.other_samples, self.limits.concurrent_samples
+            if most is not None and under_way + samples > most:
+                min_s, max_s = WAIT_S
+                raise RateLimited(
+                    f"{under_way} of at most {most} samples of the key {self.name!r} are under way",
+                    key=self.name,
+                    limit=most,
+                    unit="requests",
+                    retry_after_s=math.ceil(min(max(min_s, self._held_s / most), max_s)),
+                )
             if self.limits.tokens_per_minute is not None:
                 held = account.held_tokens + account.other_held_tokens
                 taken = prompt_tokens + samples * max_tokens
@@ -152,19 +161,6 @@ class Tenant:
         if max_tokens > room:
             limit = f"at most {room} behind {prompt_tokens} tokens of prompt, of {most_tokens} a minute with this key"
             raise InvalidRequest("max_tokens", max_tokens, limit)
-
-    def _check_samples(self, under_way: int, samples: int) -> None:
-        most = self.limits.concurrent_samples
-        if most is not None and under_way + samples > most:
-            min_s, max_s = WAIT_S
-            wait_s = math.ceil(min(max(min_s, self._held_s / most), max_s))
-            raise RateLimited(
-                f"{under_way} of at most {most} samples of the key {self.name!r} are under way",
-                key=self.name,
-                limit=most,
-                unit="requests",
-                retry_after_s=wait_s,
-            )
 
     def _check_left(self, bucket: Bucket, amount: int, per_minute: int, unit: str, held: int = 0) -> None:
         wait_s = bucket.wait_s(held + amount, per_minute, self.clock())

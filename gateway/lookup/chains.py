@@ -84,8 +84,17 @@ class Chains:
             start = 0
         if end - start >= BULK:
             self._link_all(start)
-        else:
-            self._link_each(start)
+            return
+        tokens, links, heads = self.tokens, self._links, self._heads
+        mask = len(heads) - 1
+        for place in range(start, end):
+            if place < KEY_LEN - 1:
+                links.append(NOWHERE)
+                continue
+            hashed = tokens[place - 2] * FIRST + tokens[place - 1] * SECOND + tokens[place] * THIRD
+            key = hashed >> SHIFT & mask
+            links.append(heads[key])
+            heads[key] = place
 
     def repeats(self, context: Context) -> list[Match]:
         """Places where three or more tokens before the end, whose context it is, occurred before.
@@ -117,18 +126,6 @@ class Chains:
         bits = min(max((expected_len - 1).bit_length(), MIN_BITS), MAX_BITS)
         self._heads = array("i", [NOWHERE]) * (1 << bits)
         self._links = array("i")
-
-    def _link_each(self, start: int) -> None:
-        tokens, links, heads = self.tokens, self._links, self._heads
-        mask = len(heads) - 1
-        for place in range(start, len(tokens)):
-            if place < KEY_LEN - 1:
-                links.append(NOWHERE)
-                continue
-            hashed = tokens[place - 2] * FIRST + tokens[place - 1] * SECOND + tokens[place] * THIRD
-            key = hashed >> SHIFT & mask
-            links.append(heads[key])
-            heads[key] = place
 
     def _link_all(self, start: int) -> None:
         """Links many places at once: those of one key are found by sorting."""

@@ -81,7 +81,14 @@ class LookupGuesses:
 
     def look(self, room: int) -> Look:
         """Guesses found after the committed tokens, at most `room` deep; they hold until the next commit."""
-        forced = self._forced()[: min(room, self._max_rows)]
+        forced: Sequence[int] = ()
+        if self._grammar is not None:
+            # Tokens that the grammar leaves no choice about, until looking for them has cost too much.
+            began_s = self._clock_s()
+            forced = self._grammar.forced(self._output)[: min(room, self._max_rows)]
+            self._left_s -= max(self._clock_s() - began_s - FREE_LOOK_S, 0.0)
+            if self._left_s < 0:
+                self._grammar = None
         if len(forced) >= MIN_FORCED:
             # They have all there is of probability, by the mask that the target draws with.
             tree = TokenTree(tuple(forced), tuple(range(len(forced))), values=(1.0,) * len(forced))
@@ -90,17 +97,6 @@ class LookupGuesses:
             # Siblings under a rule that tests each with a uniform are worth less than the same rows in a chain.
             self._look = self._session.look(self._max_rows, room, chain=self._rule.needs_distributions)
         return self._look
-
-    def _forced(self) -> Sequence[int]:
-        """Tokens that the grammar leaves no choice about; none once looking for them has cost too much."""
-        if self._grammar is None:
-            return ()
-        began_s = self._clock_s()
-        forced = self._grammar.forced(self._output)
-        self._left_s -= max(self._clock_s() - began_s - FREE_LOOK_S, 0.0)
-        if self._left_s < 0:
-            self._grammar = None
-        return forced
 
     def proposal(self, count: int) -> Proposal:
         """The best `count` rows of what was found."""

@@ -112,7 +112,11 @@ class Vote:
         """Children that may follow a path, the best first; their values add up to the path's at most."""
         groups = _ballots(voters, path)
         if not groups:
-            return self._last_resort(path, value)
+            if self.table is None:
+                return []
+            scale = value * self.means[TABLE_GROUND]
+            last = self.table.after(path[-1] if path else self.last_token_id)
+            return [(scale * share, token_id, TABLE_GROUND, share, []) for token_id, share in last]
         children: dict[int, Child] = {}
         for number in groups if len(groups) == 1 else sorted(groups, key=self.means.__getitem__, reverse=True):
             group, scale = groups[number], value * self.means[number]
@@ -125,13 +129,6 @@ class Vote:
                     children[token_id] = (scale * share, token_id, number, share, found)
             value -= scale if total else 0
         return sorted(children.values(), key=VALUE_OF, reverse=True)
-
-    def _last_resort(self, path: tuple[int, ...], value: float) -> list[Child]:
-        if self.table is None:
-            return []
-        scale = value * self.means[TABLE_GROUND]
-        found = self.table.after(path[-1] if path else self.last_token_id)
-        return [(scale * share, token_id, TABLE_GROUND, share, []) for token_id, share in found]
 
 
 def _ballots(voters: list[Voter], path: tuple[int, ...]) -> dict[int, dict[int, list[Voter]]]:

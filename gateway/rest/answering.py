@@ -28,8 +28,7 @@ from gateway.rest.figures import ResponseFigures
 from gateway.rest.guard import entrance_of
 from gateway.rest.settings import RestSettings
 from gateway.rest.sse import KEEP_ALIVE, EventStream, while_there
-from outrider.completion import PromptToken
-from outrider.deltas import Delta
+from outrider.answer import Delta, PromptToken
 from outrider.errors import OutriderError, ProtocolViolation
 
 

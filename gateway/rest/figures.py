@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from gateway.generation.events import CompletionEvent, Event, SpeculationCounts
 from gateway.generation.request import CheckedRequest
-from outrider.completion import DrafterFigures
+from outrider.answer import DrafterFigures
 
 
 class PromptTokensDetails(BaseModel):

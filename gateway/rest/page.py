@@ -38,7 +38,7 @@ from gateway.rest.settings import RestSettings
 from gateway.rest.sse import EventStream, typed
 from gateway.sessions.replicas import Replicas
 from gateway.text.chat_template import RenderedPrompt
-from outrider.deltas import reasoning_of
+from outrider.answer import reasoning_of
 from outrider.errors import InvalidRequest, OutriderError
 
 MEDIA_TYPES = {

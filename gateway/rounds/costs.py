@@ -152,10 +152,14 @@ class RoundCosts:
         width = 1.0 if estimates.gains is None else max(1.0, estimates.width.mean)
         step_us = estimates.step_us.at(max(width, share * load * width))
         verify_us = self._shared_us(estimates, draft_count)
-        num_steps, levels = float(draft_count), 0
-        if estimates.gains is not None:
+        num_steps, levels, gains = float(draft_count), 0, estimates.gains
+        if gains is not None:
             fixed_us = max(verify_us + estimates.overhead_us.at(load), 1.0)
-            levels = self._best_depth(estimates, draft_count, step_us, fixed_us)
+            if estimates.has_depths:
+                # The best depth of trees of so many rows.
+                depths = range(1, MAX_DRAFT_COUNT + 1)
+                levels = max(depths, key=lambda depth: gains.at(draft_count, depth) / (fixed_us + depth * step_us))
+                estimates.depths[draft_count] = levels
             num_steps = levels or estimates.levels.at(draft_count) or num_steps
         draft_us = num_steps * step_us
         # Groups are of unequal size, and most answers come from the larger ones.
@@ -228,26 +232,22 @@ class RoundCosts:
             queued_us = verdict.hop.queue_us if self.load > 1 else 0
             self._look_overhead_us.add(self.load, max(0, committed.round_us - verdict.compute_us - queued_us))
         else:
-            self._observe_acceptance(committed, session)
+            estimates = self.of(proposal.learner)
+            own = session.acceptance.get(proposal.learner) if session else None
+            for acceptance in (estimates.acceptance, *([own] if own else [])):
+                acceptance.observe(committed.accepted_count, verdict.evaluated_count)
+            for part in proposal.parts:
+                # What each would have been worth alone, as far as the tokens show.
+                right = len(part.tree.follow(committed.token_ids))
+                tested = min(right + 1, max(part.tree.depths), len(committed.token_ids))
+                self.of(part.drafter).acceptance.observe(right, tested)
+            if estimates.gains is not None:
+                estimates.gains.observe(proposal.tree.values, committed.accepted_count)
             own_rows = num_drafting * committed.draft_count + max(num_sessions, 1)
             share = rows * max(num_sessions, 1) / (own_rows * self.load)
             # What one session finds among others that decode plainly is not what all would find.
             self._observe_draft(committed, share, unasked=unasked, is_usual=2 * num_drafting >= num_sessions)
         self.num_rounds += 1
-
-    def _observe_acceptance(self, committed: Round, session: SessionEstimates | None) -> None:
-        proposal = committed.proposal
-        estimates = self.of(proposal.learner)
-        own = session.acceptance.get(proposal.learner) if session else None
-        for acceptance in (estimates.acceptance, *([own] if own else [])):
-            acceptance.observe(committed.accepted_count, committed.verdict.evaluated_count)
-        for part in proposal.parts:
-            # What each would have been worth alone, as far as the tokens show.
-            right = len(part.tree.follow(committed.token_ids))
-            tested = min(right + 1, max(part.tree.depths), len(committed.token_ids))
-            self.of(part.drafter).acceptance.observe(right, tested)
-        if estimates.gains is not None:
-            estimates.gains.observe(proposal.tree.values, committed.accepted_count)
 
     def _observe_draft(self, committed: Round, share: float, *, unasked: bool, is_usual: bool) -> None:
         """Learns what a drafter's round costs; of a usual one, while most sessions draft, all that is to be had.
@@ -278,17 +278,6 @@ class RoundCosts:
             levels = 0 if estimates.gains is None else min(proposal.forward_count, MAX_DRAFT_COUNT + 1)
             estimates.round_us[count, levels].add(self.load, max(committed.round_us, 1), self.num_rounds)
             estimates.share.add(self.load, min(max(share, self._tuning.least_share), 1.0))
-
-    @staticmethod
-    def _best_depth(estimates: DrafterEstimates, draft_count: int, step_us: float, fixed_us: float) -> int:
-        """The best depth of trees of so many rows, which is kept; 0 where it is not chosen here."""
-        if estimates.gains is None or not estimates.has_depths:
-            return 0
-        gains = estimates.gains
-        depths = range(1, MAX_DRAFT_COUNT + 1)
-        best = max(depths, key=lambda depth: gains.at(draft_count, depth) / (fixed_us + depth * step_us))
-        estimates.depths[draft_count] = best
-        return best
 
     def _shared_us(self, estimates: DrafterEstimates, draft_count: int) -> float:
         """Cost of the target's forward when all sessions have so many guesses."""

@@ -14,11 +14,6 @@ from outrider.parameters import DraftDistribution, Rule
 from outrider.token_tree import TokenTree
 
 
-def best_rows(tree: TokenTree, count: int) -> TokenTree:
-    """The `count` most valuable rows of a tree whose values never rise along a path; in the tree's own order."""
-    return tree if count >= len(tree) else _rows_of(tree, _best(tree, count))
-
-
 def _rows_of(tree: TokenTree, kept: Sequence[int]) -> TokenTree:
     """The rows of these indices, in order; a row's parent must be among them."""
     numbers = {0: 0} | {index + 1: number for number, index in enumerate(kept, start=1)}

@@ -129,7 +129,13 @@ class RoundPlanner:
         values of what a lookup has found, falling.
         """
         if look and len(log) > log.prompt_len and (outstanding or not self._drafting.merges):
-            look_count = self._look_count(outstanding, look)
+            if self._draft_count is None:
+                found = look[: self._max_draft_count]
+                look_count = self._policy.look_count(found, self._session, halts=outstanding > 0)
+            else:
+                # Of a fixed number the draft makes them where there is one, and then the target's own drafter.
+                alone = self._remote is None and not self._is_hosting
+                look_count = min(self._draft_count, len(look), self._max_draft_count) if alone else 0
             if look_count:
                 self._next, self._unasked = None, outstanding > 0
                 return RoundPlan((GuessRequest(LOOKUP, look_count),))
@@ -184,14 +190,6 @@ class RoundPlanner:
                 asked = self._plain_plan.asked(Place.HOSTED)
                 self._policy.costs.observe_tree(own, replace(asked, shape=None))
             self._policy.observe(committed, self._session, unasked=unasked)
-
-    def _look_count(self, outstanding: int, look: Sequence[float]) -> int:
-        """Number of rows of a lookup that are worth verifying alone."""
-        if self._draft_count is None:
-            return self._policy.look_count(look[: self._max_draft_count], self._session, halts=outstanding > 0)
-        # Of a fixed number the draft makes them where there is one, and then the target's own drafter.
-        alone = self._remote is None and not self._is_hosting
-        return min(self._draft_count, len(look), self._max_draft_count) if alone else 0
 
     def _draft_plan(
         self, choice: Choice, log: TokenLog, draft: DraftOutlook, obstacle: FallbackReason | None, num_looked: int

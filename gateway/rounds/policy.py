@@ -125,7 +125,13 @@ class SpeculationPolicy:
     ) -> list[GuessCandidate]:
         """Numbers of guesses of a drafter up to the most, from 0, with what they cost and bring a session."""
         own = session.acceptance.get(drafter) if session else None
-        estimates, costs = self.costs.of(drafter), self._costs_of(drafter)
+        estimates, costs = self.costs.of(drafter), self._round_us.get(drafter)
+        if costs is None:
+            costs = {count: self.costs.round_us(drafter, count) for count in (0, *estimates.counts)}
+            self._round_us[drafter] = costs
+            usual = estimates.tokens()
+            gain = max(usual[count] / costs[count] for count in estimates.counts) * costs[0]
+            self._exploration.trials[drafter].judge(gain, self.tuning.worth_changing)
         tokens, first_depth = estimates.tokens(own), self.tuning.first_tree[1]
         depths = estimates.depths if drafter.makes is Makes.TREE else dict.fromkeys(estimates.counts, 0)
         return [
@@ -182,14 +188,3 @@ class SpeculationPolicy:
         """The most tokens a microsecond with chains of a drafter, or with its trees where it has made some."""
         kinds = [kind for kind in (drafter._replace(makes=each) for each in Makes) if kind in self.costs.drafters]
         return max(self._best(each, None).speed for each in self._known(kinds) or [drafter])
-
-    def _costs_of(self, drafter: DrafterId) -> Mapping[int, float]:
-        costs = self._round_us.get(drafter)
-        if costs is None:
-            estimates = self.costs.of(drafter)
-            costs = {count: self.costs.round_us(drafter, count) for count in (0, *estimates.counts)}
-            self._round_us[drafter] = costs
-            tokens = estimates.tokens()
-            gain = max(tokens[count] / costs[count] for count in estimates.counts) * costs[0]
-            self._exploration.trials[drafter].judge(gain, self.tuning.worth_changing)
-        return costs

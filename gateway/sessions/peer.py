@@ -22,7 +22,7 @@ import structlog
 from gateway.sessions.breaker import BREAKERS, CircuitBreaker
 from gateway.sessions.link import Frame, Link
 from outrider.errors import OutriderError, PeerLost, ProtocolViolation, shown
-from outrider.generation_defaults import OperatorDefaults
+from outrider.model_files.generation_defaults import OperatorDefaults
 from outrider.parameters import GenerationDefaults, Rule
 from outrider.process import telemetry
 from outrider.process.metrics import Tally
@@ -293,7 +293,13 @@ class ServicePeer:
         if info.instance_id != self._instance_id:
             self._instance_id = info.instance_id
             self.breaker.renew()
-        await self._connect(info)
+        link = self._link
+        if link is None or link.end is not None or link.instance_id != info.instance_id:
+            # One that works already is kept, with the sessions that it carries.
+            if link is not None:
+                await link.close()
+            max_unasked = MAX_UNASKED[self.role]
+            self._link = Link(self._begin(), self._frame_type, str(self), info.instance_id, max_unasked)
         if self.model_hash not in {"", info.model_hash}:
             hashes = {"before": self.model_hash, "now": info.model_hash}
             log.warning("service has other weights", service=self.role, address=self.address, **hashes)
@@ -317,16 +323,6 @@ class ServicePeer:
         self._use(open_link_channel(self.address, self._tls, MAX_BYTES[self.role]))
         # Calls that have begun there end within their own time.
         await before.close(ROLLBACK_TIMEOUT_S)
-
-    async def _connect(self, info: ModelInfo) -> None:
-        """A stream to this incarnation; one that works already is kept, with the sessions that it carries."""
-        link = self._link
-        if link is not None and link.end is None and link.instance_id == info.instance_id:
-            return
-        if link is not None:
-            await link.close()
-        max_unasked = MAX_UNASKED[self.role]
-        self._link = Link(self._begin(), self._frame_type, str(self), info.instance_id, max_unasked)
 
     def _read(self, answer: pb.GetModelInfoResponse | None) -> ModelInfo:
         if answer is None:

@@ -22,11 +22,11 @@ from gateway.text.template_sandbox import SafeTemplate, TemplateRefusal
 from gateway.tools.formats import AUTO, choose_format
 from gateway.tools.reader import Reading
 from outrider.errors import InvalidRequest, ModelRefused, Unsupported
-from outrider.gguf.files import HubName
-from outrider.gguf.header import GgufFile
-from outrider.gguf.tokenizer import chat_templates, special_tokens
-from outrider.model_names import tokenizer_source
-from outrider.tokenizer_files import find_gguf
+from outrider.model_files.gguf.files import HubName
+from outrider.model_files.gguf.header import GgufFile
+from outrider.model_files.gguf.tokenizer import chat_templates, special_tokens
+from outrider.model_files.model_names import tokenizer_source
+from outrider.model_files.tokenizer_files import find_gguf
 
 PATTERNS = ("tokenizer_config.json", "special_tokens_map.json", "*.jinja")
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -61,23 +61,21 @@ def find_templates(model: str) -> TemplateFiles:
         if (folder / "chat_template.jinja").is_file():
             paths[DEFAULT] = folder / "chat_template.jinja"
         files = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
-        return TemplateFiles(files or _named(config.get("chat_template")), _special_tokens(folder, config))
+        entry = config.get("chat_template")
+        if not files and entry is not None:
+            # One, or a list of named ones.
+            entry = {DEFAULT: entry} if isinstance(entry, str) else entry
+            if isinstance(entry, list):
+                entry = {each["name"]: each["template"] for each in entry}
+            if not isinstance(entry, dict) or not all(isinstance(source, str) for source in entry.values()):
+                raise ValueError("chat_template of tokenizer_config.json is neither a text nor a list of named ones")
+            files = entry
+        return TemplateFiles(files, _special_tokens(folder, config))
     except ModelRefused:
         raise
     except Exception as error:  # the hub's library has errors of several roots
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelRefused(f"the chat template of {model} cannot be read: {reason}", model=model) from error
-
-
-def _named(entry: object) -> dict[str, str]:
-    """The templates of a configuration: one, or a list of named ones."""
-    if entry is None or isinstance(entry, str):
-        return {} if entry is None else {DEFAULT: entry}
-    if isinstance(entry, list):
-        entry = {each["name"]: each["template"] for each in entry}
-    if not isinstance(entry, dict) or not all(isinstance(source, str) for source in entry.values()):
-        raise ValueError("chat_template of tokenizer_config.json is neither a text nor a list of named ones")
-    return entry
 
 
 def _special_tokens(folder: Path, config: dict[str, object]) -> dict[str, str]:
@@ -228,9 +226,14 @@ class ChatTemplate:
             text = _plain(present, add_generation_prompt)
         else:
             text = self._rendered(present, tools, add_generation_prompt=add_generation_prompt, **variables)
-        begun = str(messages[-1]["content"]) if continue_final_message else ""
+        begun = ""
         if continue_final_message:
-            text = _cut(text, begun)
+            begun, end = str(messages[-1]["content"]), text.rfind(CUT)
+            if end < 0 or begun.strip() not in text[:end]:
+                limit = "false: the chat template does not show the last message as it is"
+                raise InvalidRequest("continue_final_message", True, limit)
+            # Where the template trimmed the message, so is the prompt's end.
+            text = text[:end] if text.startswith(f"{CUT} ", end) else text[:end].rstrip()
         return RenderedPrompt(text, self.is_default, begun)
 
     def _rendered(
@@ -278,18 +281,6 @@ class ChatTemplate:
         text_len = sum(len(content) for each in messages if isinstance(content := each.get("content"), str))
         is_long = tools or len(messages) > LONG_CHAT or text_len > LONG_TEXT
         return await asyncio.to_thread(render) if is_long else render()
-
-
-def _cut(prompt: str, message: str) -> str:
-    """A prompt up to the end of its last message, which is marked; raises InvalidRequest if that is not there whole.
-
-    Where the template trimmed the message, so is its end.
-    """
-    end = prompt.rfind(CUT)
-    if end < 0 or message.strip() not in prompt[:end]:
-        limit = "false: the chat template does not show the last message as it is"
-        raise InvalidRequest("continue_final_message", True, limit)
-    return prompt[:end] if prompt.startswith(f"{CUT} ", end) else prompt[:end].rstrip()
 
 
 def _plain(messages: Sequence[Message], add_generation_prompt: bool) -> str:

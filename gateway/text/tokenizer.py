@@ -14,8 +14,8 @@ import structlog
 
 from gateway.text.token_pieces import TokenPiece, TokenPieces
 from outrider.grammar import Grammar, GrammarEngine
-from outrider.tokenizer_files import find_doubt, load_tokenizer
-from outrider.vocabulary import Vocabulary, misfit
+from outrider.model_files.tokenizer_files import find_doubt, load_tokenizer
+from outrider.model_files.vocabulary import Vocabulary, misfit
 
 log = structlog.get_logger()
 
@@ -172,7 +172,16 @@ class Detokenizer:
         piece = text[self._emitted_len : len(text) - partial_len]
         self._emitted_len += len(piece)
         if len(self._window) >= self._limit:
-            self._shrink(text)
+            # The front of the window goes at the last place that is a boundary and has all its text out.
+            for cut in range(len(self._window) - 2, len(self._window) - WINDOW, -1):
+                head, tail = self._tokenizer.decode(self._window[:cut]), self._tokenizer.decode(self._window[cut:])
+                gap = len(text) - len(head) - len(tail)  # 1 where a decoder drops the space before a first word
+                emitted_len = self._emitted_len - (len(text) - len(tail))
+                if emitted_len > 0 and text == head + " " * gap + tail and gap <= 1:
+                    self._window, self._emitted_len, self._limit = self._window[cut:], emitted_len, WINDOW
+                    break
+            else:
+                self._limit = 2 * len(self._window)  # without a boundary, try again rarely enough to stay linear
         return piece
 
     def name(self, token_id: int) -> str:
@@ -188,14 +197,3 @@ class Detokenizer:
         piece = self._tokenizer.decode(self._window)[self._emitted_len :]
         self._emitted_len += len(piece)
         return piece
-
-    def _shrink(self, text: str) -> None:
-        """Drops the front of the window at the last place that is a boundary and has all its text out."""
-        for cut in range(len(self._window) - 2, len(self._window) - WINDOW, -1):
-            head, tail = self._tokenizer.decode(self._window[:cut]), self._tokenizer.decode(self._window[cut:])
-            gap = len(text) - len(head) - len(tail)  # 1 where a decoder drops the space before a first word
-            emitted_len = self._emitted_len - (len(text) - len(tail))
-            if emitted_len > 0 and text == head + " " * gap + tail and gap <= 1:
-                self._window, self._emitted_len, self._limit = self._window[cut:], emitted_len, WINDOW
-                return
-        self._limit = 2 * len(self._window)  # without a boundary, try again rarely enough to stay linear

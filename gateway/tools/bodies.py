@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from gateway.tools.formats import Body
-from gateway.tools.values import cast, read_calls
+from gateway.tools.values import cast, read_calls, refuse_constant
 
 Schema: TypeAlias = Mapping[str, Any]
 
@@ -47,11 +47,6 @@ class CallBody(ABC):
     def push(self, character: str) -> None:
         """Takes a character, unless it is whole or has failed."""
         self._characters.append(character)
-        self._advance(character)
-
-    @abstractmethod
-    def _advance(self, character: str) -> None:
-        """Notes what a character, the last of the text, makes of the body."""
 
     @abstractmethod
     def calls(self) -> list[ParsedCall] | None:
@@ -69,9 +64,19 @@ class JsonBody(CallBody):
         self._is_bare = is_bare
         self._key_start = 0
 
-    def _advance(self, character: str) -> None:
+    def push(self, character: str) -> None:
+        super().push(character)
         if self._is_in_string:
-            self._in_string(character)
+            if self._is_escaped:
+                self._is_escaped = False
+            elif character == "\\":
+                self._is_escaped = True
+            elif character == '"':
+                self._is_in_string = False
+                if self._is_bare and self._key_start > 0:
+                    first_key = "".join(self._characters[self._key_start : -1])
+                    self.has_failed = first_key not in FIRST_KEYS
+                    self._key_start = -1
         elif character not in JSON_CHARACTERS or (not self._closers and character not in "{[ \t\r\n"):
             self.has_failed = True
         elif character == '"':
@@ -83,26 +88,22 @@ class JsonBody(CallBody):
             self.has_failed = self._closers.pop() != character
             self.is_whole = not self._closers and not self.has_failed
 
-    def _in_string(self, character: str) -> None:
-        if self._is_escaped:
-            self._is_escaped = False
-        elif character == "\\":
-            self._is_escaped = True
-        elif character == '"':
-            self._is_in_string = False
-            if self._is_bare and self._key_start > 0:
-                first_key = "".join(self._characters[self._key_start : -1])
-                self.has_failed = first_key not in FIRST_KEYS
-                self._key_start = -1
-
     def calls(self) -> list[ParsedCall] | None:
         text = self.text
         is_list = text.lstrip().startswith("[")
         if not self.is_whole and not is_list:
             return None
+        calls: list[ParsedCall] = []
         try:
-            values = _entries(text) if is_list else [text]
-            calls = [_json_call(value, needs_arguments=self._is_bare) for value in values]
+            for value in _entries(text) if is_list else [text]:
+                members = _members(value)
+                name, call_id = (json.loads(members.get(key, "null")) for key in ("name", "id"))
+                spelled = next((members[key] for key in ARGUMENTS if key in members), None)
+                is_call = isinstance(name, str) and name and name.isprintable()
+                if not is_call or (spelled is None and self._is_bare):
+                    return None
+                call_id = call_id if isinstance(call_id, str) else ""
+                calls.append(ParsedCall(name, _strict_object(spelled or "null"), call_id))
         except (ValueError, RecursionError):
             return None
         return calls or None
@@ -120,7 +121,8 @@ class NamedBody(CallBody):
         self._json: JsonBody | None = None
         self._head = ""
 
-    def _advance(self, character: str) -> None:
+    def push(self, character: str) -> None:
+        super().push(character)
         if self._json is None:
             head = self.text
             begins_list = character == "[" and not head[:-1].strip()
@@ -154,7 +156,8 @@ class PythonicBody(CallBody):
         super().__init__()
         self._depth, self._quote, self._is_escaped = 0, "", False
 
-    def _advance(self, character: str) -> None:
+    def push(self, character: str) -> None:
+        super().push(character)
         if self._quote:
             if self._is_escaped:
                 self._is_escaped = False
@@ -172,12 +175,10 @@ class PythonicBody(CallBody):
         if self._depth < 2 and character not in "])":
             # Only the head of the first call distinguishes it from text.
             is_first = "(" not in self._characters
-            self.has_failed = is_first and (len(self._characters) > MAX_HEAD_LEN or not self._may_begin())
+            is_long = len(self._characters) > MAX_HEAD_LEN
+            self.has_failed = is_first and (is_long or not self.BEGINNING.fullmatch(self.text))
         self.has_failed = self.has_failed or self._depth > MAX_DEPTH
         self.is_whole = not self.has_failed and self._depth <= 0 and character in "])}"
-
-    def _may_begin(self) -> bool:
-        return self.BEGINNING.fullmatch(self.text) is not None
 
     def calls(self) -> list[ParsedCall] | None:
         if not self.is_whole:
@@ -211,7 +212,8 @@ class XmlBody(CallBody):
         self.overlap = ""
         """Marker that closed it, if that opens the next call."""
 
-    def _advance(self, character: str) -> None:
+    def push(self, character: str) -> None:
+        super().push(character)
         if not self._has_begun:
             begun = self.text.lstrip()
             self._has_begun = begun == self.MARK
@@ -230,11 +232,18 @@ class XmlBody(CallBody):
         if head is None or not text.rstrip().endswith("</function>"):
             return None
         schema = self._schemas.get(head["name"], {})
+        properties = schema.get("properties")
+        known = properties if isinstance(properties, Mapping) else {}
         arguments: dict[str, str] = {}
         place = head.end()
         while parameter := self.PARAMETER.match(text, place):
             has_lines = text.startswith("\n", parameter.end())
-            end = self._value_end(text, parameter.end(), schema, has_lines=has_lines)
+            if has_lines:
+                # A value that is not closed ends only before a parameter that there is.
+                ends = self.LINES_END.finditer(text, parameter.end())
+                end = next((each for each in ends if not each["next"] or not known or each["next"] in known), None)
+            else:
+                end = self.INLINE_END.search(text, parameter.end())
             if end is None:
                 return None
             value = text[parameter.end() + has_lines : max(end.start(), parameter.end() + has_lines)]
@@ -244,15 +253,6 @@ class XmlBody(CallBody):
             return None
         members = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items())
         return [ParsedCall(head["name"], f"{{{', '.join(members)}}}")]
-
-    def _value_end(self, text: str, place: int, schema: Schema, *, has_lines: bool) -> re.Match[str] | None:
-        """End of a value; on lines of its own, and not closed, only before a parameter that there is."""
-        if not has_lines:
-            return self.INLINE_END.search(text, place)
-        properties = schema.get("properties")
-        known = properties if isinstance(properties, Mapping) else {}
-        ends = self.LINES_END.finditer(text, place)
-        return next((end for end in ends if not end["next"] or not known or end["next"] in known), None)
 
 
 def new_body(kind: Body, schemas: Mapping[str, Schema], *, is_bare: bool) -> CallBody:
@@ -268,12 +268,8 @@ def new_body(kind: Body, schemas: Mapping[str, Schema], *, is_bare: bool) -> Cal
             return XmlBody(schemas)
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not in JSON")
-
-
 # Line ends within strings are what models write and JSON does not take.
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)
+_DECODER = json.JSONDecoder(strict=False, parse_constant=refuse_constant)
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -325,17 +321,6 @@ def _members(text: str) -> dict[str, str]:
     if text[place + 1 :].strip():
         raise ValueError("more than an object")
     return found
-
-
-def _json_call(text: str, *, needs_arguments: bool) -> ParsedCall:
-    """A call from an object; raises ValueError about any other object."""
-    members = _members(text)
-    name = json.loads(members.get("name", "null"))
-    spelled = next((members[key] for key in ARGUMENTS if key in members), None)
-    if not isinstance(name, str) or not name or not name.isprintable() or (spelled is None and needs_arguments):
-        raise ValueError("not a call")
-    call_id = json.loads(members.get("id", "null"))
-    return ParsedCall(name, _strict_object(spelled or "null"), call_id if isinstance(call_id, str) else "")
 
 
 def _strict_object(spelled: str) -> str:

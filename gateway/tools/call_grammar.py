@@ -66,38 +66,33 @@ class _Grammar:
 
     def text(self) -> str:
         """The whole grammar, in the library's syntax."""
-        reason = self._reason()
-        answer = self._required() if self._rules.needs_call else self._free()
-        self._lines.append(f"start: {reason} {answer}")
-        return "\n".join(self._lines) + "\n"
-
-    def _reason(self) -> str:
-        """Reasoning: it must end where the prompt began it, and may come before calls that must come."""
         pairs = dict(self._reading.format.reasoning)
         opener = self._reading.open_reasoning or next(iter(pairs), "")
-        if not opener or not (self._reading.open_reasoning or self._rules.needs_call):
-            return ""
-        closing = self._until("reasoned", pairs[opener])
+        # Reasoning must end where the prompt began it, and may come before calls that must come.
         if self._reading.open_reasoning:
-            return f"{closing} SPACE?"
-        return f"({self._marker(opener)} {closing} SPACE?)?"
-
-    def _required(self) -> str:
-        calls = self._calls()
-        if self._syntax.open:
-            wrapped = f"{self._marker(self._syntax.open)} {calls}"
-            return wrapped if self._rules.max_calls == 1 or self._is_list else f"{wrapped} ({self._between} {wrapped})*"
-        return calls
-
-    def _free(self) -> str:
-        """Text with calls in it. Where calls are bare, an answer that begins like one is one."""
-        calls = self._calls()
-        if not self._syntax.open:
+            reason = f"{self._until('reasoned', pairs[opener])} SPACE?"
+        elif opener and self._rules.needs_call:
+            reason = f"({self._marker(opener)} {self._until('reasoned', pairs[opener])} SPACE?)?"
+        else:
+            reason = ""
+        opening, is_once, calls = self._syntax.open, self._rules.max_calls == 1, self._calls()
+        if self._rules.needs_call:
+            answer = f"{self._marker(opening)} {calls}" if opening else calls
+            # Some families write several calls in one list, instead of each in marks of its own.
+            if opening and not is_once and self._reading.format.name not in ("mistral-v3", "json", "llama-pythonic"):
+                space = "" if self._syntax.body is Body.NAMED else "SPACE?"
+                answer = f"{answer} ({space} {answer})*"
+        elif opening:
+            # Text with calls in it.
+            self._lines.append(f"called: {self._until('told', opening)} {calls}")
+            rest = "TOLD" if opening in self._added_tokens else "TEXT"
+            answer = f"(called SPACE? | {rest})" if is_once else f"called* {rest}"
+        else:
+            # Where calls are bare, an answer that begins like one is one.
             self._lines.append(r"PLAIN: /[^{\[ \n\t](?s:.*)/")
-            return f"SPACE? ({calls} SPACE? | PLAIN)?"
-        self._lines.append(f"called: {self._until('told', self._syntax.open)} {calls}")
-        rest = "TOLD" if self._syntax.open in self._added_tokens else "TEXT"
-        return f"(called SPACE? | {rest})" if self._rules.max_calls == 1 else f"called* {rest}"
+            answer = f"SPACE? ({calls} SPACE? | PLAIN)?"
+        self._lines.append(f"start: {reason} {answer}")
+        return "\n".join(self._lines) + "\n"
 
     def _until(self, rule: str, marker: str) -> str:
         """Expression for any text until a marker, with it. The letters of a marker that is a token are no text."""
@@ -111,15 +106,6 @@ class _Grammar:
     def _marker(self, marker: str) -> str:
         """Marker as a token if it is one: the library takes such tokens for none of the texts that are their names."""
         return f"<[{self._added_tokens[marker]}]>" if marker in self._added_tokens else _literal(marker)
-
-    @property
-    def _is_list(self) -> bool:
-        """Whether several calls are in one list, instead of each in marks of its own."""
-        return self._reading.format.name in ("mistral-v3", "json", "llama-pythonic")
-
-    @property
-    def _between(self) -> str:
-        return "" if self._syntax.body is Body.NAMED else "SPACE?"
 
     def _calls(self) -> str:
         """Expression for what follows an opening marker: a call of any of the tools, or several in a list."""

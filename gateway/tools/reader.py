@@ -9,9 +9,9 @@ import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from gateway.tools.bodies import CallBody, ParsedCall, Schema, XmlBody, new_body
+from gateway.tools.bodies import CallBody, Schema, XmlBody, new_body
 from gateway.tools.formats import Body, CallSyntax, ToolFormat
-from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
+from outrider.answer import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 
 BARE_STARTS: Mapping[Body, str] = {Body.JSON: "{[", Body.PYTHONIC: "["}
 
@@ -118,18 +118,21 @@ class AnswerReader:
     def _search(self, piece: str) -> str:
         """Looks for a marker; returns the text from which on a call is attempted or reasoning has begun or ended."""
         text, self._held = self._held + piece, ""
-        bare = self._bare(text)
-        if bare is not None:
-            begun = text.lstrip()
-            self._begin(bare, text[: len(text) - len(begun)])
-            return begun
+        begun = text.lstrip()
+        if begun and not self.is_reasoning and (self._is_at_start or self._is_behind_call):
+            for syntax in self._syntaxes:
+                # Calls of some syntaxes have no marker.
+                if not syntax.open and begun[0] in BARE_STARTS.get(syntax.body, ""):
+                    self._begin(syntax, text[: len(text) - len(begun)])
+                    return begun
         markers = [marker for marker in self._text_markers() if marker in text]
         if markers:
             marker = min(markers, key=text.index)
             before, _, after = text.partition(marker)
             self._mark(marker, before)
             return after
-        held_len = max((_overlap(text, marker) for marker in self._text_markers()), default=0)
+        beginnings = (marker[:length] for marker in self._text_markers() for length in range(1, len(marker)))
+        held_len = max((len(each) for each in beginnings if text.endswith(each)), default=0)
         said = text[: len(text) - held_len]
         if self._syntaxes or self.is_reasoning or self._is_at_start:
             said = said.rstrip()
@@ -145,14 +148,6 @@ class AnswerReader:
         elif self._is_at_start:
             found += dict(self._format.reasoning)
         return [marker for marker in found if marker not in self._special]
-
-    def _bare(self, text: str) -> CallSyntax | None:
-        """The syntax of calls without a marker that may begin here."""
-        begun = text.lstrip()
-        if not begun or self.is_reasoning or not (self._is_at_start or self._is_behind_call):
-            return None
-        bare = (each for each in self._syntaxes if not each.open)
-        return next((each for each in bare if begun[0] in BARE_STARTS.get(each.body, "")), None)
 
     def _mark(self, marker: str, before: str) -> None:
         """Goes into the state that a marker brings, after the text before it; out of place it is text."""
@@ -218,17 +213,14 @@ class AnswerReader:
         self._is_at_start, self._is_behind_call, self._drops_space = False, True, False
         for call in calls:
             index = self.num_calls
-            self._call_ids.append(self._call_id(call))
+            # The model's own id where it gave one that clients can use, else a random one.
+            length, call_id = self._format.call_id_len, call.call_id
+            fits = len(call_id) <= 64 if length is None else len(call_id) == length
+            if not (fits and call_id.isascii() and call_id.isalnum() and call_id not in self._call_ids):
+                call_id = f"call_{secrets.token_hex(12)}" if length is None else secrets.token_hex(length)[:length]
+            self._call_ids.append(call_id)
             self._deltas += [CallBegun(index, self._call_ids[-1], call.name), CallArguments(index, call.arguments)]
         return True
-
-    def _call_id(self, call: ParsedCall) -> str:
-        """The model's own where it gave one that clients can use, else a random one."""
-        length, given = self._format.call_id_len, call.call_id
-        is_usable = given.isascii() and given.isalnum() and given not in self._call_ids
-        if length is None:
-            return given if is_usable and len(given) <= 64 else f"call_{secrets.token_hex(12)}"
-        return given if is_usable and len(given) == length else secrets.token_hex(length)[:length]
 
     def _restore(self, attempt: _Attempt) -> None:
         """Hands out as text what was no call."""
@@ -249,12 +241,6 @@ class AnswerReader:
         if text.strip():
             self._is_at_start = self._is_behind_call = False
         self._deltas.append(ReasoningDelta(text) if self.is_reasoning else ContentDelta(text))
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Length of a marker's beginning that the text ends with."""
-    longest = min(len(text), len(marker) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)
 
 
 def joined(deltas: Collection[Delta]) -> tuple[Delta, ...]:

@@ -52,7 +52,7 @@ def cast(text: str, schema: Mapping[str, Any], name: str) -> str:
 def _literal(text: str) -> tuple[str, object] | None:
     """The value of a literal and how it is spelled in JSON; None of what is none."""
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         pass
     else:
@@ -64,7 +64,8 @@ def _literal(text: str) -> tuple[str, object] | None:
         return None
 
 
-def _refuse(constant: str) -> None:
+def refuse_constant(constant: str) -> None:
+    """Raises ValueError about NaN and infinities, which Python's reader takes."""
     raise ValueError(f"{constant} is not in JSON")
 
 
@@ -107,7 +108,15 @@ def read_calls(text: str) -> list[tuple[str, dict[str, object]]]:
     tree, words = _parsed(text)
     if not isinstance(tree, ast.List):
         raise ValueError("not a list of calls")
-    return [_call(each, words) for each in tree.elts]
+    calls = []
+    for node in tree.elts:
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
+            raise ValueError("not a call")
+        arguments = {words[each.arg or ""]: _value(each.value, words) for each in node.keywords}
+        if len(arguments) < len(node.keywords):
+            raise ValueError("a parameter is there twice")
+        calls.append((words[node.func.id], arguments))
+    return calls
 
 
 def _parsed(text: str) -> tuple[ast.expr, Mapping[str, str]]:
@@ -117,30 +126,30 @@ def _parsed(text: str) -> tuple[ast.expr, Mapping[str, str]]:
     """
     spelled: list[str] = []
     words: dict[str, str] = {}
-    for kind, token in _tokens(text):
-        match kind:
+    place, end = 0, len(text.rstrip())
+    while place < end:
+        found = TOKEN.match(text, place)
+        if found is None or found.lastgroup is None:
+            raise ValueError(f"{text[place : place + 20]!r} is no literal")
+        token, place = found[found.lastgroup], found.end()
+        match found.lastgroup:
             case "word":
                 spelled.append(f"_{len(words)}")
                 words[spelled[-1]] = token
             case "string":
                 spelled.append(repr(_unquoted(token)))
             case "number":
-                spelled.append(repr(_number(token)))
+                is_whole = re.fullmatch(r"[+-]?\d+", token)
+                number = int(token) if is_whole else float(token)
+                if not is_whole and not math.isfinite(number):
+                    raise ValueError(f"{token} is too large")
+                spelled.append(repr(number))
             case _:
                 spelled.append(token)
     try:
         return ast.parse(" ".join(spelled), mode="eval").body, words
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError("no literal") from error
-
-
-def _call(node: ast.expr, words: Mapping[str, str]) -> tuple[str, dict[str, object]]:
-    match node:
-        case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):
-            arguments = {words[each.arg or ""]: _value(each.value, words) for each in keywords}
-            if len(arguments) == len(keywords):
-                return words[name], arguments
-    raise ValueError("not a call, or one with a parameter twice")
 
 
 def _value(node: ast.expr, words: Mapping[str, str], depth: int = 0) -> object:
@@ -162,16 +171,6 @@ def _value(node: ast.expr, words: Mapping[str, str], depth: int = 0) -> object:
     raise ValueError("no value")
 
 
-def _tokens(text: str) -> Iterator[tuple[str, str]]:
-    place, end = 0, len(text.rstrip())
-    while place < end:
-        found = TOKEN.match(text, place)
-        if found is None or found.lastgroup is None or not found[found.lastgroup]:
-            raise ValueError(f"{text[place : place + 20]!r} is no literal")
-        yield found.lastgroup, found[found.lastgroup]
-        place = found.end()
-
-
 def _unquoted(literal: str) -> str:
     """The text of a literal; an escape that Python does not know stands for itself."""
     prefix = "" if literal[0] in "'\"" else literal[0]
@@ -188,12 +187,3 @@ def _unquoted(literal: str) -> str:
     text = body if prefix == "r" else ESCAPE.sub(unescaped, body)
     # Halves of a character, written as escapes, that do not make one have no place in a text.
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _number(text: str) -> int | float:
-    if re.fullmatch(r"[+-]?\d+", text):
-        return int(text)
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is too large")
-    return value

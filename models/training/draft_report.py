@@ -7,7 +7,7 @@ rule keeps it (Leviathan et al., 2023, arXiv 2211.17192), both distributions at 
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,13 +74,22 @@ def measure_drafts(
     console: Console,
 ) -> Report:
     """Runs the target over questions and over beginnings of its own, and both drafts over what it answers."""
-    begun = [*_begun(writing, questions, min(MAX_QUESTION_LEN, decoder.context_len - ANSWER_LEN))]
+    turns, limit = writing.turns, min(MAX_QUESTION_LEN, decoder.context_len - ANSWER_LEN)
+    begun: list[Begun] = []
+    for temperature in TEMPERATURES:
+        given = writing.bos if turns is None else turns.before_user
+        begun += [Begun(OWN, temperature, given, turns is not None)] * OWN_TEXTS
+        for question in questions:
+            ids = writing.tokenizer.encode(question.text, add_special_tokens=False)
+            asked = ids if turns is None else turns.ask(ids)
+            if len(asked) <= limit:
+                begun.append(Begun(question.category, temperature, asked, False))
     begun.sort(key=lambda each: len(each.given))
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(DEPTHS + 2, dtype=torch.float64))
     generator = seeded("report")
     for start in range(0, len(begun), TOGETHER):
         some = begun[start : start + TOGETHER]
-        texts = [Text(each.given, each.temperature, writing.turns, user_writes=each.asks) for each in some]
+        texts = [Text(each.given, each.temperature, turns, user_writes=each.asks) for each in some]
         # A text that begins with its user's message needs room for that, too.
         longest = max(len(each.given) + ANSWER_LEN * (2 if each.asks else 1) for each in some)
         length = min(longest, decoder.context_len)
@@ -100,20 +109,6 @@ def first_answers(is_answer: Tensor) -> Tensor:
     kept = is_answer.clone()
     kept[:, 1:] &= ~ended
     return kept
-
-
-def _begun(writing: Writing, questions: Sequence[Question], limit: int) -> Iterator[Begun]:
-    """Texts of its own and the answers to questions of at most so many tokens, at each temperature."""
-    turns, tokenizer = writing.turns, writing.tokenizer
-    for temperature in TEMPERATURES:
-        given = writing.bos if turns is None else turns.before_user
-        for _ in range(OWN_TEXTS):
-            yield Begun(OWN, temperature, given, turns is not None)
-        for question in questions:
-            ids = tokenizer.encode(question.text, add_special_tokens=False)
-            asked = ids if turns is None else turns.ask(ids)
-            if len(asked) <= limit:
-                yield Begun(question.category, temperature, asked, False)
 
 
 @torch.inference_mode()

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.errors import InvalidRequest
+from outrider.model_files.vocabulary import Vocabulary
 from outrider.process.options import between
-from outrider.vocabulary import Vocabulary
 from training.decoding import BatchDecoder
 from training.dialogue import Writing
 from training.draft_report import Question, Report, measure_drafts

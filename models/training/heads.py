@@ -72,12 +72,6 @@ class TrainedLayer(nn.Module):
 
     def decode(self, residual: Tensor, x: Tensor, memory: Memory) -> Tensor:
         """State that leaves the layer [B, rows, h] in the step after those in the memory, which it joins."""
-        residual = residual + self._attend(x, memory)
-        x = self.post_attention_layernorm(residual)
-        moved: Tensor = self.mlp["down_proj"](silu(self.mlp["gate_proj"](x)) * self.mlp["up_proj"](x))
-        return residual + moved
-
-    def _attend(self, x: Tensor, memory: Memory) -> Tensor:
         (batch, rows, _), step = x.shape, len(memory)
         query, key, value = (
             self.self_attn[name](x).view(batch, rows, -1, self.head_dim).transpose(1, 2)
@@ -90,8 +84,10 @@ class TrainedLayer(nn.Module):
         keys, values = (torch.cat([each[:, :, :rows] for each in part], 2) for part in zip(*memory, strict=True))
         mask = seen_keys(rows, step).to(x.device)
         attended = scaled_dot_product_attention(rotated(query, cos, sin), keys, values, attn_mask=mask, enable_gqa=True)
-        moved: Tensor = self.self_attn["o_proj"](attended.transpose(1, 2).flatten(2))
-        return moved
+        residual = residual + self.self_attn["o_proj"](attended.transpose(1, 2).flatten(2))
+        x = self.post_attention_layernorm(residual)
+        moved: Tensor = self.mlp["down_proj"](silu(self.mlp["gate_proj"](x)) * self.mlp["up_proj"](x))
+        return residual + moved
 
 
 class EagleLayer(TrainedLayer):

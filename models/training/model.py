@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.engine.models.config import ModelConfig
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.model_names import Shape
+from outrider.model_files.model_names import Shape
 from training.data import END_OF_TEXT
 
 ROLES = ("target", "draft")

@@ -79,16 +79,15 @@ class AnswerBlocks:
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs are places in the whole material [batch, L], so that a loss finds tokens and states; see Blocks."""
         count, length = self.material.token_ids.shape
-        rows = torch.tensor([self._row(index, count) for index in range(step * self.batch, (step + 1) * self.batch)])
+        places = [divmod(index, count) for index in range(step * self.batch, (step + 1) * self.batch)]
+        passes = {number for number, _ in places}
+        orders = {each: torch.randperm(count, generator=seeded(f"{self.seed} {each}")) for each in passes}
+        rows = torch.tensor([int(orders[number][position]) for number, position in places])
         behind = self.material.token_ids[rows].roll(-1, 1)
         is_learnt = self.material.is_answer[rows].roll(-1, 1) & self.is_known[behind]
         is_learnt[:, : self.first] = False
         is_learnt[:, -1] = False
         return rows[:, None] * length + torch.arange(length), behind.where(is_learnt, torch.tensor(IGNORED))
-
-    def _row(self, index: int, count: int) -> int:
-        number, position = divmod(index, count)
-        return int(torch.randperm(count, generator=seeded(f"{self.seed} {number}"))[position])
 
 
 @dataclass(frozen=True, slots=True)

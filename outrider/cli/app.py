@@ -22,8 +22,8 @@ from outrider.cli.up import choose_display, lost_as_event, lost_as_sentence, ser
 from outrider.cli.versions import installed_versions
 from outrider.cli.views import choose_view
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.generation_defaults import OperatorDefaults
-from outrider.model_names import embedded_model
+from outrider.model_files.generation_defaults import OperatorDefaults
+from outrider.model_files.model_names import embedded_model
 from outrider.model_service.settings import Dtype, available_cpus, check_model
 from outrider.process.options import grouped, listed, options_of, refuse_together
 from outrider.process.streams import unfailing

@@ -9,15 +9,16 @@ from typing import TypeAlias
 
 import grpc
 
+from outrider.client.calls import unreadable
 from outrider.errors import InvalidRequest, VocabularyMismatch
-from outrider.model_names import SIM_DRAFT, embedded_model, parse, parse_simulated
+from outrider.model_files.model_names import SIM_DRAFT, embedded_model, parse, parse_simulated
+from outrider.model_files.vocabulary import Vocabulary
 from outrider.model_service.settings import check_model
 from outrider.process.children import HOST, Launch, ServiceFailed, Supervisor
 from outrider.rpc.channels import open_channel
 from outrider.rpc.errors import error_from
 from outrider.v1.model_service_pb2 import GetModelInfoRequest
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
-from outrider.vocabulary import Vocabulary
 
 INFO_TIMEOUT_S = 10.0
 
@@ -173,7 +174,7 @@ async def start_stack(supervisor: Supervisor, stack: Stack) -> Addresses:
     target, *drafts = await supervisor.start(*(model_launch(role, stack) for role in roles))
     draft = drafts[0] if drafts else None
     if draft is not None:
-        (_, others), (name, own) = await _vocabulary(target), await _vocabulary(draft)
+        (_, others), (name, own) = await vocabulary_of(target), await vocabulary_of(draft)
         difference = others.difference(own)
         if difference:
             sentence = f"The draft model {name} does not fit {stack.target}: {difference[0].lower()}{difference[1:]}"
@@ -184,11 +185,13 @@ async def start_stack(supervisor: Supervisor, stack: Stack) -> Addresses:
     return Addresses(gateway, target, draft, supervisor.addresses("gateway").get("rest"), metrics)
 
 
-async def _vocabulary(address: str) -> tuple[str, Vocabulary]:
-    """The name of a service's model, and its vocabulary; raises PeerLost when it is gone."""
+async def vocabulary_of(address: str) -> tuple[str, Vocabulary]:
+    """The name of a service's model, and its vocabulary; raises PeerLost when it is gone or not understood."""
     async with open_channel(address) as channel:
         try:
             info = await ModelServiceStub(channel).GetModelInfo(GetModelInfoRequest(), timeout=INFO_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise error_from(error) from None
+    if info is None:
+        raise unreadable(address)
     return info.model_name, Vocabulary(info.vocabulary_size, tuple(info.vocabulary_digests))

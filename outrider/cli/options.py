@@ -581,7 +581,12 @@ def settings_of(options: TurnOptions) -> GenerationOptions:
     if given["prediction"] is not None:
         given["prediction"] = _contents("--prediction", given["prediction"])
     if given["json_schema"] is not None:
-        given["json_schema"] = _schema(given["json_schema"])
+        # Whether it is a schema that can be followed is the gateway's to say.
+        path, given["json_schema"] = given["json_schema"], _contents("--json-schema", given["json_schema"])
+        try:
+            json.loads(given["json_schema"])
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest("--json-schema", path, f"a file of JSON: {error}") from None
     biases = parse_biases(given.pop("logit_bias") or ())
     # The other fields are called as the client's.
     return cast("GenerationOptions", {**given, "logit_bias": biases, "speculation": speculation})
@@ -593,16 +598,6 @@ def _contents(option: str, path: str) -> str:
         return Path(path).read_text("utf-8")
     except (OSError, ValueError) as error:
         raise InvalidRequest(option, path, f"a file of text in UTF-8: {error}") from None
-
-
-def _schema(path: str) -> str:
-    """Contents of a file of JSON; whether it is a schema that can be followed is the gateway's to say."""
-    text = _contents("--json-schema", path)
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest("--json-schema", path, f"a file of JSON: {error}") from None
-    return text
 
 
 # Where the protocol has another name than the command line.

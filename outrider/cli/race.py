@@ -47,26 +47,20 @@ async def race(address: str, question: RaceQuestion) -> None:
             # Each reads its prompt itself: with a salt of its own it does not find what the other one cached.
             changes = GenerationOptions(cache_salt=secrets.token_hex(8), speculation=Speculation(enabled=speculates))
             options = GenerationOptions(**{**question.options, **changes})
-            turns.append(await _answered(client, question, options, RequestOptions(no_speculation=not speculates)))
+            turn, view = ChatTurn(question.text, options["seed"] or 0), choose_view(as_json=False)
+            view.begin("" if question.is_chat else question.text, RequestOptions(no_speculation=not speculates))
+            said = [{"role": "user", "content": question.text}]
+            stream = client.chat(said, **options) if question.is_chat else client.generate(question.text, **options)
+            async with stream:
+                async for event in stream:
+                    turn.add(event)
+                    if isinstance(event, Round):
+                        view.show(event)
+                    else:
+                        view.finish(event)
+            view.end()
+            turns.append(turn)
     note(verdict(*turns))
-
-
-async def _answered(
-    client: AsyncClient, question: RaceQuestion, options: GenerationOptions, shown: RequestOptions
-) -> ChatTurn:
-    turn, view = ChatTurn(question.text, options["seed"] or 0), choose_view(as_json=False)
-    said = [{"role": "user", "content": question.text}]
-    view.begin("" if question.is_chat else question.text, shown)
-    stream = client.chat(said, **options) if question.is_chat else client.generate(question.text, **options)
-    async with stream:
-        async for event in stream:
-            turn.add(event)
-            if isinstance(event, Round):
-                view.show(event)
-            else:
-                view.finish(event)
-    view.end()
-    return turn
 
 
 def verdict(fast: ChatTurn, plain: ChatTurn) -> str:

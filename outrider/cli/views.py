@@ -216,15 +216,21 @@ def _token(token: PromptToken | GeneratedToken) -> dict[str, Any]:
 def figures(result: Result, options: RequestOptions) -> str:
     """The last line: how many tokens, how fast, what speculation did, and the seed that replays it."""
     speculation = result.speculation
-    kept = [
-        f"acceptance rate {speculation.acceptance_rate:.2f}",
-        f"mean acceptance length {speculation.mean_acceptance_length:.2f}",
-    ]
+    if speculation.draft_tokens:
+        guesses = f"acceptance rate {speculation.acceptance_rate:.2f}, "
+        guesses += f"mean acceptance length {speculation.mean_acceptance_length:.2f}"
+    elif options.no_speculation or options.draft_count == "0":
+        guesses = "no guesses, as asked"
+    elif parse_draft_count(options.draft_count) is None:
+        # As far as the client can know.
+        guesses = "no guesses (auto expected none to pay)"
+    else:
+        guesses = "no guesses (nobody had one)"
     parts = [
         _counted(result.completion_tokens, "token"),
         f"{result.tokens_per_second:.0f} tokens/s",
         _counted(speculation.rounds, "round"),
-        *(kept if speculation.draft_tokens else [_without_guesses(options)]),
+        guesses,
         _counted(speculation.fallback_rounds, "fallback round"),
         *(
             f"{each.drafter or 'draft'} {each.accepted_tokens} of {each.draft_tokens} guesses kept"
@@ -243,15 +249,6 @@ def figures(result: Result, options: RequestOptions) -> str:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def _without_guesses(options: RequestOptions) -> str:
-    """Reason why nothing was guessed, as far as the client can know."""
-    if options.no_speculation or options.draft_count == "0":
-        return "no guesses, as asked"
-    if parse_draft_count(options.draft_count) is None:
-        return "no guesses (auto expected none to pay)"
-    return "no guesses (nobody had one)"
 
 
 def rule_words(acceptance: Acceptance) -> list[str]:

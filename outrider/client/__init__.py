@@ -9,6 +9,16 @@ Everything that a caller needs is here; the modules of this package are its own 
 docs/client.md is the reference.
 """
 
+from outrider.answer import (
+    CallArguments,
+    CallBegun,
+    ContentDelta,
+    Delta,
+    DrafterFigures,
+    PromptToken,
+    ReasoningDelta,
+    SpeculationFigures,
+)
 from outrider.beams import BeamSearch
 from outrider.client.aio import AsyncClient, AsyncStream
 from outrider.client.blocking import Client, Stream
@@ -26,8 +36,6 @@ from outrider.client.events import (
     Sample,
 )
 from outrider.client.requests import CallMessage, ChatMessage, ChatOptions, GenerationOptions, Speculation, Tool
-from outrider.completion import DrafterFigures, PromptToken, SpeculationFigures
-from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 from outrider.errors import (
     CacheFull,
     InvalidKey,

@@ -4,9 +4,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
+from outrider.answer import CompletionFacts, Delta, PromptToken, reasoning_of
 from outrider.client.deltas import ToolCall, calls_of, deltas_from
-from outrider.completion import CompletionFacts, PromptToken
-from outrider.deltas import Delta, reasoning_of
 from outrider.errors import ProtocolViolation
 from outrider.parameters import TokenLogprob
 from outrider.rpc.messages.completion import enum_name, facts_from
@@ -236,20 +235,24 @@ FACTS = tuple(each.name for each in fields(RoundFacts) if each.name != "fallback
 
 def event_from(message: pb.GenerateResponse) -> Event:
     """Event that a message of the stream carries."""
-    return _round(message.round) if message.HasField("round") else _result(message.completion)
-
-
-def _round(message: pb.Round) -> Round:
-    number = message.facts.fallback_reason
+    if not message.HasField("round"):
+        end = message.completion
+        return Result(**facts_from(end), rest=end.text_delta, deltas=deltas_from(end.deltas, end.text_delta))
+    came, number = message.round, message.round.facts.fallback_reason
     reason = enum_name(pb.FallbackReason.DESCRIPTOR, number, "FALLBACK_REASON_") if number else ""
     return Round(
-        tokens=tuple(map(_token, message.tokens)),
-        text=message.text_delta,
-        sample_index=message.sample_index,
-        prompt=tuple(PromptToken(each.token_id, each.text, _logprob(each)) for each in message.prompt_tokens),
-        rejected=tuple(map(_rejected, message.rejected)),
-        facts=RoundFacts(fallback_reason=reason, **{name: getattr(message.facts, name) for name in FACTS}),
-        deltas=deltas_from(message.deltas, message.text_delta),
+        tokens=tuple(map(_token, came.tokens)),
+        text=came.text_delta,
+        sample_index=came.sample_index,
+        prompt=tuple(PromptToken(each.token_id, each.text, _logprob(each)) for each in came.prompt_tokens),
+        rejected=tuple(
+            RejectedToken(
+                each.token_id, each.text, _draft_logprob(each), each.row, each.parent, each.drafter, _value(each)
+            )
+            for each in came.rejected
+        ),
+        facts=RoundFacts(fallback_reason=reason, **{name: getattr(came.facts, name) for name in FACTS}),
+        deltas=deltas_from(came.deltas, came.text_delta),
     )
 
 
@@ -257,11 +260,6 @@ def _token(message: pb.GeneratedToken) -> GeneratedToken:
     origin = ORIGINS.get(message.origin, Origin.PLAIN)
     guess = (_draft_logprob(message), message.row, message.drafter, _value(message))
     return GeneratedToken(message.token_id, origin, message.text, _logprob(message), *guess)
-
-
-def _rejected(message: pb.RejectedToken) -> RejectedToken:
-    place = (message.row, message.parent, message.drafter, _value(message))
-    return RejectedToken(message.token_id, message.text, _draft_logprob(message), *place)
 
 
 def _logprob(token: pb.GeneratedToken | pb.PromptToken) -> TokenLogprob | None:
@@ -274,8 +272,3 @@ def _value(token: pb.GeneratedToken | pb.RejectedToken) -> float | None:
 
 def _draft_logprob(token: pb.GeneratedToken | pb.RejectedToken) -> float | None:
     return token.draft_logprob if token.HasField("draft_logprob") else None
-
-
-def _result(message: pb.Completion) -> Result:
-    deltas = deltas_from(message.deltas, message.text_delta)
-    return Result(**facts_from(message), rest=message.text_delta, deltas=deltas)

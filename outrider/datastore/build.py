@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from outrider.datastore.layout import ALIGNMENT, DEPTH, SEPARATOR, TABLE_WIDTH, DatastoreHead, Section
 from outrider.errors import ModelRefused
-from outrider.vocabulary import Vocabulary
+from outrider.model_files.vocabulary import Vocabulary
 
 TELL_EVERY = 1_000_000  # tokens
 

@@ -17,9 +17,9 @@ from outrider.datastore.build import build
 from outrider.datastore.layout import DatastoreHead
 from outrider.datastore.reader import Datastore, Ints
 from outrider.errors import InvalidRequest, ModelRefused
+from outrider.model_files.tokenizer_files import load_tokenizer
+from outrider.model_files.vocabulary import Vocabulary
 from outrider.process.options import run_app, service_app
-from outrider.tokenizer_files import load_tokenizer
-from outrider.vocabulary import Vocabulary
 
 BATCH = 256  # pieces that are encoded side by side
 PIECE_LEN = 1 << 16  # characters of a piece, and then up to the end of a line

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from outrider.errors import ModelRefused
-from outrider.vocabulary import Vocabulary
+from outrider.model_files.vocabulary import Vocabulary
 
 MARK = b"OUTRDST\n"
 VERSION = 1

@@ -13,7 +13,7 @@ from typing import Self, TypeAlias
 
 from outrider.datastore.layout import DEPTH, TABLE_WIDTH, DatastoreHead
 from outrider.errors import ModelRefused, VocabularyMismatch
-from outrider.vocabulary import Vocabulary
+from outrider.model_files.vocabulary import Vocabulary
 
 MAX_PLACES = 16
 MIN_LENGTH = 3

@@ -14,15 +14,15 @@ from torch import Tensor
 from outrider.beams import plant
 from outrider.engine.batching import Feed
 from outrider.engine.beams import Beams, beam_logprobs
-from outrider.engine.device_thread import own_fault
+from outrider.engine.device_thread import EndingTask, own_fault
 from outrider.engine.runner import Allocate, ModelRunner, reserve
 from outrider.engine.sampling.beams import select
 from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.session import Session
 from outrider.engine.sharing import Pace
 from outrider.errors import OutriderError
+from outrider.estimates.timing import Meter
 from outrider.parameters import SessionSpec
-from outrider.timing import Meter
 from outrider.token_tree import EMPTY, TokenTree
 
 # Of the draft's beams over the search's. A step of the target stands only where all that it keeps is among them, so
@@ -32,7 +32,7 @@ MAX_STEPS = 8
 
 
 @dataclass(slots=True, eq=False)
-class BeamDraftTask:
+class BeamDraftTask(EndingTask):
     """The live beams of a search on their way to `draft_count` guesses, or none: then only the prompt is cached."""
 
     beams: Beams
@@ -42,8 +42,6 @@ class BeamDraftTask:
     max_steps: int
     """Number of tokens after the live beams that there is room for."""
     meter: Meter
-    on_done: Callable[["BeamDraftTask"], None]
-    on_failure: Callable[[OutriderError], None]
     last_token_ids: list[int] = field(init=False)
     steps_left: int = field(init=False)
     num_candidates: int = field(init=False)
@@ -53,8 +51,6 @@ class BeamDraftTask:
     parents: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     feeds: list[Feed] = field(default_factory=list)
-    done: bool = False
-    stopped: bool = False
 
     def __post_init__(self) -> None:
         self.last_token_ids = self.beams.last_token_ids
@@ -100,15 +96,6 @@ class BeamDraftTask:
         self.steps_left -= 1
         if not self.steps_left or not step.live:
             self.finish()
-
-    def finish(self) -> None:
-        """Ends the task with the guesses so far."""
-        self.done = True
-        self.on_done(self)
-
-    def fail(self, error: OutriderError) -> None:
-        self.done = True
-        self.on_failure(error)
 
 
 class BeamDrafter:

@@ -14,9 +14,9 @@ import structlog
 
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
+from outrider.estimates.timing import ComputeTimes
 from outrider.grammar import Grammar
 from outrider.parameters import Rule, SessionSpec
-from outrider.timing import ComputeTimes
 from outrider.token_tree import EMPTY, TokenTree, TreeShape
 
 log = structlog.get_logger()
@@ -59,8 +59,6 @@ class DrafterSession(ABC):
     def __init__(self) -> None:
         self.proposal: DrafterProposal | None = NO_PROPOSAL
         """The one that was asked for last; None while it is on its way."""
-        self.probes: TokenTree = EMPTY
-        """Rows that the target's next forward is to compute after the committed tokens, beside the proposal."""
         self.grammar: Grammar | None = None
         """What its guesses have to follow, None for nothing; apart from what decides about the answer."""
 
@@ -74,6 +72,11 @@ class DrafterSession(ABC):
         """Whether it needs the target's features of all committed tokens but the last."""
         return False
 
+    @property
+    def num_rows_beside(self) -> int:
+        """Number of rows that the target's next forward computes for it beside the proposal."""
+        return 0
+
     @abstractmethod
     def propose(self, session: Session, limits: GuessLimits) -> None:
         """Begins a proposal after the tokens of the target's session, or just reads them where the limit is 0.
@@ -81,20 +84,13 @@ class DrafterSession(ABC):
         Whatever was begun before ends. What reads features must find all but the last token cached.
         """
 
-    def commit(self, found: Sequence[int]) -> None:
-        """Takes note of a verdict, whose tokens the session holds; the probes are dropped.
-
-        `found` has the likeliest token after each probe, and is empty where no probe was computed.
-        """
-        self.probes = EMPTY
-
     @abstractmethod
     def truncate(self, length: int) -> None:
         """Takes back the committed tokens from a length on; what was begun ends."""
 
     def free(self) -> None:
         """Gives back what is kept; what was begun ends."""
-        self.proposal, self.probes = NO_PROPOSAL, EMPTY
+        self.proposal = NO_PROPOSAL
 
 
 SessionT = TypeVar("SessionT", bound=DrafterSession)

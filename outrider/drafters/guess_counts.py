@@ -24,11 +24,6 @@ MIN_GAIN = 1.1
 PRIOR_CHANCE, PRIOR_COUNT, DECAY = 0.5, 2.0, 0.97
 
 
-def expected_tokens(chance: float, count: int) -> float:
-    """Tokens of a forward that verifies `count` guesses: E of the module's text, count + 1 for a chance of 1."""
-    return sum(chance**depth for depth in range(count + 1))
-
-
 def share_guesses(
     chances: Sequence[float], limits: Sequence[int], num_tokens: int, seconds: Callable[[int, int], float]
 ) -> list[int]:

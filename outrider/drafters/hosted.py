@@ -25,8 +25,8 @@ from outrider.engine.runner import Allocate, ModelRunner
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N
 from outrider.engine.session import Session
 from outrider.errors import CacheFull, OutriderError
+from outrider.estimates.timing import Meter
 from outrider.parameters import Rule, SessionSpec
-from outrider.timing import Meter
 from outrider.token_tree import EMPTY, TokenTree
 
 log = structlog.get_logger()
@@ -75,7 +75,25 @@ class Lesson(NamedTuple):
     base_len: int
 
 
-class HostedDraft(DrafterSession):
+class TaskDraft(DrafterSession):
+    """A session's part whose proposal is the work of a task."""
+
+    task: DraftTask | None = None
+
+    def truncate(self, length: int) -> None:
+        self._end()
+
+    def free(self) -> None:
+        self._end()
+
+    def _end(self, proposal: DrafterProposal = NO_PROPOSAL) -> None:
+        """Ends the task that was begun, if there is one, with this proposal."""
+        if self.task is not None:
+            self.task.stopped = True
+        self.task, self.proposal = None, proposal
+
+
+class HostedDraft(TaskDraft):
     """A session of a model in this process, which follows a session of the target."""
 
     def __init__(
@@ -90,8 +108,7 @@ class HostedDraft(DrafterSession):
 
         `known` is what sessions of the model have learned about its trees.
         """
-        DrafterSession.__init__(self)
-        self.task: DraftTask | None = None
+        TaskDraft.__init__(self)
         self._runner = runner
         self._spec = spec
         self._copy = copy
@@ -112,7 +129,7 @@ class HostedDraft(DrafterSession):
         return self._copy is not None
 
     def propose(self, session: Session, limits: GuessLimits) -> None:
-        self._stop()
+        self._end()
         token_ids = session.token_ids
         if self._lesson is not None:
             self._lesson.learn(self._lesson.tree, token_ids[self._lesson.base_len :])
@@ -185,25 +202,17 @@ class HostedDraft(DrafterSession):
         self._stated_len = end
 
     def truncate(self, length: int) -> None:
-        self._stop()
+        self._end()
         if self._lesson is not None and length < self._lesson.base_len:
             self._lesson = None
         self._known_len = min(self._known_len, length)
         self._stated_len = min(self._stated_len, length)
 
     def free(self) -> None:
-        self._stop()
+        self._end()
         if self._session is not None:
             self._session.free()
         self._session, self._known_len, self._stated_len, self._lesson = None, 0, 0, None
-
-    def _stop(self) -> None:
-        if self.task is not None:
-            self.task.stopped = True
-        self._end(NO_PROPOSAL)
-
-    def _end(self, proposal: DrafterProposal) -> None:
-        self.task, self.proposal = None, proposal
 
     def _fail(self, error: OutriderError) -> None:
         log.info("no guesses", model=self._runner.identity.model_name, reason=error.message)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batching import Feed
-from outrider.engine.device_thread import own_fault
+from outrider.engine.device_thread import EndingTask, own_fault
 from outrider.engine.noise import LANES_EACH, Purpose, round_key
 from outrider.engine.runner import Allocate, ModelRunner, reserve
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, DraftDistributions, quantise
@@ -29,8 +29,8 @@ from outrider.engine.session import Session
 from outrider.engine.sharing import Pace
 from outrider.engine.walk import walk
 from outrider.errors import InvalidRequest, NoTokenLeft, OutriderError
+from outrider.estimates.timing import Meter
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
-from outrider.timing import Meter
 from outrider.token_tree import TokenTree
 
 # Draws as the rule of a session needs it.
@@ -95,7 +95,7 @@ class Inner(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class DraftTask:
+class DraftTask(EndingTask):
     """A session on its way to `draft_count` guesses, or none: then only its tokens are cached."""
 
     session: Session
@@ -104,8 +104,6 @@ class DraftTask:
     """TOKEN, which is shared with the target, or DRAFT; see noise_of."""
     draft_count: int
     meter: Meter
-    on_done: Callable[["DraftTask"], None]
-    on_failure: Callable[[OutriderError], None]
     num_private: int = 0
     """Committed tokens at the end of which other sessions must not find what is cached."""
     lane: int = 0
@@ -119,8 +117,6 @@ class DraftTask:
     draw_input: DrawInput = field(init=False)
     """Input of its next forward, and parameters of the draws after it."""
     guesses: list[Guess] = field(default_factory=list)
-    done: bool = False
-    stopped: bool = False
 
     def __post_init__(self) -> None:
         self.base_len = len(self.session)
@@ -175,15 +171,6 @@ class DraftTask:
             self.draw_input = DrawInput(Feed(self.session), self.spec)
         if len(self.guesses) == self.draft_count or end:
             self.finish()
-
-    def fail(self, error: OutriderError) -> None:
-        self.done = True
-        self.on_failure(error)
-
-    def finish(self) -> None:
-        """Ends the task with the guesses so far."""
-        self.done = True
-        self.on_done(self)
 
 
 @dataclass(frozen=True, slots=True)

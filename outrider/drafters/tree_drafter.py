@@ -12,7 +12,7 @@ how many is fixed before anything is drawn: the rules that test with distributio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -310,10 +310,8 @@ def _draw_siblings(
 def as_tree(chain: DraftTask, shape: TreeShape, max_rows: int, room: int, known: Experience) -> DraftTask:
     """The task of a tree in the place of a chain's, of at most max_rows guesses, none of them more than `room` deep."""
     spec, noise = chain.spec, chain.noise
-    common = (
-        *(chain.session, spec, noise, max_rows, chain.meter, chain.on_done, chain.on_failure),
-        *(chain.num_private, chain.lane),
-    )
+    common = (chain.session, spec, noise, max_rows, chain.meter, chain.num_private, chain.lane)
+    ends: dict[str, Any] = {"on_done": chain.on_done, "on_failure": chain.on_failure}
     max_depth, static, is_shared = min(room, MAX_DEPTH), None, noise is Purpose.TOKEN
     # With noise of its own and at temperature 0 there is one token to draw.
     most = MAX_CHILDREN if is_shared or spec.sampling.temperature else 1
@@ -324,11 +322,11 @@ def as_tree(chain: DraftTask, shape: TreeShape, max_rows: int, room: int, known:
     if is_shared:
         growth = Growth(Limits.of(shape, max_rows, max_depth)) if static is None else Filling(static)
         learn = partial(known.scales.learn, spec) if static is None else learn_ranks
-        return GrownTask(*common, learn, growth=growth, scale=known.scales.of(spec))
+        return GrownTask(*common, learn, growth=growth, scale=known.scales.of(spec), **ends)
     if static is not None:
-        return DrawnTask(*common, learn_ranks, parents=static.parents)
+        return DrawnTask(*common, learn_ranks, parents=static.parents, **ends)
     expansions = shape.expansions
     if not expansions:
         width = min(shape.max_children or DRAWN_CHILDREN, most)
         expansions = (width, *[1] * ((shape.max_depth or max_depth) - 1))
-    return DrawnTask(*common, parents=level_order(expansions[:max_depth], max_rows, shape.max_width))
+    return DrawnTask(*common, parents=level_order(expansions[:max_depth], max_rows, shape.max_width), **ends)

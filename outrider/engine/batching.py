@@ -75,7 +75,7 @@ class RowPlan:
 
 
 class Feed(NamedTuple):
-    """Input of a session to a forward: its uncached tokens, then its tree, then its probes."""
+    """Input of a session to a forward: its uncached tokens, then its tree."""
 
     session: Session
     tree: TokenTree = EMPTY
@@ -83,8 +83,6 @@ class Feed(NamedTuple):
     """Whether the logits of all committed tokens that are computed are wanted, and not of the last one only."""
     without_last: bool = False
     """Whether the last committed token, of at least two that are not cached, is left to a later forward."""
-    probes: TokenTree = EMPTY
-    """Rows whose logits are wanted, and which are never kept; a tree of its own after the last committed token."""
     num_computed: int = 0
     """Rows from the last committed token on that need not be computed: of a tree that grows it and its first rows.
 
@@ -92,17 +90,8 @@ class Feed(NamedTuple):
 
     @property
     def num_proposed(self) -> int:
-        """Number of rows after the last committed token: those of the tree, then the probes'."""
-        return len(self.tree.token_ids) + len(self.probes.token_ids)
-
-    @property
-    def proposed(self) -> TokenTree:
-        """Rows after the last committed token as one tree."""
-        if self.probes is EMPTY:
-            return self.tree
-        num_rows = len(self.tree)
-        parents = tuple(parent and parent + num_rows for parent in self.probes.parents)
-        return TokenTree(self.tree.token_ids + self.probes.token_ids, self.tree.parents + parents)
+        """Number of rows after the last committed token."""
+        return len(self.tree.token_ids)
 
     @property
     def begun(self) -> TokenTree:
@@ -130,7 +119,7 @@ class Feed(NamedTuple):
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Depths in the tree of the rows whose logits a forward gives, but for probes; the root's is 0."""
+        """Depths in the tree of the rows whose logits a forward gives; the root's is 0."""
         return self.tree.depths[self.num_computed :]
 
     @property
@@ -151,24 +140,17 @@ class Batch:
     wanted: Tensor
     prefixes: list[range]
     ranges: list[range | None]
-    """Rows of each feed's logits, with the probes after the tree's rows."""
 
 
 def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.device) -> Batch:
     """The plan of a forward in which feed i has grants[i] rows, in feed order; its slots must have been reserved."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    key_starts: list[int] = []
-    wanted: list[int] = []
-    row_slots: list[Slots] = []
-    key_lists: list[Slots] = []
-    num_keys = 0
-    prefixes: list[range] = []
-    ranges: list[range | None] = []
+    token_ids, positions, key_starts, wanted = (list[int]() for _ in range(4))
+    row_slots, key_lists, num_keys = list[Slots](), list[Slots](), 0
+    prefixes, ranges = list[range](), list[range | None]()
     for feed, grant in zip(feeds, grants, strict=True):
         session, first = feed.session, len(token_ids)
         is_complete = grant == feed.num_rows and not feed.without_last
-        tree = feed.proposed if is_complete else EMPTY
+        tree = feed.tree if is_complete else EMPTY
         # Rows of the tree that are computed already, and what else there is of it.
         skipped = max(feed.num_computed - 1, 0)
         num_new = len(tree) - skipped
@@ -197,11 +179,10 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
         if feed.wants_prefix:
             wanted += range(first, first + feed.num_prefix(grant))
         prefixes.append(range(num_wanted, len(wanted)))
-        num_wanted = len(wanted)
         if is_complete:
             # The root's, unless it is computed already, and the new rows'.
             wanted += range(len(token_ids) - num_new - (not feed.num_computed), len(token_ids))
-        ranges.append(range(num_wanted, len(wanted)) if is_complete else None)
+        ranges.append(range(prefixes[-1].stop, len(wanted)) if is_complete else None)
     # Those of one type travel together, because each tensor costs as much as many rows.
     num_rows = len(token_ids)
     longs = np.array(token_ids + positions + key_starts + wanted, dtype=np.int64)

@@ -10,8 +10,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import structlog
 
@@ -41,6 +42,26 @@ class Task(Protocol):
 
 
 TaskT = TypeVar("TaskT", bound=Task)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class EndingTask:
+    """A task that says how it has ended."""
+
+    on_done: Callable[[Any], None]
+    """Called with the task."""
+    on_failure: Callable[[OutriderError], None]
+    done: bool = False
+    stopped: bool = False
+
+    def finish(self) -> None:
+        """Ends the task with what there is."""
+        self.done = True
+        self.on_done(self)
+
+    def fail(self, error: OutriderError) -> None:
+        self.done = True
+        self.on_failure(error)
 
 
 class own_fault:  # noqa: N801 - a context manager, read as a phrase

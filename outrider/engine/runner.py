@@ -6,7 +6,6 @@ no token to draw waits for it.
 
 import time
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -18,9 +17,8 @@ from outrider.engine.cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
 from outrider.engine.heads.head import TargetParts
 from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.models.config import DecoderFacts
-from outrider.engine.models.decoder import Decoder, ProbedDecoder, TappedDecoder
+from outrider.engine.models.decoder import Decoder, TappedDecoder
 from outrider.engine.models.fused import fused
-from outrider.engine.models.simulated import SimulatedDecoder
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import DTYPES, PACKED_BITS, unchanged
 from outrider.engine.ops import Ops, choose_ops
@@ -28,19 +26,14 @@ from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
 from outrider.engine.session import Session
 from outrider.engine.sharing import share_rows
 from outrider.errors import CacheFull, InvalidRequest, ModelRefused, PromptTooLong
-from outrider.token_tree import EMPTY, TokenTree
+from outrider.token_tree import EMPTY
 
 Compute = Callable[[RowPlan, KVCache, Tensor], Tensor]
 """Computes rows as Decoder.forward does."""
-StepExtension = Callable[[Sequence[Feed], Sequence[int]], Compute | None]
-"""Part of a drafter in each forward of a runner: given the feeds and the rows that each is granted, before any is
-computed, it says how to compute them; None: as always."""
 
 MAX_ROWS = 512
 # 64 MiB of float32, beyond those after which tokens are drawn.
 MAX_PREFIX_LOGITS = 1 << 24
-# What the cache takes by default, and what it may take for the sake of one whole context.
-DEFAULT_KV_BYTES, MAX_KV_BYTES = 512 << 20, 4 << 30
 
 
 @dataclass(slots=True)
@@ -63,16 +56,14 @@ class ForwardResult:
     """Logits of a forward, and the rows of them that belong to each feed."""
 
     logits: Tensor
-    """[rows, V] float32 on the device, of roots, tree rows and probes."""
+    """[rows, V] float32 on the device, of roots and tree rows."""
     ranges: list[range | None]
     """Rows of logits of each feed: the root (its last committed token) first, then its tree's rows in row order;
     those that were computed before are left out. None: the feed is not finished, and is to be fed again."""
     prefixes: list[range]
     """Rows of logits, for each feed that wants them, of the tokens before the root that this forward computed."""
     grants: list[int]
-    """Number of rows of each feed that were computed."""
-    probes: dict[int, range]
-    """The rows of logits of probes, in row order, by the number of their feed; none of a feed that is not finished."""
+    """Number of rows of each feed that were computed, with those that extensions have added."""
 
     @property
     def num_rows(self) -> int:
@@ -95,6 +86,36 @@ class ModelIdentity:
     """Library that computes the model, with its version; empty for our own code."""
 
 
+class StepExtension:
+    """Part of drafters in all forwards of a runner; by itself it changes nothing."""
+
+    def __init__(self, runner: "ModelRunner") -> None:
+        self.runner = runner
+
+    @classmethod
+    def in_forwards_of(cls, runner: "ModelRunner") -> Self:
+        """The one of this class in a runner's forwards, which all drafters share that need it."""
+        found = next((each for each in runner.extensions if isinstance(each, cls)), None)
+        if found is None:
+            found = cls(runner)
+            runner.extensions.append(found)
+        return found
+
+    def extend(self, feeds: Sequence[Feed]) -> Sequence[Feed]:
+        """The feeds with rows of its own after those of their trees, for which it has reserved slots.
+
+        Sessions keep none of these rows. It must not raise for a lack of room.
+        """
+        return feeds
+
+    def compute(self, feeds: Sequence[Feed], grants: Sequence[int]) -> Compute | None:
+        """How to compute the rows that each feed is granted; None: as always."""
+        return None
+
+    def take(self, feeds: Sequence[Feed], logits: Tensor, ranges: list[range | None]) -> None:
+        """Takes the rows that it has added out of the ranges of the feeds, which are as they were given."""
+
+
 class ModelRunner:
     """Runs forwards over many sessions at once."""
 
@@ -102,18 +123,14 @@ class ModelRunner:
         self.model: Decoder = fused(model) if isinstance(model, Transformer) else model
         self.identity = identity
         self.max_rows = max_rows
-        config, weight = model.config, model.embedding
+        config = model.config
         self.pool = BlockPool(-(-kv_tokens // BLOCK_SIZE))
         num_slots = self.pool.num_blocks * BLOCK_SIZE
-        # Keys and values are as exact as activations on the CPU, and as small as weights on an accelerator.
-        cache_dtype = torch.float32 if weight.device.type == "cpu" else weight.dtype
         self.cache = KVCache(
-            config.num_layers, num_slots, config.num_kv_heads, config.head_dim, cache_dtype, weight.device
+            config.num_layers, num_slots, config.num_kv_heads, config.head_dim, model.cache_dtype, self.device
         )
-        self.extension: StepExtension | None = None
+        self.extensions: list[StepExtension] = []
         self.forward_counts = ForwardCounts()
-        # Ids after those of the vocabulary, and only probes may have them.
-        self._num_probe_ids = 0
         self._num_forwards = 0
         self._started_s: float | None = None
 
@@ -128,12 +145,10 @@ class ModelRunner:
         kv_tokens: int | None = None,
         vocabulary_size: int | None = None,
     ) -> Self:
-        """Loads a folder, a hub id, a sized or simulated model (outrider.model_names), or what find_checkpoint found.
+        """Loads a folder, a hub id, a sized or simulated model (model_names.py), or what find_checkpoint found.
 
         dtype, "bfloat16", "float32", or on the CPU "int8" or "int4", is that of the weights in memory, whatever the
-        file holds. kv_tokens is the
-        size of the cache in tokens; by default as many as 512 MiB hold, and at least one full context, or what the
-        memory of a simulated device would hold.
+        file holds. kv_tokens is the size of the cache in tokens; by default Decoder.default_kv_tokens.
         vocabulary_size defaults to the width of the logits. Raises ModelRefused and InvalidRequest, and NotReady when
         files changed meanwhile.
         """
@@ -164,9 +179,7 @@ class ModelRunner:
             decoder = checkpoint.build(torch_device, DTYPES[dtype], ops)
             digest = checkpoint.digest()
         identity = ModelIdentity(checkpoint.name, digest, dtype, num_threads, size, checkpoint.modelling)
-        if kv_tokens is None and isinstance(decoder, SimulatedDecoder):
-            kv_tokens = decoder.model.kv_tokens
-        return cls(decoder, identity, kv_tokens or default_kv_tokens(config, torch_device, DTYPES[dtype]))
+        return cls(decoder, identity, kv_tokens or decoder.default_kv_tokens)
 
     @property
     def parts(self) -> TargetParts:
@@ -191,25 +204,6 @@ class ModelRunner:
         taps = tuple(dict.fromkeys((*self.cache.taps, *sorted(boundaries))))
         self.cache.keep_features(len(taps) * self.model.embedding.shape[1], taps)
 
-    def sibling(self, model: Decoder) -> Self:
-        """A runner of another decoder over the same cache, for instance of the first layers of this one's."""
-        twin = copy(self)
-        twin.model, twin.extension = model, None
-        twin.forward_counts, twin._num_forwards, twin._started_s = ForwardCounts(), 0, None
-        return twin
-
-    def extend(self, rows: Tensor) -> range:
-        """Embeds rows [L, H], which nothing but probes may name, and returns the ids that these have from now on.
-
-        Raises ModelRefused for a model that embeds no others than its own.
-        """
-        if not isinstance(self.model, ProbedDecoder):
-            raise ModelRefused(f"{self.identity.model_name} cannot embed probes", model=self.identity.model_name)
-        first = self.config.vocab_size + self._num_probe_ids
-        self.model.embed_more(rows)
-        self._num_probe_ids += len(rows)
-        return range(first, first + len(rows))
-
     @property
     def config(self) -> DecoderFacts:
         return self.model.config
@@ -233,11 +227,6 @@ class ModelRunner:
     def is_row_invariant(self) -> bool:
         """Whether a row's bits depend on nothing but the row; see outrider.engine.ops."""
         return self.device.type == "cpu"
-
-    @property
-    def device_name(self) -> str:
-        """The device as reports name it: torch's name, or what it stands for where it is simulated."""
-        return self.model.device_name if isinstance(self.model, SimulatedDecoder) else str(self.device)
 
     @property
     def numerics_id(self) -> str:
@@ -281,13 +270,18 @@ class ModelRunner:
             self.check(feed)
         for feed in feeds:
             feed.session.reserve(feed.num_proposed, feed.start)
+        extended = feeds
+        for extension in self.extensions:
+            extended = extension.extend(extended)
         max_prefix_rows = max(1, MAX_PREFIX_LOGITS // self.config.vocab_size)
-        grants = share_rows(feeds, self.max_rows, max_prefix_rows, max_prompt_rows)
+        grants = share_rows(extended, self.max_rows, max_prefix_rows, max_prompt_rows)
         if not any(grants):
             nothing = torch.empty(0, self.config.vocab_size, device=self.device)
-            return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds), grants, {})
-        batch = build_batch(feeds, grants, self.device)
-        compute = (self.extension and self.extension(feeds, grants)) or self.model.forward
+            return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds), grants)
+        batch = build_batch(extended, grants, self.device)
+        compute: Compute = self.model.forward
+        for extension in self.extensions:
+            compute = extension.compute(extended, grants) or compute
         for feed in feeds:
             # The rows of an earlier tree are about to be overwritten, whatever comes of this forward.
             feed.session.advance(feed.session.cached_len, feed.begun)
@@ -304,26 +298,15 @@ class ModelRunner:
         if self.device.type == "cuda" and not len(batch.wanted):
             # Or chunks of a prompt would pile up on the device, in front of a session that asks for a token meanwhile.
             torch.cuda.synchronize(self.device)
-        probes: dict[int, range] = {}
-        for number, feed in enumerate(feeds):
-            rows = batch.ranges[number]
-            if feed.probes is not EMPTY and rows is not None:
-                end = len(feed.depths)
-                batch.ranges[number], probes[number] = rows[:end], rows[end:]
-        return ForwardResult(logits, batch.ranges, batch.prefixes, grants, probes)
+        for extension in self.extensions:
+            extension.take(feeds, logits, batch.ranges)
+        return ForwardResult(logits, batch.ranges, batch.prefixes, grants)
 
     def finish(self) -> None:
-        """Counts the time of the last forward, after which its tokens have been drawn and read; idempotent.
-
-        Waits where the device is simulated and would not be done yet.
-        """
-        if self._started_s is None:
-            return
-        if isinstance(self.model, SimulatedDecoder):
-            self.forward_counts.busy_s += self.model.wait()
-        else:
-            self.forward_counts.busy_s += time.perf_counter() - self._started_s
-        self._started_s = None
+        """Counts the time of the last forward, after which its tokens have been drawn and read; idempotent."""
+        if self._started_s is not None:
+            self.forward_counts.busy_s += self.model.finish(self._started_s)
+            self._started_s = None
 
     def check(self, feed: Feed) -> None:
         """Raises InvalidRequest when a feed can never run: past the context, too wide, or ids that are not embedded.
@@ -332,42 +315,26 @@ class ModelRunner:
         """
         session, tree = feed.session, feed.tree
         if feed.num_computed:
-            self._check_computed(feed)
-        self._check_rows("tree", tree, len(session), self.max_rows - 1)
+            rows = slice(feed.num_computed - 1)
+            own = session.tree.token_ids[rows], session.tree.parents[rows]
+            is_cached = session.cached_len == len(session) and not feed.without_last
+            if not is_cached or own != (tree.token_ids[rows], tree.parents[rows]) or not feed.num_rows:
+                raise ValueError(f"{feed.num_computed} rows of {tree} do not lie computed behind {len(session)} tokens")
+        depth, room = max(tree.depths), self.context_len - len(session)
+        if depth > room:
+            raise InvalidRequest("tree", f"{depth} deep", f"at most {room} deep here")
+        if len(tree) >= self.max_rows:
+            raise InvalidRequest("tree", f"{len(tree)} rows", f"at most {self.max_rows - 1} rows")
         self._check_ids((*session.token_ids[session.next_position :], *tree.token_ids))
-        if feed.probes is not EMPTY:
-            self._check_rows("probes", feed.probes, len(session), self.max_rows - 1 - len(tree))
-            self._check_ids(feed.probes.token_ids, self._num_probe_ids)
 
-    def _check_computed(self, feed: Feed) -> None:
-        session, tree, count = feed.session, feed.tree, feed.num_computed - 1
-        own = session.tree.token_ids[:count], session.tree.parents[:count]
-        is_cached = session.cached_len == len(session) and not feed.without_last
-        if not is_cached or own != (tree.token_ids[:count], tree.parents[:count]) or not feed.num_rows:
-            raise ValueError(f"{feed.num_computed} rows of {tree} do not lie computed behind {len(session)} tokens")
-
-    def _check_rows(self, name: str, tree: TokenTree, length: int, most: int) -> None:
-        """Raises InvalidRequest about rows after so many tokens, where a forward has room for `most`."""
-        if length + max(tree.depths) > self.context_len:
-            raise InvalidRequest(name, f"{max(tree.depths)} deep", f"at most {self.context_len - length} deep here")
-        if len(tree) > most:
-            raise InvalidRequest(name, f"{len(tree)} rows", f"at most {most} rows")
-
-    def _check_ids(self, token_ids: Sequence[int], num_more: int = 0) -> None:
+    def _check_ids(self, token_ids: Sequence[int]) -> None:
         # An id without a row in the embedding would stop an accelerator for all sessions, not only for this one.
-        end = self.config.vocab_size + num_more
+        end = self.config.vocab_size
         if not token_ids or 0 <= min(token_ids) <= max(token_ids) < end:
             return
         for extreme in (min(token_ids), max(token_ids)):
             if not 0 <= extreme < end:
                 raise InvalidRequest("token_ids", extreme, f"in [0, {end})")
-
-
-def default_kv_tokens(config: DecoderFacts, device: torch.device, dtype: torch.dtype) -> int:
-    """Tokens whose keys and values fit into 512 MiB, or one full context, up to 4 GiB for that."""
-    item_bytes = 4 if device.type == "cpu" else dtype.itemsize
-    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item_bytes
-    return max(DEFAULT_KV_BYTES // token_bytes, min(config.context_len, MAX_KV_BYTES // token_bytes))
 
 
 def _checked_device(name: str) -> torch.device:

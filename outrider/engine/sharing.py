@@ -33,8 +33,8 @@ def share_rows(
     Feeds that are no prompts go first, and with them a few rows of the first prompt, the one that waited longest before
     the others; so none starves. Of max_prompt_rows the owners of prompts have equal shares, and of a share, and of what
     is left of others, the prompt that arrived first gets all that it can use; of several that came at once the first
-    feed. Neither a tree nor probes are ever divided from the last committed token, whose logits they continue. At most
-    max_prefix_rows are granted of which feeds want the logits besides, because logits are large.
+    feed. A tree is never divided from the last committed token, whose logits it continues. At most max_prefix_rows are
+    granted of which feeds want the logits besides, because logits are large.
     """
     needs = [feed.num_rows for feed in feeds]
     prefixes = [feed.num_prefix(need) if feed.wants_prefix else 0 for feed, need in zip(feeds, needs, strict=True)]

@@ -160,7 +160,9 @@ class RowCosts:
 
     def add(self, rows: float, cost: float) -> None:
         """Adds the cost of a step."""
-        key = _row_key(rows)
+        # Large numbers of rows share an entry when they differ by less than a sixteenth.
+        step = 1 if rows <= EXACT_ROWS else 1 << (int(rows).bit_length() - 5)
+        key = max(1, round(rows / step) * step)
         if self.known and self._metering.has_trend:
             expected = self.at(key)
             cost = min(cost, OUTLIER * expected + 1.0)
@@ -217,11 +219,3 @@ class RowCosts:
         """Marks what was learnt as old; see CostEstimate."""
         for entry in self._entries.values():
             entry.renew()
-
-
-def _row_key(rows: float) -> int:
-    """Entry of a number of rows: large ones share one when they differ by less than a sixteenth."""
-    if rows <= EXACT_ROWS:
-        return max(1, round(rows))
-    step = 1 << (int(rows).bit_length() - 5)
-    return round(rows / step) * step

@@ -1,13 +1,13 @@
 """The door to a service's sessions: one link a gateway, which carries the messages of all its sessions in batches.
 
-A message takes three hops. The servicer reads it, checks its fence and makes a job of it (LinkServicer.job); the jobs
-of a frame run on the device thread, where the service's sessions decide what each message is; what has to be computed
-becomes a task of the verifier or drafter. Answers go into the link's outbox, and all that is there leaves in one frame.
-A message that opens a session with a grammar waits before that until it is compiled, and so do those after it.
+A message takes three hops. The servicer reads it, checks its fence and makes a job of it (outrider.model_service
+.incoming, LinkServicer.job); the jobs of a frame run on the device thread, where the service's sessions decide what
+each message is; what has to be computed becomes a task of the verifier or drafter. Answers go into the link's outbox,
+and all that is there leaves in one frame.
 
-Frames are read while answers are computed, because a newer epoch or a close has to be seen while a job runs. Whatever
-is wrong with a message ends the session that it names, and nothing else. A link ends when its gateway ends it; one that
-was cut looks the same, so nothing may depend on which it was: its sessions are on leases.
+Frames are read while answers are computed, because a newer epoch or a close has to be seen while a job runs. A link
+ends when its gateway ends it; one that was cut looks the same, so nothing may depend on which it was: its sessions are
+on leases.
 """
 
 import asyncio
@@ -15,43 +15,37 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 import grpc
 import structlog
 
-from outrider.constraint import MAX_GRAMMAR_BYTES
 from outrider.engine.device_thread import DeviceWorker
-from outrider.errors import InvalidRequest, NotReady, OutriderError, Overloaded
+from outrider.errors import NotReady, OutriderError, Overloaded
+from outrider.estimates.timing import ComputeTimes
 from outrider.grammar import Grammar, GrammarEngine
-from outrider.model_service.leases import IDLE_S, MAX_SESSIONS
+from outrider.model_service.incoming import Arrived, Incoming, Job, Jobs, RequestT
+from outrider.model_service.leases import IDLE_S
 from outrider.model_service.outbox import MAX_UNSENT_OF_SESSION, PONG, Outbox, Outboxes, SessionAnswer
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.sessions import SessionStore
-from outrider.parameters import MAX_SALT_BYTES
 from outrider.process.upkeep import Upkeep
 from outrider.rpc import channels
 from outrider.rpc.channels import FRAME_BYTES, MAX_OF_SESSION
 from outrider.rpc.errors import session_error
-from outrider.rpc.fencing import Fence, check_fence
 from outrider.rpc.messages.round import fence_from, write_fence, write_times
 from outrider.rpc.tls import client_name
-from outrider.timing import ComputeTimes
 from outrider.v1.draft_service_pb2 import (
     DraftServiceLinkRequest,
     DraftServiceLinkResponse,
-    ProposeRequest,
     ProposeResponse,
 )
 from outrider.v1.target_service_pb2 import (
     TargetServiceLinkRequest,
     TargetServiceLinkResponse,
-    VerifyRequest,
     VerifyResponse,
 )
-from outrider.v1.types_pb2 import OpenPart
 
 # A link has a handler, two tasks and some jobs, so this bounds all of them. One without sessions makes room.
 MAX_LINKS = 256
@@ -59,18 +53,13 @@ MAX_LINKS = 256
 FIRST_FRAME_S = 10.0
 # Frames of a link that may wait for the device.
 MAX_UNFINISHED_FRAMES = 16
-# Tokens of opens that are on their way in parts, of one link.
-MAX_PART_TOKENS = 4 << 20
 SWEEP = "sweep of leases"
 
 log = structlog.get_logger()
 
-RequestT = TypeVar("RequestT", ProposeRequest, VerifyRequest)
 Frame = DraftServiceLinkRequest | TargetServiceLinkRequest
 AnswerFrame = DraftServiceLinkResponse | TargetServiceLinkResponse
 StoreT = TypeVar("StoreT", bound=SessionStore[Any])
-Job = Callable[[], None]
-"""Work of the device thread for a message; raises what ends the message's session."""
 
 
 class SilentLink(OutriderError):
@@ -79,82 +68,6 @@ class SilentLink(OutriderError):
     status = "DEADLINE_EXCEEDED"
     reason = "SILENT_LINK"
     exit_code = 75
-
-
-class OpenParts:
-    """Tokens of the opens of one link that are on their way in parts, by session."""
-
-    def __init__(self) -> None:
-        self._parts: dict[bytes, tuple[Fence, list[int]]] = {}
-        self._num_tokens = 0
-
-    def add(self, fence: Fence, part: OpenPart) -> None:
-        """Takes a part, once; raises InvalidRequest and Overloaded, and then the session has none."""
-        known, token_ids = self._parts.get(fence.session_id, (fence, []))
-        if known != fence or part.start == 0:
-            self.forget(fence.session_id)
-            token_ids = []
-        if part.start != len(token_ids):
-            # It comes again, or one before it is lost; then the open finds that some are missing.
-            return
-        if len(token_ids) + len(part.token_ids) >= fence.base_len:
-            self.forget(fence.session_id)
-            count = f"{len(token_ids) + len(part.token_ids)} tokens"
-            raise InvalidRequest(
-                "part.token_ids", count, f"fewer than base_len {fence.base_len} tokens, with those before"
-            )
-        if fence.session_id not in self._parts and len(self._parts) >= MAX_SESSIONS:
-            raise Overloaded(f"{len(self._parts)} opens are on their way on this link already", limit=MAX_SESSIONS)
-        if self._num_tokens + len(part.token_ids) > MAX_PART_TOKENS:
-            message = f"opens on their way have {self._num_tokens} tokens on this link already"
-            self.forget(fence.session_id)
-            raise Overloaded(message, limit=MAX_PART_TOKENS)
-        self._num_tokens += len(part.token_ids)
-        token_ids += part.token_ids
-        self._parts[fence.session_id] = fence, token_ids
-
-    def peek(self, fence: Fence) -> Sequence[int]:
-        """Tokens that `take` would give."""
-        known, token_ids = self._parts.get(fence.session_id, (fence, []))
-        return token_ids if known == fence else ()
-
-    def take(self, fence: Fence) -> Sequence[int]:
-        """The tokens before those of an open."""
-        token_ids = self.peek(fence)
-        self.forget(fence.session_id)
-        return token_ids
-
-    def forget(self, session_id: bytes) -> None:
-        """Drops the parts of an open that have come."""
-        self._num_tokens -= len(self._parts.pop(session_id, (None, ()))[1])
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived(Generic[RequestT]):
-    """A message that has come, on time.perf_counter_ns."""
-
-    request: RequestT
-    fence: Fence
-    arrived_ns: int
-    grammar: Grammar | None = None
-    """Grammar that the message opens a session with."""
-
-
-@dataclass(slots=True)
-class Compiling(Generic[RequestT]):
-    """A grammar that is being compiled for a session, and the messages that wait for it, the open first."""
-
-    task: asyncio.Task[None]
-    waiting: list[Arrived[RequestT]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Incoming(Generic[RequestT]):
-    """Messages of a link that are no jobs yet, and the outbox for their answers."""
-
-    outbox: Outbox
-    parts: OpenParts = field(default_factory=OpenParts)
-    compiling: dict[bytes, Compiling[RequestT]] = field(default_factory=dict)
 
 
 class LinkServicer(ABC, Generic[RequestT, StoreT]):
@@ -182,7 +95,6 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         self._observe = observe
         # In the order in which something was heard of them last.
         self._links: dict[Outbox, None] = {}
-        self._is_draining = False
         self._sweep_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -257,14 +169,14 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
 
     def drain(self) -> None:
         """Takes no more sessions, and ends each link as soon as it has none; may be called more than once."""
-        self._is_draining = True
+        self._sessions.is_draining = True
         for outbox in self._links:
             with suppress(NotReady):
                 self._device.post(partial(self._end_if_idle, outbox))
 
     async def _read(self, frames: AsyncIterator[Any], outbox: Outbox) -> None:
-        link: Incoming[RequestT] = Incoming(outbox)
-        num_frames = 0
+        run, num_frames = partial(self._run, outbox), 0
+        link = Incoming(outbox, self._facts, self._sessions, self._device, self.job, self.compiled, run)
         try:
             async for frame in frames:
                 arrived_ns = time.perf_counter_ns()
@@ -272,117 +184,29 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
                 if outbox in self._links:
                     self._links[outbox] = self._links.pop(outbox)
                 counts: dict[bytes, int] = {}
-                jobs: list[tuple[Fence, Job]] = []
+                jobs: Jobs = []
                 for request in frame.requests:
                     message = Arrived(request, fence_from(request.fence), arrived_ns)
                     session_id = message.fence.session_id
                     counts[session_id] = count = counts.get(session_id, 0) + 1
                     if count > MAX_OF_SESSION:
                         error = Overloaded(f"a frame has more than {MAX_OF_SESSION} messages of one session")
-                        jobs.append(self._refusal(message, error, link))
-                    elif not self._must_wait(message, link):
-                        jobs += self._jobs(message, link)
+                        jobs.append(link.refusal(message, error))
+                    elif not link.must_wait(message):
+                        jobs += link.jobs(message)
                 num_frames += 1
-                run = partial(self._run, jobs, outbox)
                 # No task is woken at the end of a job, because the answer is what its client waits for; but some are
                 # waited for, so that a client cannot fill the device's queue.
                 if num_frames % MAX_UNFINISHED_FRAMES:
-                    self._device.post(run)
+                    self._device.post(partial(run, jobs))
                 else:
-                    await self._device.call(run)
+                    await self._device.call(partial(run, jobs))
             await asyncio.gather(*(each.task for each in link.compiling.values()))
         finally:
             for each in link.compiling.values():
                 each.task.cancel()
 
-    def _must_wait(self, message: Arrived[RequestT], link: Incoming[RequestT]) -> bool:
-        """Keeps an open with a grammar, and what comes after it, until that is compiled; returns whether it did."""
-        request, session_id, grammars = message.request, message.fence.session_id, self._facts.grammars
-        found = link.compiling.get(session_id)
-        if found is None:
-            text = request.open.session.grammar if request.HasField("open") else ""
-            salt = request.open.session.cache_salt
-            if not text or grammars is None or len(text.encode()) > MAX_GRAMMAR_BYTES or len(salt) > MAX_SALT_BYTES:
-                return False
-            tokens = [*link.parts.peek(message.fence)]
-            tokens += request.open.session.token_ids
-            output = tokens[request.open.session.prompt_len :]
-            compiled = self._compile(partial(self.compiled, grammars, text, salt, output), session_id, link)
-            found = link.compiling[session_id] = Compiling(asyncio.create_task(compiled))
-        elif request.HasField("ping") or len(found.waiting) >= MAX_OF_SESSION:
-            return False
-        found.waiting.append(message)
-        return True
-
-    async def _compile(
-        self, compile_it: Callable[[], Awaitable[Grammar]], session_id: bytes, link: Incoming[RequestT]
-    ) -> None:
-        """Compiles a grammar off the loop, and goes on with the messages that waited; refuses the open with it."""
-        refused: OutriderError | None = None
-        grammar: Grammar | None = None
-        try:
-            grammar = await compile_it()
-        except OutriderError as error:
-            refused = error
-        except Exception:
-            # Whatever it is, it is about this session, whose messages must not wait for ever.
-            log.exception("a grammar failed")
-            refused = OutriderError("the grammar could not be compiled")
-        waiting = link.compiling.pop(session_id).waiting
-        opening = waiting.pop(0)
-        if refused is None:
-            jobs = self._jobs(replace(opening, grammar=grammar), link)
-        else:
-            jobs = [self._refusal(opening, refused, link)]
-        for message in waiting:
-            # It may be opened once more, and then needs another.
-            if not self._must_wait(message, link):
-                jobs += self._jobs(message, link)
-        # A service that has stopped runs none.
-        with suppress(NotReady):
-            self._device.post(partial(self._run, jobs, link.outbox))
-
-    def _refusal(self, message: Arrived[RequestT], error: OutriderError, link: Incoming[RequestT]) -> tuple[Fence, Job]:
-        return message.fence, partial(self._sessions.refuse, message.fence, error, link.outbox)
-
-    def _jobs(self, message: Arrived[RequestT], link: Incoming[RequestT]) -> list[tuple[Fence, Job]]:
-        """A message as at most one job: of what it says, or of the error for which it is refused."""
-        try:
-            job = self._job(message, link)
-        except OutriderError as error:
-            return [self._refusal(message, error, link)]
-        except Exception:
-            # What a bug says is for the log, and other sessions are on this link.
-            log.exception("a message could not be read")
-            return [self._refusal(message, OutriderError("the message could not be taken"), link)]
-        return [] if job is None else [(message.fence, job)]
-
-    def _job(self, message: Arrived[RequestT], link: Incoming[RequestT]) -> Job | None:
-        """Work of the device thread for a message, None for nothing; raises what the message is refused for."""
-        request, fence, parts, outbox = message.request, message.fence, link.parts, link.outbox
-        check_fence(fence, self._facts.context_len)
-        earlier: Sequence[int] = ()
-        match request.WhichOneof("action"):
-            case None:
-                raise InvalidRequest("action", "absent", "set")
-            case "ping":
-                outbox.pong(fence)
-                return None
-            case "part":
-                parts.add(fence, request.part)
-                return None
-            case "close":
-                parts.forget(fence.session_id)
-                return partial(self._sessions.table.close, fence, outbox)
-            case "open":
-                if self._is_draining:
-                    raise NotReady("the service is stopping")
-                earlier = parts.take(fence)
-                if len(earlier) != request.open.session.part_len:
-                    return partial(self._sessions.want_tokens, fence, None, outbox)
-        return self.job(message, earlier, outbox)
-
-    def _run(self, jobs: Sequence[tuple[Fence, Job]], outbox: Outbox) -> None:
+    def _run(self, outbox: Outbox, jobs: Jobs) -> None:
         """On the device thread; what a job raises is about its session alone."""
         for fence, job in jobs:
             self._sessions.table.hear(fence.session_id, outbox)
@@ -400,7 +224,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
             if held is not None and held.owner is outbox:
                 message = f"the session has {MAX_UNSENT_OF_SESSION} answers that its client has not taken"
                 self._sessions.fail(session_id, held, Overloaded(message, limit=MAX_UNSENT_OF_SESSION))
-        if self._is_draining:
+        if self._sessions.is_draining:
             self._end_if_idle(outbox)
 
     def _end_if_idle(self, outbox: Outbox) -> None:

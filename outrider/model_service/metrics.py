@@ -17,10 +17,10 @@ from prometheus_client.metrics_core import (
 
 from outrider.engine.device_thread import DeviceWorker
 from outrider.engine.runner import ForwardCounts
+from outrider.estimates.timing import ComputeTimes
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.sessions import ServiceCounts
 from outrider.process.metrics import ProcessTime, Tally, new_registry, tally_of
-from outrider.timing import ComputeTimes
 
 PREFIX = "outrider_"
 JOB_S = (

@@ -5,8 +5,8 @@ import threading
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from outrider.errors import OutriderError, Overloaded
+from outrider.estimates.timing import ComputeTimes
 from outrider.rpc.fencing import Fence
-from outrider.timing import ComputeTimes
 
 # Answers that wait on a link, of one session and of all: eight windows of unasked verdicts, so that a client that asks
 # for all of them again a few times is still heard.

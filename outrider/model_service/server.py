@@ -14,13 +14,15 @@ from typing import Any
 import structlog
 import torch
 
-from outrider.ends import find_ends, told
 from outrider.engine.device_thread import DeviceWorker
 from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.runner import ModelRunner
 from outrider.errors import ModelRefused, NotReady, OutriderError
-from outrider.generation_defaults import ModelDefaults
+from outrider.estimates.timing import ComputeTimes
 from outrider.grammar import GrammarEngine
+from outrider.model_files.ends import find_ends, told
+from outrider.model_files.generation_defaults import ModelDefaults
+from outrider.model_files.vocabulary import Vocabulary, tokenizer_doubt, tokenizer_in
 from outrider.model_service.leases import LeaseTable
 from outrider.model_service.link import LinkServicer
 from outrider.model_service.metrics import ServiceMetrics
@@ -32,8 +34,6 @@ from outrider.process.metrics import LoopTasks, RunningMetrics, serve_metrics
 from outrider.process.run import exit_now
 from outrider.process.streams import LostLines
 from outrider.rpc import channels
-from outrider.timing import ComputeTimes
-from outrider.vocabulary import Vocabulary, tokenizer_doubt, tokenizer_in
 
 log = structlog.get_logger()
 
@@ -171,7 +171,7 @@ def describe(role: str, model: LoadedModel) -> ServiceFacts:
         parameter_count=sum(weight.numel() for weight in weights),
         weight_bytes=sum(weight.nbytes for weight in weights),
         weight_dtype=identity.dtype,
-        device=runner.device_name,
+        device=runner.model.device_name,
         thread_count=identity.num_threads,
         context_len=runner.context_len,
         vocabulary_size=runner.vocabulary_size,

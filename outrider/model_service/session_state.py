@@ -7,12 +7,12 @@ from typing import Any, Generic, TypeVar
 
 from outrider.engine.device_thread import Task
 from outrider.engine.session import Session
+from outrider.estimates.timing import ComputeTimes
 from outrider.model_service.outbox import Outbox, SessionAnswer
 from outrider.parameters import SessionSpec
 from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
 from outrider.rpc.fencing import SessionView
-from outrider.timing import ComputeTimes
 
 # What took longer gets an event of its own; everything else is in the sums.
 SLOW_US = 500_000

@@ -14,6 +14,7 @@ import structlog
 
 from outrider.engine.runner import ModelRunner, reopen
 from outrider.errors import OutriderError
+from outrider.estimates.timing import ComputeTimes
 from outrider.grammar import Grammar
 from outrider.model_service.leases import LeaseTable
 from outrider.model_service.outbox import Outbox, SessionAnswer
@@ -21,7 +22,6 @@ from outrider.model_service.session_state import SessionState, SessionTrace
 from outrider.parameters import SessionSpec
 from outrider.process.telemetry import session_prefix
 from outrider.rpc.fencing import Fence, MessageStatus, classify_open
-from outrider.timing import ComputeTimes
 
 log = structlog.get_logger()
 
@@ -101,6 +101,8 @@ class SessionStore(Generic[StateT]):
     def __init__(self, runner: ModelRunner, table: LeaseTable[StateT], *, prefix_cache: bool = True) -> None:
         """prefix_cache lets sessions share equal beginnings."""
         self.table = table
+        self.is_draining = False
+        """Whether links open no session any more, because the service ends; set on the event loop."""
         self._runner = runner
         # By the client: what others say about an id that is not opened is about sessions of their own.
         self._min_epochs: defaultdict[str, MinEpochs] = defaultdict(MinEpochs)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.gguf.files import SUFFIX, is_gguf
-from outrider.model_names import parse, parse_simulated
+from outrider.model_files.gguf.files import SUFFIX, is_gguf
+from outrider.model_files.model_names import parse, parse_simulated
 from outrider.process.options import Setting, above, addresses, listed, within
 from outrider.process.run import ProcessSettings
 

@@ -107,9 +107,26 @@ def hosts_of(given: list[str], known: Mapping[str, tuple[str, ...]]) -> dict[str
 def write_certificates(folder: Path, hosts: Mapping[str, tuple[str, ...]], lifetime: timedelta) -> list[str]:
     """Writes a folder for the authority, unless it is there, and one for each name; returns the names.
 
-    Raises InvalidRequest about a host that no certificate can name, and an authority that cannot be read.
+    Raises InvalidRequest about a host that no certificate can name, and half an authority or one that cannot be read.
     """
-    authority = _authority(folder / AUTHORITY)
+    place, whole, own = str(folder), f"without {AUTHORITY}, or with a whole one", folder / AUTHORITY
+    missing = [name for name in (CERT, KEY) if not (own / name).exists()]
+    if len(missing) == 1:
+        raise InvalidRequest("DIR", place, f"{whole}: {missing[0]} is not there")
+    if missing:
+        authority = trustme.CA(organization_name=ORGANIZATION, organization_unit_name="Development authority")
+        _write(own / CERT, authority.cert_pem.bytes())
+        _write(own / KEY, authority.private_key_pem.bytes(), mode=0o600)
+    else:
+        certificate, key = (own / CERT).read_bytes(), (own / KEY).read_bytes()
+        try:
+            authority = trustme.CA.from_pem(certificate, key)
+            public = load_pem_private_key(key, None).public_key()
+            fits = x509.load_pem_x509_certificate(certificate).public_key() == public
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest("DIR", place, f"{whole}: {error}") from None
+        if not fits:
+            raise InvalidRequest("DIR", place, f"{whole}: {KEY} is not the key of {CERT}")
     expires = datetime.now(UTC) + lifetime
     issued = {}
     for name, names in hosts.items():
@@ -128,29 +145,6 @@ def write_certificates(folder: Path, hosts: Mapping[str, tuple[str, ...]], lifet
         _write(folder / name / CERT, b"".join(each.bytes() for each in leaf.cert_chain_pems))
         _write(folder / name / CA, authority.cert_pem.bytes())
     return list(issued)
-
-
-def _authority(folder: Path) -> trustme.CA:
-    """Authority of a folder, or a new one where there is none. Raises InvalidRequest about half of one."""
-    place, whole = str(folder.parent), f"without {AUTHORITY}, or with a whole one"
-    missing = [name for name in (CERT, KEY) if not (folder / name).exists()]
-    if len(missing) == 1:
-        raise InvalidRequest("DIR", place, f"{whole}: {missing[0]} is not there")
-    if not missing:
-        certificate, key = (folder / CERT).read_bytes(), (folder / KEY).read_bytes()
-        try:
-            authority = trustme.CA.from_pem(certificate, key)
-            own = load_pem_private_key(key, None).public_key()
-            fits = x509.load_pem_x509_certificate(certificate).public_key() == own
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest("DIR", place, f"{whole}: {error}") from None
-        if not fits:
-            raise InvalidRequest("DIR", place, f"{whole}: {KEY} is not the key of {CERT}")
-        return authority
-    authority = trustme.CA(organization_name=ORGANIZATION, organization_unit_name="Development authority")
-    _write(folder / CERT, authority.cert_pem.bytes())
-    _write(folder / KEY, authority.private_key_pem.bytes(), mode=0o600)
-    return authority
 
 
 def _write(path: Path, data: bytes, mode: int = 0o644) -> None:

@@ -399,9 +399,15 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         delay_s: float | None = None
         while True:
-            started_s = loop.time()
-            ending = await self._ended(self._processes[name])
-            delay_s = self._policy.delay_s(delay_s, loop.time() - started_s)
+            process, started_s, policy = self._processes[name], loop.time(), self._policy
+            # A service that hangs is made to end.
+            async with asyncio.TaskGroup() as group:
+                asking = group.create_task(self._kill_silent(process))
+                ending = _ending(await process.wait())
+                if asking.done():
+                    ending = f"did not answer {policy.max_misses} times within {policy.answer_s:g} s and was killed"
+                asking.cancel()
+            delay_s = policy.delay_s(delay_s, loop.time() - started_s)
             sentence = f"The {name} service {ending}; it is started again in {delay_s:g} s."
             while True:
                 self._observe(Change(name, State.DIED, ending=ending, delay_s=delay_s))
@@ -412,26 +418,15 @@ class Supervisor:
                     self._processes[name] = process = await self._spawn(self._processes[name].launch)
                     break
                 except ServiceFailed as error:
-                    if error.code in self._policy.hopeless:
+                    if error.code in policy.hopeless:
                         raise
                     ending, sentence = _ending(error.code), error.message
                 except OSError as error:
                     # A program that is being replaced, or no room for another process.
                     ending, sentence = "was not started", f"The {name} service was not started: {error.strerror}."
-                delay_s = self._policy.delay_s(delay_s, 0.0)
+                delay_s = policy.delay_s(delay_s, 0.0)
                 sentence += f" The next attempt is in {delay_s:g} s."
             self._report(f"The {name} service is back on {process.address}.")
-
-    async def _ended(self, process: ServiceProcess) -> str:
-        """Waits for the end of a service, and brings it about where it hangs; says how it ended."""
-        async with asyncio.TaskGroup() as group:
-            asking = group.create_task(self._kill_silent(process))
-            code = await process.wait()
-            has_hung = asking.done()
-            asking.cancel()
-        if has_hung:
-            return f"did not answer {self._policy.max_misses} times within {self._policy.answer_s:g} s and was killed"
-        return _ending(code)
 
     async def _kill_silent(self, process: ServiceProcess) -> None:
         """Ends a service that has not answered several times in a row."""

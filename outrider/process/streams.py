@@ -98,7 +98,14 @@ class LossyFile(io.RawIOBase):
                 if self._is_over and not self._waiting:
                     return
                 piece, untold, reason = self._waiting[0] if self._waiting else b"", self._untold, self._reason
-            fault = self._tell(untold, reason) if untold else ""
+            fault = ""
+            if untold:
+                # What was torn has no end.
+                fault = self._put(b"\n" * self._is_torn + self._notice(untold, reason).encode() + b"\n")
+                if not fault:
+                    self._is_torn = False
+                    with self._changed:
+                        self._untold -= untold
             fault = fault or self._put(piece)
             with self._changed:
                 if fault and piece:
@@ -107,16 +114,6 @@ class LossyFile(io.RawIOBase):
                     self._waiting.popleft()
                     self._num_bytes -= len(piece)
                 self._changed.notify_all()
-
-    def _tell(self, untold: int, reason: str) -> str:
-        """Says how much was lost; returns what keeps that from being said, if anything."""
-        # What was torn has no end.
-        fault = self._put(b"\n" * self._is_torn + self._notice(untold, reason).encode() + b"\n")
-        if not fault:
-            self._is_torn = False
-            with self._changed:
-                self._untold -= untold
-        return fault
 
     def _put(self, data: bytes) -> str:
         """Writes all of it; returns what went wrong, if anything."""

@@ -195,7 +195,19 @@ class TlsFiles:
         context = self.tls.context(ssl.PROTOCOL_TLS_SERVER)
         ca, cert, key = (Path(path).read_bytes() if path else b"" for path in self._paths())
         if cert:
-            _check_key(self.tls.cert, cert)
+            # OpenSSL takes certificates that gRPC does not, with which every call would fail.
+            path = self.tls.cert
+            try:
+                leaf = x509.load_pem_x509_certificate(cert)
+                public = leaf.public_key()
+            except (ValueError, UnsupportedAlgorithm):
+                limit = "a certificate that gRPC can read, and none of OpenSSL's own"
+                raise InvalidRequest("tls.cert", path, limit) from None
+            # By the algorithm, because a key for RSA-PSS alone is of the same type.
+            is_rsa = leaf.public_key_algorithm_oid == PublicKeyAlgorithmOID.RSAES_PKCS1_v1_5
+            if not is_rsa and not (isinstance(public, EllipticCurvePublicKey) and public.curve.name in CURVES):
+                limit = "a certificate whose key is RSA, P-256 or P-384, which gRPC takes"
+                raise InvalidRequest("tls.cert", path, limit)
         return Contents(ca, cert, key, context)
 
     def _warn_of_time(self) -> None:
@@ -218,19 +230,6 @@ class TlsFiles:
                 mark = os.stat(path)
                 found.append((mark.st_dev, mark.st_ino, mark.st_size, mark.st_mtime_ns))
         return found
-
-
-def _check_key(path: str, pem: bytes) -> None:
-    """Raises InvalidRequest about a certificate that OpenSSL takes and gRPC does not: every call would fail."""
-    try:
-        leaf = x509.load_pem_x509_certificate(pem)
-        key = leaf.public_key()
-    except (ValueError, UnsupportedAlgorithm):
-        raise InvalidRequest("tls.cert", path, "a certificate that gRPC can read, and none of OpenSSL's own") from None
-    # By the algorithm, because a key for RSA-PSS alone is of the same type.
-    is_rsa = leaf.public_key_algorithm_oid == PublicKeyAlgorithmOID.RSAES_PKCS1_v1_5
-    if not is_rsa and not (isinstance(key, EllipticCurvePublicKey) and key.curve.name in CURVES):
-        raise InvalidRequest("tls.cert", path, "a certificate whose key is RSA, P-256 or P-384, which gRPC takes")
 
 
 def files_of(tls: Mapping[str, str], options: Mapping[str, str]) -> TlsFiles | None:
@@ -350,7 +349,19 @@ def why_refused(address: str, tls: Tls | None) -> str:
 def _why_refused(address: str, tls: Tls | None) -> str:
     is_heard, alert = False, ""
     try:
-        is_heard = bool(_first_byte(address, tls))
+        host, _, port = address.rpartition(":")
+        context = (tls or Tls()).context(ssl.PROTOCOL_TLS_CLIENT)
+        if tls is None:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        elif not tls.ca:
+            context.load_default_certs()
+        context.set_alpn_protocols(["h2"])
+        with (
+            socket.create_connection((host.strip("[]"), int(port)), PROBE_S) as connection,
+            context.wrap_socket(connection, server_hostname=host.strip("[]")) as secure,
+        ):
+            # A server of gRPC speaks first, unless it refuses the certificate of its client.
+            is_heard = tls is not None and bool(secure.recv(1))
     except ssl.SSLCertVerificationError as error:
         authority = f"the authority in {tls.ca}" if tls is not None and tls.ca else "a known authority"
         return f"The certificate of {address} is refused: {_verdict(error, authority)}."
@@ -380,22 +391,6 @@ async def refusal(error: grpc.RpcError, address: str, tls: Tls | None) -> TlsFai
 def has_no_connection(error: grpc.RpcError) -> bool:
     """Whether a call failed because no connection could be made, and not because one broke."""
     return not said_by_peer(error) and NOT_CONNECTED in (error.details() or "")
-
-
-def _first_byte(address: str, tls: Tls | None) -> bytes:
-    """First byte from a server of gRPC; empty where it refuses the certificate of its client, and without TLS."""
-    host, _, port = address.rpartition(":")
-    context = (tls or Tls()).context(ssl.PROTOCOL_TLS_CLIENT)
-    if tls is None:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    elif not tls.ca:
-        context.load_default_certs()
-    context.set_alpn_protocols(["h2"])
-    with (
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_S) as connection,
-        context.wrap_socket(connection, server_hostname=host.strip("[]")) as secure,
-    ):
-        return secure.recv(1) if tls is not None else b""
 
 
 def _own_fault(tls: Tls) -> str:

@@ -15,11 +15,11 @@ from support.services.markov_services import DraftServicer, TargetServicer, requ
 from gateway.server import start
 from gateway.settings import GatewaySettings
 from outrider.errors import VocabularyMismatch
+from outrider.model_files.vocabulary import Vocabulary
 from outrider.rpc.channels import open_channel
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
-from outrider.vocabulary import Vocabulary
 
 MISFITS: dict[str, tuple[str, Any]] = {
     "other tokens": ("digests", (7,)),

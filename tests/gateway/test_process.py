@@ -14,8 +14,8 @@ from support.services.markov_services import TargetServicer, serving
 
 from gateway import server
 from outrider.cli.up import memory_bytes
+from outrider.model_files.vocabulary import Vocabulary
 from outrider.v1 import model_service_pb2 as model_pb
-from outrider.vocabulary import Vocabulary
 
 TOKENIZER = str(Path(__file__).resolve().parents[2] / "models" / "target")
 # Runs the module as `python -m gateway` does, and prints at the end which forbidden modules the process has loaded.

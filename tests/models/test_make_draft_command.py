@@ -17,7 +17,7 @@ from outrider.engine.heads.head import TargetParts
 from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.ops import choose_ops
 from outrider.errors import InvalidRequest
-from outrider.vocabulary import Vocabulary
+from outrider.model_files.vocabulary import Vocabulary
 
 COMMAND = "make_draft.py"
 TINY_DRAFT = (

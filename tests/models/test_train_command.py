@@ -13,7 +13,7 @@ from support.runs import ROLES, TINY, start_training, train, weights
 
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
-from outrider.vocabulary import Vocabulary
+from outrider.model_files.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.slow
 

@@ -20,8 +20,8 @@ from outrider.engine.models.weights import load_tensors, model_hash
 from outrider.engine.ops import choose_ops
 from outrider.engine.runner import ModelIdentity, ModelRunner
 from outrider.engine.sampling.draw import DrawInput, forward_and_draw
+from outrider.model_files.vocabulary import Vocabulary
 from outrider.parameters import SamplingParameters, SessionSpec
-from outrider.vocabulary import Vocabulary
 
 CONTEXT_LEN = 64
 SIZES = {

@@ -14,7 +14,7 @@ from gateway.rest.errors import messages_error_json
 from gateway.rest.figures import Facts, Metrics, ResponseFigures
 from gateway.rest.parts import Part, Parts
 from gateway.rest.sse import typed
-from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
+from outrider.answer import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 from outrider.errors import OutriderError
 from outrider.parameters import FinishReason
 

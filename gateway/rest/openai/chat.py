@@ -37,7 +37,7 @@ from gateway.rest.openai.models import (
 from gateway.rest.openapi import documented_answer
 from gateway.rest.settings import RestSettings
 from gateway.rest.validation import route_class
-from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
+from outrider.answer import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 
 
 def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:

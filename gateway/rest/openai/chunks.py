@@ -14,7 +14,7 @@ from gateway.rest.figures import ResponseFigures
 from gateway.rest.openai.models import Envelope, Finish, Tokens, finish_of
 from gateway.rest.sse import DONE, data, line
 from gateway.text.tokenizer import Tokenizer
-from outrider.completion import PromptToken
+from outrider.answer import PromptToken
 from outrider.errors import OutriderError, ProtocolViolation
 from outrider.parameters import TokenLogprob
 

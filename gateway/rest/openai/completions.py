@@ -25,7 +25,7 @@ from gateway.rest.openapi import documented_answer
 from gateway.rest.settings import RestSettings
 from gateway.rest.validation import route_class
 from gateway.text.tokenizer import GAPS, Tokenizer
-from outrider.completion import PromptToken
+from outrider.answer import PromptToken
 from outrider.errors import InvalidRequest, PromptTooLong, Unsupported
 from outrider.parameters import MAX_LOGPROB_COUNT, MAX_SAMPLES, TokenId
 

@@ -7,8 +7,7 @@ from pydantic import BaseModel
 
 from gateway.generation.events import CompletionEvent, OutputToken
 from gateway.rest.figures import Facts, Metrics, Usage
-from outrider.completion import PromptToken
-from outrider.deltas import CallBegun
+from outrider.answer import CallBegun, PromptToken
 from outrider.parameters import FinishReason
 
 Finish = Literal["stop", "length", "tool_calls"]

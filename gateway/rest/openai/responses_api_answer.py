@@ -16,7 +16,7 @@ from gateway.rest.figures import Facts, Metrics, ResponseFigures
 from gateway.rest.openai.chunks import padding
 from gateway.rest.parts import Part, Parts
 from gateway.rest.sse import typed
-from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
+from outrider.answer import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 from outrider.errors import OutriderError
 from outrider.parameters import FinishReason
 

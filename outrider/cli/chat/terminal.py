@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from rich.console import Console
 from rich.text import Text
 
+from outrider.answer import reasoning_of
 from outrider.cli.chat.conversation import ChatTurn
 from outrider.cli.options import decoded
 from outrider.cli.output import write
@@ -16,7 +17,6 @@ from outrider.cli.rounds import CONTROL_PICTURES, legend, styled, trees
 from outrider.cli.running import note
 from outrider.cli.views import sample_object
 from outrider.client import Event, Round
-from outrider.deltas import reasoning_of
 
 PROMPT, CONTINUATION = "> ", "… "
 GREETING = "The whole conversation is sent with every message. Ctrl-C stops an answer, /help lists the commands."

@@ -17,12 +17,19 @@ from tokenizers import Tokenizer
 from outrider.cli.doctor.report import Finding, failed, gibibytes, ok, skipped, warning
 from outrider.cli.local_stack import Stack
 from outrider.errors import ModelRefused
-from outrider.generation_defaults import ModelDefaults
-from outrider.gguf.config import json_config
-from outrider.gguf.files import HubName, cached_gguf, gguf_in, model_stem
-from outrider.gguf.header import GgufFile
-from outrider.model_names import CONTEXT_LEN, SIM_CONTEXT_LEN, SimulatedModel, parse, parse_simulated, tokenizer_source
-from outrider.vocabulary import Vocabulary, misfit, tokenizer_doubt, tokenizer_in
+from outrider.model_files.generation_defaults import ModelDefaults
+from outrider.model_files.gguf.config import json_config
+from outrider.model_files.gguf.files import HubName, cached_gguf, gguf_in, model_stem
+from outrider.model_files.gguf.header import GgufFile
+from outrider.model_files.model_names import (
+    CONTEXT_LEN,
+    SIM_CONTEXT_LEN,
+    SimulatedModel,
+    parse,
+    parse_simulated,
+    tokenizer_source,
+)
+from outrider.model_files.vocabulary import Vocabulary, misfit, tokenizer_doubt, tokenizer_in
 
 VOCABULARY, MEMORY = "vocabulary", "memory"
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -255,7 +262,16 @@ def stored_weights(folder: Path) -> tuple[str, int]:
         raise ModelRefused(f"{folder} has no safetensors weights")
     counts: Counter[str] = Counter()
     for path in files:
-        for name, tensor in _header(path).items():
+        # The JSON before the numbers: 8 bytes say how long it is (safetensors format).
+        try:
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(length)) if length <= MAX_HEADER_BYTES else None
+        except (OSError, ValueError, struct.error):
+            header = None
+        if not isinstance(header, dict):
+            raise ModelRefused(f"{path} is not a safetensors file")
+        for name, tensor in header.items():
             if name != "__metadata__":
                 counts[DTYPES.get(tensor["dtype"], tensor["dtype"])] += math.prod(tensor["shape"])
     return max(counts, key=lambda each: counts[each], default="nothing"), counts.total()
@@ -277,19 +293,6 @@ def _config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ModelRefused(f"{folder / 'config.json'} is no JSON object")
     return config
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """The JSON before the numbers: 8 bytes say how long it is (safetensors format)."""
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length)) if length <= MAX_HEADER_BYTES else None
-    except (OSError, ValueError, struct.error):
-        header = None
-    if not isinstance(header, dict):
-        raise ModelRefused(f"{path} is not a safetensors file")
-    return header
 
 
 def _positive(config: Mapping[str, Any], key: str, default: int) -> int:

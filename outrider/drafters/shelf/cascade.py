@@ -29,8 +29,8 @@ from outrider.engine.runner import ModelRunner, reopen
 from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.session import Session
 from outrider.errors import CacheFull, OutriderError
+from outrider.estimates.timing import Meter
 from outrider.parameters import Acceptance, DraftDistribution, SessionSpec
-from outrider.timing import Meter
 from outrider.token_tree import TokenTree
 
 log = structlog.get_logger()

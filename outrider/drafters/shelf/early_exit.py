@@ -11,8 +11,8 @@ from time import perf_counter_ns
 
 import structlog
 
-from outrider.drafters.drafter import NO_PROPOSAL, DrafterProposal, DrafterSession, GuessLimits
-from outrider.drafters.hosted import FeatureCopy, HostedDraft, head_runner, without_room
+from outrider.drafters.drafter import DrafterProposal, GuessLimits
+from outrider.drafters.hosted import FeatureCopy, HostedDraft, TaskDraft, head_runner, without_room
 from outrider.drafters.model_drafter import MODEL, DraftTask, ModelDrafter, noise_of
 from outrider.drafters.shelf.lower_layers import BegunRows, lower_runner, session_ahead
 from outrider.engine.batching import Feed
@@ -21,20 +21,19 @@ from outrider.engine.ops import Ops
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 from outrider.errors import CacheFull, OutriderError
+from outrider.estimates.timing import Meter
 from outrider.parameters import Rule, SessionSpec
-from outrider.timing import Meter
 
 log = structlog.get_logger()
 
 LAYER_SKIP = "layer_skip"
 
 
-class LayerDraft(DrafterSession):
+class LayerDraft(TaskDraft):
     """A session that guesses in the slots after the target's own."""
 
     def __init__(self, runner: ModelRunner, begun: BegunRows, exit_layer: int, spec: SessionSpec) -> None:
-        DrafterSession.__init__(self)
-        self.task: DraftTask | None = None
+        TaskDraft.__init__(self)
         self._runner = runner
         self._begun = begun
         self._exit_layer = exit_layer
@@ -46,7 +45,7 @@ class LayerDraft(DrafterSession):
         return True
 
     def propose(self, session: Session, limits: GuessLimits) -> None:
-        self._stop()
+        self._end()
         # The last token of a request is the target's alone.
         draft_count = min(limits.draft_count, min(self._spec.max_len - 1, self._runner.context_len) - len(session))
         if draft_count < 1:
@@ -67,27 +66,13 @@ class LayerDraft(DrafterSession):
             on_failure=self._fail,
         )
 
-    def truncate(self, length: int) -> None:
-        self._stop()
-
-    def free(self) -> None:
-        self._stop()
-
     def _done(self, session: Session, task: DraftTask) -> None:
         self._begun.add(session, task.session, self._exit_layer)
         self._end(DrafterProposal(task.proposal, task.meter.times(), 0))
 
-    def _stop(self) -> None:
-        if self.task is not None:
-            self.task.stopped = True
-        self._end(NO_PROPOSAL)
-
-    def _end(self, proposal: DrafterProposal) -> None:
-        self.task, self.proposal = None, proposal
-
     def _fail(self, error: OutriderError) -> None:
         log.info("no guesses", drafter=LAYER_SKIP, reason=error.message)
-        self._stop()
+        self._end()
 
 
 class LayerSkip:

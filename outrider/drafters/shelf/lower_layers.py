@@ -5,9 +5,10 @@ Guesses lie in the slots after the target's own tokens, where the rows of the ne
 """
 
 from collections.abc import Sequence
+from copy import copy
 from functools import partial
 from itertools import pairwise, takewhile
-from typing import NamedTuple, Self
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,26 +16,26 @@ from torch import Tensor
 
 from outrider.engine.batching import Feed, RowPlan
 from outrider.engine.cache import KVCache
-from outrider.engine.models.config import DecoderFacts
-from outrider.engine.models.decoder import LayeredDecoder
-from outrider.engine.ops import Ops, Weight
-from outrider.engine.runner import Compute, ModelRunner
+from outrider.engine.models.decoder import Decoder, LayeredDecoder
+from outrider.engine.ops import Weight
+from outrider.engine.runner import Compute, ForwardCounts, ModelRunner, StepExtension
 from outrider.engine.session import Session
 from outrider.errors import ModelRefused
 from outrider.token_tree import EMPTY
 
 
-class LowerLayers:
+class LowerLayers(Decoder):
     """The first layers of a model over its cache, then its own final norm and matrix, or no logits."""
 
     def __init__(self, model: LayeredDecoder, num_layers: int, *, has_logits: bool) -> None:
-        self.config: DecoderFacts = model.config
-        self.ops: Ops = model.ops
-        self.embedding = model.embedding
-        self.weights: Sequence[Weight] = ()
+        self.config, self.ops, self.embedding = model.config, model.ops, model.embedding
         self._model = model
         self._layers = range(num_layers)
         self._has_logits = has_logits
+
+    @property
+    def weights(self) -> Sequence[Weight]:
+        return ()
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
         return self._model.forward_layers(plan, cache, wanted if self._has_logits else wanted[:0], self._layers)
@@ -66,7 +67,10 @@ def lower_runner(target: ModelRunner, num_layers: int, *, has_logits: bool = Tru
         message = f"{name}: the exit layer is {num_layers}, but must be in [1, {most}]"
         raise ModelRefused(message, exit_layer=num_layers)
     target.tap((num_layers,))
-    return target.sibling(LowerLayers(target.model, num_layers, has_logits=has_logits))
+    lower = copy(target)
+    lower.model = LowerLayers(target.model, num_layers, has_logits=has_logits)
+    lower.extensions, lower.forward_counts = [], ForwardCounts()
+    return lower
 
 
 def session_ahead(session: Session, num_rows: int) -> Session:
@@ -98,19 +102,12 @@ class LowerRows(NamedTuple):
 NO_ROWS = LowerRows((), 0, 0)
 
 
-class BegunRows:
+class BegunRows(StepExtension):
     """Takes part in a target's forwards, which go on where the lower layers of a row have been computed already."""
 
-    def __init__(self, target: ModelRunner) -> None:
-        self._target = target
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
         self._rows: WeakKeyDictionary[Session, LowerRows] = WeakKeyDictionary()
-
-    @classmethod
-    def in_forwards_of(cls, target: ModelRunner) -> Self:
-        """The one of a target, which all drafters share that compute its lower layers."""
-        if not isinstance(target.extension, cls):
-            target.extension = cls(target)
-        return target.extension
 
     def add(self, session: Session, ahead: Session, boundary: int) -> None:
         """Lets a session's next forward go on where those rows have ended that lie ahead of it."""
@@ -122,10 +119,10 @@ class BegunRows:
         rows = self._rows.get(session, NO_ROWS)
         return rows if rows.revision == session.revision else NO_ROWS
 
-    def __call__(self, feeds: Sequence[Feed], grants: Sequence[int]) -> Compute | None:
-        model = self._target.model
+    def compute(self, feeds: Sequence[Feed], grants: Sequence[int]) -> Compute | None:
+        model = self.runner.model
         # Bits of a row would depend on who else is there, where they do so anyway.
-        if not (self._target.is_row_invariant and isinstance(model, LayeredDecoder)):
+        if not (self.runner.is_row_invariant and isinstance(model, LayeredDecoder)):
             return None
         if not any(self.of(feed.session).token_ids for feed in feeds):
             return None

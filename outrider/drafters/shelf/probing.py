@@ -1,5 +1,6 @@
 """Drafters that guess from probes: rows of the target's forwards that are computed beside a proposal and never kept.
 
+Probes stand after the last committed token, as a tree of their own, and change no bit of any other row.
 What follows a probe is the model's own likeliest token, without noise, and serves the next proposal at the
 earliest. So a proposal is a function of what each step of its session has committed before it, and of whether there was
 room for the step's probes. A session that is opened again knows less, and proposes less.
@@ -13,13 +14,20 @@ same noise once more, so a session that goes back forgets all that was found.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
 
 from outrider.drafters.drafter import DrafterProposal, DrafterSession, GuessLimits
+from outrider.engine.batching import Feed
+from outrider.engine.models.decoder import ProbedDecoder
+from outrider.engine.runner import ModelRunner, StepExtension
 from outrider.engine.session import Session
-from outrider.errors import InvalidRequest
+from outrider.errors import CacheFull, InvalidRequest, ModelRefused
+from outrider.estimates.timing import ComputeTimes
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
-from outrider.timing import ComputeTimes
 from outrider.token_tree import EMPTY, TokenTree
 
 LOOKAHEAD = "lookahead"
@@ -105,7 +113,7 @@ class PassChain:
     """
 
     def __init__(self, probe_ids: Sequence[int]) -> None:
-        """`probe_ids` are those of the embeddings; see ModelRunner.extend."""
+        """`probe_ids` are those of the embeddings; see embed_probes."""
         self._chain = TokenTree.chain(probe_ids)
         self._found: Sequence[int] = ()
         self._base_len = 0
@@ -124,24 +132,91 @@ class PassChain:
         self._found = token_ids
 
 
+def embed_probes(target: ModelRunner, rows: Tensor) -> range:
+    """Embeds rows [L, H], which nothing but probes may name, and returns the ids that these have from now on.
+
+    Raises ModelRefused for a model that embeds no others than its own.
+    """
+    name, model = target.identity.model_name, target.model
+    if not isinstance(model, ProbedDecoder):
+        raise ModelRefused(f"{name} cannot embed probes", model=name)
+    first = len(model.embedding)
+    model.embed_more(rows)
+    return range(first, len(model.embedding))
+
+
+class ProbeRows(StepExtension):
+    """Adds probes to a target's forwards, wherever rows and blocks are left, and hands on what they find."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
+        self.drafts: WeakKeyDictionary[Session, ProbeDraft] = WeakKeyDictionary()
+        """Drafts whose probes the next forward is to compute that finishes their session's feed."""
+
+    def extend(self, feeds: Sequence[Feed]) -> Sequence[Feed]:
+        return [self._extended(feed) for feed in feeds] if self.drafts else feeds
+
+    def _extended(self, feed: Feed) -> Feed:
+        draft = self.drafts.get(feed.session)
+        if draft is None or not draft.probes:
+            return feed
+        tree, probes = feed.tree, draft.probes
+        parents = tuple(parent and parent + len(tree) for parent in probes.parents)
+        extended = feed._replace(tree=TokenTree(tree.token_ids + probes.token_ids, tree.parents + parents))
+        # Where there is no room they are left out: guesses are worth no other session's place.
+        with suppress(CacheFull):
+            if extended.num_proposed < self.runner.max_rows:
+                feed.session.reserve(extended.num_proposed, extended.start)
+                return extended
+        draft.probes = EMPTY
+        return feed
+
+    def take(self, feeds: Sequence[Feed], logits: Tensor, ranges: list[range | None]) -> None:
+        for number, feed in enumerate(feeds) if self.drafts else ():
+            rows, end = ranges[number], len(feed.depths)
+            if rows is not None and len(rows) > end:
+                draft = self.drafts.pop(feed.session)
+                found = logits[rows.start + end : rows.stop, : self.runner.vocabulary_size]
+                draft.probes, draft.found = EMPTY, found.argmax(1)
+                ranges[number] = rows[:end]
+
+
 class ProbeDraft(DrafterSession):
     """A session of such a drafter: what it has found becomes a proposal at once, without a step of its own."""
 
-    def __init__(self, spec: SessionSpec, new_finder: Callable[[], Finder]) -> None:
+    def __init__(self, spec: SessionSpec, new_finder: Callable[[], Finder], rows: ProbeRows) -> None:
         DrafterSession.__init__(self)
+        self.probes: TokenTree = EMPTY
+        """Rows that the target's next forward is to compute after the committed tokens, beside the proposal."""
+        self.found: Tensor | None = None
+        """The likeliest token after each probe, to be learnt from when the step that computed them can fail no more."""
         self._spec = spec
         self._new_finder = new_finder
         self._finder = new_finder()
+        self._rows = rows
+
+    @property
+    def num_rows_beside(self) -> int:
+        return len(self.probes)
 
     def propose(self, session: Session, limits: GuessLimits) -> None:
-        token_ids = session.token_ids
-        candidates = self._finder.candidates(token_ids) if limits.draft_count else ()
+        finder, token_ids = self.learn(), session.token_ids
+        candidates = finder.candidates(token_ids) if limits.draft_count else ()
         tree = self._tree(candidates, limits.draft_count) if candidates else EMPTY
         self.proposal = DrafterProposal(tree, ComputeTimes(), 0)
-        probes = self._finder.probes(token_ids)
+        probes = finder.probes(token_ids)
         # No row may stand past the end of the request; so near to it little is left to guess.
-        fits = len(token_ids) + max(probes.depths) <= self._spec.max_len
+        fits = len(token_ids) + max(probes.depths) <= min(self._spec.max_len, self._rows.runner.context_len)
         self.probes = probes if fits else EMPTY
+        if fits:
+            self._rows.drafts[session] = self
+
+    def learn(self) -> Finder:
+        """The finder, which has learnt what the last probes found."""
+        if self.found is not None:
+            self._finder.learn(self.found.tolist())
+            self.found = None
+        return self._finder
 
     def _tree(self, candidates: Sequence[Sequence[int]], draft_count: int) -> TokenTree:
         """Best candidate as a chain where the rule tests with distributions, else as many as there are rows for."""
@@ -163,17 +238,13 @@ class ProbeDraft(DrafterSession):
             (0.0,) * len(rows) if self._spec.draft_logprobs else (),
         )
 
-    def commit(self, found: Sequence[int]) -> None:
-        DrafterSession.commit(self, found)
-        if found:
-            self._finder.learn(found)
-
     def truncate(self, length: int) -> None:
         # What was found since may know the noise of the places that are drawn once more.
         self.free()
 
     def free(self) -> None:
         DrafterSession.free(self)
+        self.probes, self.found = EMPTY, None
         self._finder = self._new_finder()
 
 
@@ -184,12 +255,13 @@ class ProbeDrafter:
     makes_trees = False
     runner = None
 
-    def __init__(self, name: str, new_finder: Callable[[], Finder]) -> None:
+    def __init__(self, target: ModelRunner, name: str, new_finder: Callable[[], Finder]) -> None:
         self.name = name
         self._new_finder = new_finder
+        self._rows = ProbeRows.in_forwards_of(target)
 
     def open(self, spec: SessionSpec, salt: bytes | None) -> ProbeDraft:
-        return ProbeDraft(spec, self._new_finder)
+        return ProbeDraft(spec, self._new_finder, self._rows)
 
     def advance(self, sessions: Sequence[ProbeDraft]) -> None:
         """Does nothing: a proposal is there as soon as it is asked for."""

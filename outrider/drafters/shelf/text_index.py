@@ -26,21 +26,18 @@ class TextIndex:
             pairs = zip(known, token_ids[:length], strict=False)
             common = next((place for place, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(known), length))
             while len(known) > common:
-                self._forget_last()
+                key, place = tuple(known[-KEY_LEN:]), self._before.pop()
+                if place < 0:
+                    del self._last[key]
+                else:
+                    self._last[key] = place
+                known.pop()
         first, last, before = len(known), self._last, self._before
         known += token_ids[first:length]
         for place in range(first, length):
             key = tuple(known[max(place + 1 - KEY_LEN, 0) : place + 1])
             before.append(last.get(key, -1))
             last[key] = place
-
-    def _forget_last(self) -> None:
-        key, before = tuple(self._token_ids[-KEY_LEN:]), self._before.pop()
-        if before < 0:
-            del self._last[key]
-        else:
-            self._last[key] = before
-        self._token_ids.pop()
 
     def find(self, token_ids: Sequence[int]) -> tuple[int, int]:
         """Number of tokens at the end of these that are repeated, up to MAX_MATCH, and where the repeated ones end.

@@ -15,10 +15,11 @@ from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.heads.head import Head, HeadRows, TargetParts
 from outrider.engine.models.config import DecoderFacts
+from outrider.engine.models.decoder import Decoder
 from outrider.engine.ops import Ops, Weight
 
 
-class HeadDecoder:
+class HeadDecoder(Decoder):
     """Rows of a head; its cache has keep_features(state_size + 1)."""
 
     def __init__(self, head: Head, target: TargetParts, ops: Ops) -> None:

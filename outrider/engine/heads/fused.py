@@ -22,14 +22,14 @@ from outrider.engine.ops.library import DecoderFields, HeadFields, LayerFields, 
 from outrider.engine.ops.native import MAX_HEAD_DIM, NativeOps, expect
 
 
-class FusedHead:
+class FusedHead(Decoder):
     """Computes what a HeadDecoder of its head would; belongs to one thread."""
 
     def __init__(self, head: FeatureHead, target: TargetParts, ops: NativeOps) -> None:
         """Raises ValueError for tensors that the kernels would misread."""
         self.config = HeadDecoder(head, target, ops).config
         self.embedding = target.embedding
-        self.ops = ops
+        self.ops: NativeOps = ops
         self._head = head
         self._scratch = torch.empty(0)
         self._layer = _layer(head)

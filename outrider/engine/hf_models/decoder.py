@@ -15,6 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.models.config import DecoderFacts
+from outrider.engine.models.decoder import TappedDecoder
 from outrider.engine.ops import Ops
 
 # Two AVX-512 vectors of float32: the step of torch's loops; those of AVX2 and NEON divide it.
@@ -196,7 +197,7 @@ def _experts(module: nn.Module, rows: Tensor, top_k_index: Tensor, top_k_weights
 ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
 
 
-class HfDecoder:
+class HfDecoder(TappedDecoder):
     """transformers' modelling code with our attention, cache and products; belongs to the device thread."""
 
     def __init__(self, config: DecoderFacts, model: PreTrainedModel, ops: Ops) -> None:
@@ -204,17 +205,13 @@ class HfDecoder:
         self.config = config
         self.ops = ops
         self._model = model
+        self.embedding: Tensor = model.get_input_embeddings().weight
         self.head: Tensor = model.get_output_embeddings().weight
         self._company = Company()
         for module in model.modules():
             # To transformers' experts, which get nothing but rows.
             if hasattr(type(module), "_apply_gate"):
                 setattr(module, "company", self._company)  # noqa: B010 - declared nowhere in torch
-
-    @property
-    def embedding(self) -> Tensor:
-        weight: Tensor = self._model.get_input_embeddings().weight
-        return weight
 
     @property
     def weights(self) -> list[Tensor]:

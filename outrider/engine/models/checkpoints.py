@@ -20,9 +20,9 @@ from outrider.engine.models.sized import sized_hash, widen, widened
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import expected_shapes, load_tensors, model_hash, resolve
 from outrider.engine.ops import Ops
-from outrider.gguf.files import model_stem
-from outrider.gguf.header import GgufFile
-from outrider.model_names import Shape, parse, parse_simulated, tokenizer_source
+from outrider.model_files.gguf.files import model_stem
+from outrider.model_files.gguf.header import GgufFile
+from outrider.model_files.model_names import Shape, parse, parse_simulated, tokenizer_source
 
 HF_MODELS = "outrider.engine.hf_models.checkpoint"
 

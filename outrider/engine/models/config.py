@@ -266,7 +266,7 @@ class DecoderFacts:
     context_len: int
     """Longest sequence in tokens: the trained positions, scaled where the rotary embedding is."""
     eos_token_ids: frozenset[int]
-    """Tokens that end a sequence by the model's configuration; may be empty. outrider.ends knows all."""
+    """Tokens that end a sequence by the model's configuration; may be empty. outrider.model_files.ends knows all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
-"""Interface of a model to the runner, be it our own transformer or transformers' code."""
+"""Interface of a model to the runner: our own transformer, transformers' code, a head, or a simulation."""
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from outrider.engine.batching import RowPlan
@@ -10,24 +12,41 @@ from outrider.engine.cache import KVCache
 from outrider.engine.models.config import DecoderFacts
 from outrider.engine.ops import Ops, Weight
 
+# What the cache takes by default, and what it may take for the sake of one whole context.
+DEFAULT_KV_BYTES, MAX_KV_BYTES = 512 << 20, 4 << 30
 
-class Decoder(Protocol):
+
+class Decoder(ABC):
     """A model on one device, that computes the rows of a plan."""
 
-    @property
-    def config(self) -> DecoderFacts: ...
+    config: DecoderFacts
+    ops: Ops
+    embedding: Tensor
+    """The embedding matrix; device and type of the weights are its own."""
 
     @property
-    def ops(self) -> Ops: ...
-
-    @property
-    def embedding(self) -> Tensor:
-        """The embedding matrix; device and type of the weights are its own."""
-
-    @property
+    @abstractmethod
     def weights(self) -> Sequence[Weight]:
         """Weights of the model, a tied matrix once: as it makes logits."""
 
+    @property
+    def device_name(self) -> str:
+        """The device as reports name it: torch's name, or what it stands for where it is simulated."""
+        return str(self.embedding.device)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Type of keys and values: as exact as activations on the CPU, as small as weights on an accelerator."""
+        return torch.float32 if self.embedding.device.type == "cpu" else self.embedding.dtype
+
+    @property
+    def default_kv_tokens(self) -> int:
+        """Tokens whose keys and values fit into 512 MiB, or one full context, up to 4 GiB for that."""
+        config = self.config
+        token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.cache_dtype.itemsize
+        return max(DEFAULT_KV_BYTES // token_bytes, min(config.context_len, MAX_KV_BYTES // token_bytes))
+
+    @abstractmethod
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
         """Computes the rows of the plan, stores their keys and values, returns logits [len(wanted), V] float32.
 
@@ -36,28 +55,33 @@ class Decoder(Protocol):
         wanted [W] int64 names the rows whose logits are asked for, which may hold until the next forward only.
         """
 
+    def finish(self, started_s: float) -> float:
+        """Seconds of the last forward, which began then, and of the draws after it, which have been read.
 
-@runtime_checkable
-class ProbedDecoder(Decoder, Protocol):
+        Waits where the device is simulated and would not be done yet.
+        """
+        return time.perf_counter() - started_s
+
+
+class ProbedDecoder(Decoder):
     """A decoder whose embedding can have rows for ids that no text has."""
 
+    @abstractmethod
     def embed_more(self, rows: Tensor) -> None:
         """Appends rows [L, H] to the embedding: ids from V on are these."""
 
 
-@runtime_checkable
-class TappedDecoder(Decoder, Protocol):
+class TappedDecoder(Decoder):
     """A decoder whose forwards store what the cache taps; see KVCache.taps."""
 
-    @property
-    def head(self) -> Weight:
-        """The matrix that makes logits of what leaves the final norm, [V, H]."""
+    head: Weight
+    """The matrix that makes logits of what leaves the final norm, [V, H]."""
 
 
-@runtime_checkable
-class LayeredDecoder(TappedDecoder, Protocol):
+class LayeredDecoder(TappedDecoder):
     """A decoder that can be computed some layers at a time."""
 
+    @abstractmethod
     def forward_layers(self, plan: RowPlan, cache: KVCache, wanted: Tensor, layers: range) -> Tensor:
         """Computes like `forward`, but these layers, which follow each other; what leaves the last makes the logits.
 

@@ -12,20 +12,21 @@ from torch import Tensor
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.models.config import ModelConfig
+from outrider.engine.models.decoder import LayeredDecoder, ProbedDecoder
 from outrider.engine.models.transformer import Layer, Linear, Transformer
 from outrider.engine.ops import Weight
 from outrider.engine.ops.library import DecoderFields, LayerFields, MatrixFields, PlanFields, TapFields
 from outrider.engine.ops.native import MAX_HEAD_DIM, NativeOps, expect, expect_weight
 
 
-class FusedTransformer:
+class FusedTransformer(LayeredDecoder, ProbedDecoder):
     """Computes what its Transformer would; belongs to one thread, because the activations are kept between calls."""
 
     def __init__(self, model: Transformer, ops: NativeOps) -> None:
         """Raises ValueError for tensors that the kernels would misread."""
         self.config: ModelConfig = model.config
         self.embedding, self.head = model.embedding, model.head
-        self.ops = ops
+        self.ops: NativeOps = ops
         self._model = model
         self._windows = sorted({window for window in model.config.windows if window is not None})
         # The plan of whole lists comes first: every forward needs it, if only for its rows.

@@ -20,8 +20,8 @@ from outrider.engine.models.config import JsonKeys, ModelConfig, eos_token_ids_i
 from outrider.engine.models.rope import DividedRope, Rope
 from outrider.engine.models.weights import check_numbers, expected_shapes
 from outrider.errors import ModelRefused
-from outrider.gguf.config import architecture_of, json_config, spelled
-from outrider.gguf.header import GgufFile, TensorPlace
+from outrider.model_files.gguf.config import architecture_of, json_config, spelled
+from outrider.model_files.gguf.header import GgufFile, TensorPlace
 
 PIECE_NUMBERS = 1 << 20
 ROPE_FACTORS = "rope_freqs.weight"

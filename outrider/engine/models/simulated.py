@@ -21,10 +21,11 @@ from torch import Tensor
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.models.config import DecoderFacts, JsonKeys, read_eos_token_ids, read_json
+from outrider.engine.models.decoder import Decoder
 from outrider.engine.noise import UNIFORM_SHIFT, UNIFORM_STEP, Words, numpy_hash_words
 from outrider.engine.ops import Ops, Weight
 from outrider.errors import ModelRefused
-from outrider.model_names import SIM_CONTEXT_LEN, SimulatedModel, tokenizer_source
+from outrider.model_files.model_names import SIM_CONTEXT_LEN, SimulatedModel, tokenizer_source
 
 FORMAT_VERSION = 1
 # Tokens that the next one depends on: two answers that differ meet again only by eight equal tokens in one place.
@@ -85,16 +86,14 @@ class SimulatedCheckpoint:
         return hashlib.sha256(f"simulated {FORMAT_VERSION} {self.model}".encode()).hexdigest()[:32]
 
 
-class SimulatedDecoder:
-    """Gives logits at once; `wait` lets pass what the device that it stands for would have taken."""
+class SimulatedDecoder(Decoder):
+    """Gives logits at once; `finish` lets pass what the device that it stands for would have taken."""
 
     def __init__(self, model: SimulatedModel, config: DecoderFacts, ops: Ops) -> None:
         self.model = model
         self.config = config
         self.ops = ops
         self.embedding = torch.empty(0)
-        # Counted in facts, and never in memory.
-        self.weights: Sequence[Weight] = (torch.empty(model.parameter_count, dtype=torch.bfloat16, device="meta"),)
         # No answer ends by itself, unless its end is asked for.
         self._ordinary = np.setdiff1d(np.arange(config.vocab_size), list(config.eos_token_ids))
         # [2, ranks]: in easy contexts and in the others.
@@ -106,15 +105,24 @@ class SimulatedDecoder:
         # Zero but for the peaks of each row, which the next forward takes away: to zero all of it would cost more.
         self._logits = torch.zeros(0, config.vocab_size)
         self._peaks = torch.empty(0, dtype=torch.int64)
-        self._started_s = self._step_s = self._credit_s = 0.0
+        self._step_s = self._credit_s = 0.0
+
+    @property
+    def weights(self) -> Sequence[Weight]:
+        # Counted in facts, and never in memory.
+        return (torch.empty(self.model.parameter_count, dtype=torch.bfloat16, device="meta"),)
 
     @property
     def device_name(self) -> str:
         return f"simulated {self.model.device.name}"
 
+    @property
+    def default_kv_tokens(self) -> int:
+        """Tokens that the memory of the device would hold."""
+        return self.model.kv_tokens
+
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
         """Computes rows like any Decoder; the logits hold until the next forward."""
-        self._started_s = time.perf_counter()
         stored = cache.keys[0].view(-1)
         # The leaves of a tree list the same prefix, and it is read once.
         is_read = np.zeros(len(stored), dtype=bool)
@@ -128,12 +136,12 @@ class SimulatedDecoder:
         seen = stored[plan.key_slots[places].long()].numpy().astype(np.uint64)
         return self._peaked(*self.choices(plan.positions[wanted].numpy(), seen))
 
-    def wait(self) -> float:
+    def finish(self, started_s: float) -> float:
         """Waits for the end of the forward's time, and returns that time in seconds.
 
         Whatever has been done since the forward began, draws among it, counts as done by the device meanwhile.
         """
-        ends_s = self._started_s + self._step_s - self._credit_s
+        ends_s = started_s + self._step_s - self._credit_s
         self._credit_s = 0.0
         if (left_s := ends_s - time.perf_counter()) > 0:
             time.sleep(left_s)

@@ -21,7 +21,7 @@ from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.rope import Rope
 from outrider.engine.models.weights import expected_shapes
 from outrider.errors import ModelRefused
-from outrider.model_names import CONTEXT_LEN, Shape
+from outrider.model_files.model_names import CONTEXT_LEN, Shape
 
 FORMAT_VERSION = 1
 STANDARD_DEVIATION = 0.02

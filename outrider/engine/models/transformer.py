@@ -14,6 +14,7 @@ from torch import Tensor
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.models.config import ModelConfig
+from outrider.engine.models.decoder import LayeredDecoder, ProbedDecoder
 from outrider.engine.models.rope import rotary_tables
 from outrider.engine.ops import Ops, Weight
 
@@ -71,12 +72,12 @@ class Layer:
         return [*(norm for norm in norms if norm is not None), *(tensor for each in linears for tensor in each.weights)]
 
 
-class Transformer:
+class Transformer(LayeredDecoder, ProbedDecoder):
     """A decoder-only transformer on one device."""
 
     def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], ops: Ops) -> None:
         """Takes the checkpoint's tensors (outrider.engine.models.weights.load_tensors) and empties the dictionary."""
-        self.config = config
+        self.config: ModelConfig = config
         self.ops = ops
         embedding = tensors.pop("model.embed_tokens.weight")
         self.norm = tensors.pop("model.norm.weight")

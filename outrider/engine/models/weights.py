@@ -30,7 +30,7 @@ from torch import Tensor
 
 from outrider.engine.models.config import FAMILIES, JsonKeys, ModelConfig, read_json
 from outrider.errors import ModelRefused, NotReady
-from outrider.gguf.files import IGNORED, HubName, cached_gguf, fetch_file, fetch_gguf, gguf_in, part_names
+from outrider.model_files.gguf.files import IGNORED, HubName, cached_gguf, fetch_file, fetch_gguf, gguf_in, part_names
 
 # How weights are kept in memory, and the type in which they are read for that.
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.bfloat16, "int4": torch.bfloat16}

@@ -5,7 +5,7 @@ from typing import Any
 
 from google.protobuf.descriptor import EnumDescriptor
 
-from outrider.completion import SECTIONS, CompletionFacts, DrafterFigures, SpeculationFigures
+from outrider.answer import SECTIONS, CompletionFacts, DrafterFigures, SpeculationFigures
 from outrider.parameters import FinishReason
 from outrider.rpc.messages.round import finish_reason_message
 from outrider.rpc.messages.rules import RULES, acceptance_from, settings_message

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 
 from outrider.beams import BeamStep, Candidate
+from outrider.estimates.timing import ComputeTimes
 from outrider.parameters import (
     FinishReason,
     TokenLogprob,
 )
 from outrider.rpc.fencing import Fence
-from outrider.timing import ComputeTimes
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb
 

@@ -90,7 +90,19 @@ def _distributions_from(
         parent = message.parents[row] if message.parents else row
         field, sibling = f"proposal.distributions.{row}", siblings.get(parent)
         if each.token_ids or each.weights:
-            distribution = _distribution_from(each, field, vocabulary_size)
+            num_ids = len(each.token_ids)
+            check_count(f"{field}.token_ids", num_ids, MAX_SUPPORT, "ids")
+            if len(each.weights) != num_ids:
+                raise InvalidRequest(f"{field}.weights", f"{len(each.weights)} entries", f"{num_ids} entries")
+            ids = check_token_ids(f"{field}.token_ids", each.token_ids, vocabulary_size)
+            if len(set(ids)) < num_ids:
+                raise InvalidRequest(f"{field}.token_ids", list(ids), "without repetition")
+            weights = tuple(each.weights)
+            # Looked at one by one only when one is at fault: a round carries hundreds.
+            if weights and not 1 <= min(weights) <= max(weights) <= MAX_WEIGHT:
+                for index, weight in enumerate(weights):
+                    check_range(f"{field}.weights.{index}", weight, 1, MAX_WEIGHT)
+            distribution = DraftDistribution(ids, weights)
         elif sibling is None:
             raise InvalidRequest(f"{field}.token_ids", "empty", "filled for the first of siblings")
         else:
@@ -101,21 +113,6 @@ def _distributions_from(
         distributions.append(distribution)
         siblings[parent] = row
     return tuple(distributions)
-
-
-def _distribution_from(message: pb.DraftDistribution, field: str, vocabulary_size: int) -> DraftDistribution:
-    check_count(f"{field}.token_ids", len(message.token_ids), MAX_SUPPORT, "ids")
-    if len(message.weights) != len(message.token_ids):
-        raise InvalidRequest(f"{field}.weights", f"{len(message.weights)} entries", f"{len(message.token_ids)} entries")
-    token_ids = check_token_ids(f"{field}.token_ids", message.token_ids, vocabulary_size)
-    if len(set(token_ids)) < len(token_ids):
-        raise InvalidRequest(f"{field}.token_ids", list(token_ids), "without repetition")
-    weights = tuple(message.weights)
-    # Looked at one by one only when one is at fault: a round carries hundreds.
-    if weights and not 1 <= min(weights) <= max(weights) <= MAX_WEIGHT:
-        for index, weight in enumerate(weights):
-            check_range(f"{field}.weights.{index}", weight, 1, MAX_WEIGHT)
-    return DraftDistribution(token_ids, weights)
 
 
 def tree_message(tree: TokenTree, *, with_logprobs: bool = False) -> pb.TokenTree:

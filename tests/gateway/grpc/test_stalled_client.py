@@ -15,11 +15,11 @@ from support.stack import request_of, running_stack
 
 from gateway.server import start
 from gateway.settings import GatewaySettings
+from outrider.model_files.vocabulary import Vocabulary
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
-from outrider.vocabulary import Vocabulary
 
 TOKENIZER = str(Path(__file__).resolve().parents[3] / "models" / "target")
 # Without these the client's transport takes a megabyte in before anybody reads it.

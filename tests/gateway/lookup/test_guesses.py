@@ -10,7 +10,7 @@ from support.stack import TARGET
 from gateway.lookup.guesses import FREE_LOOK_S, GRAMMAR, MAX_FORCED_S, LookupGuesses
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.grammar import GrammarEngine, canonical
-from outrider.vocabulary import Vocabulary
+from outrider.model_files.vocabulary import Vocabulary
 
 FORCED = Constraint(ConstraintKind.REGEX, "(once upon a time|never before that day)!")
 BEGUN = Constraint(ConstraintKind.REGEX, "on")

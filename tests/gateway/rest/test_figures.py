@@ -14,7 +14,7 @@ from gateway.rest.figures import ResponseFigures
 from gateway.rest.openai.completions import CompletionFormatter
 from gateway.rounds.round import TokenOrigin
 from gateway.text.tokenizer import Tokenizer
-from outrider.completion import PromptToken, SpeculationFigures
+from outrider.answer import PromptToken, SpeculationFigures
 from outrider.parameters import Acceptance, FinishReason, TokenLogprob
 
 HEADER = ResponseHeader("cmpl-1", 1, "markov", "fp")

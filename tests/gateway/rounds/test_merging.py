@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.rounds.merging import best_rows, cut, merged, one_hot
+from gateway.rounds.merging import cut, merged, one_hot
 from gateway.rounds.round import LOOKUP, NOTHING, DrafterId, FallbackReason, HopCost, Proposal
 from outrider.parameters import DraftDistribution, Rule
 from outrider.token_tree import TokenTree
@@ -53,7 +53,7 @@ def test_a_union_has_all_paths_and_no_others() -> None:
             for parent, value in zip(tree.parents, tree.values, strict=True)
         )
         count = source.randint(1, len(tree))
-        fewer = best_rows(tree, count)
+        fewer = cut(Proposal(tree), count).tree
         assert sorted(fewer.values) == sorted(tree.values)[-count:]
         assert paths(fewer) <= paths(tree)
 

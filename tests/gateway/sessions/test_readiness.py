@@ -16,10 +16,10 @@ from gateway.server import start
 from gateway.sessions.peer import ModelInfo, ServicePeer
 from gateway.settings import GatewaySettings
 from outrider.errors import InvalidRequest
+from outrider.model_files.vocabulary import Vocabulary
 from outrider.process.upkeep import Upkeep
 from outrider.rpc.channels import open_channel
 from outrider.v1 import model_service_pb2 as model_pb
-from outrider.vocabulary import Vocabulary
 
 TOKENIZER = str(Path(__file__).resolve().parents[3] / "models" / "target")
 

@@ -12,7 +12,7 @@ from support.models.tiny_models import TARGET
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
 from outrider.errors import ModelRefused
-from outrider.vocabulary import Vocabulary
+from outrider.model_files.vocabulary import Vocabulary
 
 TEXT, USER = "Once upon a time<|endoftext|>", [{"role": "user", "content": "Who?"}]
 # Everything that a gateway reads of a model, and what that has loaded.

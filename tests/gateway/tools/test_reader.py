@@ -12,7 +12,7 @@ from gateway.settings import GatewaySettings
 from gateway.tools.call_grammar import CallRules, OfferedTool, call_constraint
 from gateway.tools.formats import FORMATS, choose_format
 from gateway.tools.reader import AnswerReader, Reading, joined
-from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
+from outrider.answer import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 from outrider.errors import InvalidRequest
 
 COUNT: Mapping[str, Any] = {"type": "object", "properties": {"n": {"type": "integer"}, "of": {"type": "string"}}}

@@ -22,9 +22,9 @@ from support.stack import DRAFT, PATIENT, TARGET, Answer, RunningStack, greedy_r
 
 from bench.common import OPENINGS
 from outrider.datastore.build import build
+from outrider.model_files.vocabulary import Vocabulary
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
-from outrider.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

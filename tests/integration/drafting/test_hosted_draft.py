@@ -15,7 +15,7 @@ from support.stack import request_of
 
 from outrider.cli.local_stack import Addresses, Stack, start_stack
 from outrider.errors import InvalidRequest
-from outrider.model_names import embedded_model
+from outrider.model_files.model_names import embedded_model
 from outrider.process.children import RestartPolicy, Supervisor
 from outrider.rpc.channels import open_channel
 from outrider.rpc.errors import error_from

@@ -10,7 +10,7 @@ import pytest
 from support.stack import request_of, until_quiet
 
 from outrider.cli.local_stack import Stack, start_stack
-from outrider.model_names import embedded_model
+from outrider.model_files.model_names import embedded_model
 from outrider.process.children import RestartPolicy, Supervisor
 from outrider.rpc.channels import open_channel
 from outrider.v1 import generation_service_pb2 as pb

@@ -18,10 +18,10 @@ from bench.common import OPENINGS
 from gateway.lookup.guesses import GRAMMAR
 from outrider.client import Answer, InvalidRequest, OutriderError, Speculation
 from outrider.errors import NoTokenLeft
+from outrider.model_files.tokenizer_files import load_tokenizer
+from outrider.model_files.vocabulary import Vocabulary
 from outrider.parameters import Rule
 from outrider.token_tree import TreeShape
-from outrider.tokenizer_files import load_tokenizer
-from outrider.vocabulary import Vocabulary
 
 SCHEMA = {
     "type": "object",

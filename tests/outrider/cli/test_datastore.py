@@ -12,9 +12,9 @@ import tokenizers
 
 from outrider.datastore.command import app
 from outrider.datastore.reader import Datastore
-from outrider.model_names import embedded_model
+from outrider.model_files.model_names import embedded_model
+from outrider.model_files.vocabulary import Vocabulary
 from outrider.process.options import run_app
-from outrider.vocabulary import Vocabulary
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "datastore")
 MODEL = embedded_model("target")

@@ -19,7 +19,7 @@ from outrider.cli.doctor.models import ModelFiles
 from outrider.cli.doctor.report import Finding, Status
 from outrider.cli.local_stack import Stack
 from outrider.errors import ModelRefused
-from outrider.vocabulary import Vocabulary
+from outrider.model_files.vocabulary import Vocabulary
 
 KERNELS = {"kernels": "native-v3", "processor_levels": ["native-v3"], "cuda": [], "numerics_id": "cpu-x"}
 EQUAL = {"name": "a row alone and in a batch", "rows": 72, "equal_rows": 72}

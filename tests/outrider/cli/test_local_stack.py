@@ -8,12 +8,12 @@ import pytest
 
 from draft_service.server import DraftSettings
 from gateway.settings import GatewaySettings
-from outrider import model_names
 from outrider.cli.local_stack import Stack, choose_models, gateway_launch, model_launch, start_stack
 from outrider.cli.options import HostedOptions, Models
 from outrider.cli.up import check_ports, outlasting
 from outrider.errors import InvalidRequest, ModelRefused, NotReady
-from outrider.model_names import embedded_model
+from outrider.model_files import model_names
+from outrider.model_files.model_names import embedded_model
 from outrider.process.children import Launch, RestartPolicy, Supervisor
 from outrider.process.options import settings_of
 from outrider.process.run import ProcessSettings

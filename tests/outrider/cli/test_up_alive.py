@@ -19,7 +19,7 @@ from support.stack import until_quiet
 
 from outrider.cli.options import RequestOptions, settings_of
 from outrider.client import AsyncClient, Result, Round
-from outrider.model_names import embedded_model
+from outrider.model_files.model_names import embedded_model
 from outrider.rpc.channels import open_channel
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()")

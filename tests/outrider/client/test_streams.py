@@ -14,6 +14,7 @@ import grpc
 import pytest
 from support.command_line import ScriptedGateway, scripted_gateway
 
+from outrider.cli.local_stack import vocabulary_of
 from outrider.cli.model_facts import model_facts
 from outrider.client import AsyncClient, Cancelled, Client, InvalidRequest, OutriderError, PeerLost, TimedOut
 
@@ -236,8 +237,9 @@ async def test_a_message_that_is_none_is_no_end() -> None:
         await blocking(address, lambda client: outcome_of(client, "Hello")),
     ):
         assert (type(error), error.message) == (PeerLost, sentence)
-    with pytest.raises(PeerLost, match=sentence):
-        await model_facts(address)
+    for ask in (model_facts, vocabulary_of):
+        with pytest.raises(PeerLost, match=sentence):
+            await ask(address)
     await server.stop(0)
 
 

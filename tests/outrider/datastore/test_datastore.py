@@ -17,7 +17,7 @@ from outrider.datastore.build import build, sort_places
 from outrider.datastore.layout import DEPTH, MARK, SEPARATOR, TABLE_WIDTH
 from outrider.datastore.reader import MAX_PLACES, Datastore
 from outrider.errors import ModelRefused, VocabularyMismatch
-from outrider.vocabulary import Vocabulary
+from outrider.model_files.vocabulary import Vocabulary
 
 SIZE = 60
 VOCABULARY = Vocabulary.of((f"token {number}", number) for number in range(SIZE))

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import time
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +14,9 @@ from support.models.tiny_models import TARGET, write_tiny_model
 
 from outrider.engine import runner as runner_module
 from outrider.engine.batching import Feed
-from outrider.engine.models.config import ModelConfig
 from outrider.engine.ops.library import load_kernels
 from outrider.engine.ops.reference import ReferenceOps
-from outrider.engine.runner import ModelRunner, default_kv_tokens
+from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 from outrider.errors import CacheFull, InvalidRequest, ModelRefused, PromptTooLong
 from outrider.token_tree import EMPTY, TokenTree
@@ -235,15 +235,15 @@ def test_runner_describes_itself() -> None:
     assert (runner.context_len, runner.vocabulary_size, runner.config.eos_token_ids) == (4096, 4096, {0})
     assert len(runner.identity.model_hash) == 32
     assert str(runner.device) == "cpu"
-    assert default_kv_tokens(runner.config, runner.device, torch.bfloat16) == (512 << 20) // (6 * 2 * 2 * 64 * 4)
+    assert runner.model.default_kv_tokens == (512 << 20) // (6 * 2 * 2 * 64 * 4)
 
 
 @pytest.mark.parametrize(("context_len", "kv_tokens"), [(1000, 2048), (8192, 8192), (131_072, 16_384)])
 def test_the_cache_holds_a_context_but_not_at_any_price(context_len: int, kv_tokens: int) -> None:
     """Llama 3.1 8B in float32 takes 256 KiB a token: 512 MiB by default, a whole context up to 4 GiB."""
-    assert isinstance(target("bfloat16").config, ModelConfig)
-    config = replace(target("bfloat16").config, num_layers=32, num_kv_heads=8, head_dim=128, context_len=context_len)
-    assert default_kv_tokens(config, torch.device("cpu"), torch.bfloat16) == kv_tokens
+    model = copy(target("bfloat16").model)
+    model.config = replace(model.config, num_layers=32, num_kv_heads=8, head_dim=128, context_len=context_len)
+    assert model.default_kv_tokens == kv_tokens
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from prometheus_client import generate_latest
 from support.observability import families, findings
 
 from outrider.engine.runner import ForwardCounts
+from outrider.estimates.timing import ComputeTimes
 from outrider.model_service.metrics import ServiceMetrics
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.sessions import ServiceCounts
-from outrider.timing import ComputeTimes
 
 FACTS = ServiceFacts(
     role="target",

@@ -9,8 +9,8 @@ from support.basics import spec_of
 from support.services.session_clients import TargetClient
 
 from outrider.errors import InvalidRequest, Overloaded
+from outrider.model_service.incoming import MAX_PART_TOKENS, OpenParts
 from outrider.model_service.leases import MAX_SESSIONS
-from outrider.model_service.link import MAX_PART_TOKENS, OpenParts
 from outrider.rpc.fencing import Fence
 from outrider.v1 import types_pb2 as pb
 

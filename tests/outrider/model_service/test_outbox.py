@@ -6,9 +6,9 @@ import threading
 from support.basics import PATIENCE_S
 
 from outrider.errors import OutriderError, Overloaded
+from outrider.estimates.timing import ComputeTimes
 from outrider.model_service.outbox import MAX_UNSENT, MAX_UNSENT_OF_SESSION, Outbox, Outboxes, SessionAnswer
 from outrider.rpc.fencing import Fence
-from outrider.timing import ComputeTimes
 
 
 def _answer(session_id: bytes, number: int, error: OutriderError | None = None) -> SessionAnswer[None]:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from outrider.drafters.drafter import DrafterProposal, DrafterSession, GuessLimits
 from outrider.engine.session import Session
+from outrider.estimates.timing import ComputeTimes
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
-from outrider.timing import ComputeTimes
 from outrider.token_tree import TokenTree
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from outrider.drafters.drafter import NO_PROPOSAL, DrafterProposal, DrafterSession, GuessLimits
 from outrider.engine.session import Session
+from outrider.estimates.timing import ComputeTimes
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
-from outrider.timing import ComputeTimes
 from outrider.token_tree import TokenTree
 
 Guesses = Callable[[SessionSpec, Sequence[int], int], Sequence[int]]

@@ -11,8 +11,7 @@ from gateway.generation.request import CheckedRequest
 from gateway.rest.answering import AnswerWriter, ChoiceBuffer
 from gateway.rest.figures import ResponseFigures
 from gateway.rounds.round import TokenOrigin
-from outrider.completion import SpeculationFigures
-from outrider.deltas import Delta
+from outrider.answer import Delta, SpeculationFigures
 from outrider.parameters import FinishReason
 
 

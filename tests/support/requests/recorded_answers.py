@@ -15,7 +15,7 @@ from canitoolcall.results import ParsedToolCall, ParseResult
 
 from gateway.tools.formats import FORMATS
 from gateway.tools.reader import AnswerReader, Reading
-from outrider.deltas import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
+from outrider.answer import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 
 FAMILIES = ("qwen3-hermes", "qwen3-xml", "llama", "mistral")
 # What their tokenizers have as tokens of their own; those of the Qwen models are not special.

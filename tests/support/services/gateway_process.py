@@ -9,9 +9,9 @@ from support.observability import peak_bytes
 from support.services.markov import MarkovModel
 from support.services.markov_services import TargetServicer, serving
 
+from outrider.model_files.vocabulary import Vocabulary
 from outrider.process.children import HOST, Launch, ServiceProcess
 from outrider.v1 import model_service_pb2 as model_pb
-from outrider.vocabulary import Vocabulary
 
 
 @dataclass

@@ -21,6 +21,7 @@ from gateway.server import RunningGateway, start
 from gateway.sessions.peer import ServicePeer
 from gateway.settings import GatewaySettings
 from outrider.errors import CacheFull, InvalidRequest, OutriderError, PeerLost
+from outrider.model_files.vocabulary import Vocabulary
 from outrider.rpc import channels
 from outrider.rpc.channels import PROTOCOL_VERSION, open_channel
 from outrider.rpc.errors import error_from, session_error
@@ -31,7 +32,6 @@ from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
-from outrider.vocabulary import Vocabulary
 
 
 class Mischief(Enum):

@@ -17,10 +17,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from gateway.server import RunningGateway, start
 from gateway.settings import GatewaySettings
 from outrider.grammar import ENGINE
+from outrider.model_files.vocabulary import Vocabulary
 from outrider.rpc.channels import open_channel
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
-from outrider.vocabulary import Vocabulary
 
 END, TURN = "<|end|>", "<|turn|>"
 TEMPLATE = """

@@ -15,7 +15,17 @@ from support.models.tiny_models import write_tiny_model
 from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, OwnTarget, assert_like_fresh, plain, storm
 
 from outrider.drafters.drafter import Drafter, GuessLimits
-from outrider.drafters.shelf.probing import LOOKAHEAD, PASS, Finder, Lookahead, PassChain, ProbeDraft, ProbeDrafter
+from outrider.drafters.shelf.probing import (
+    LOOKAHEAD,
+    PASS,
+    Finder,
+    Lookahead,
+    PassChain,
+    ProbeDraft,
+    ProbeDrafter,
+    ProbeRows,
+    embed_probes,
+)
 from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest
 from outrider.parameters import DraftDistribution, Rule, SessionSpec
@@ -30,12 +40,12 @@ COLD = spec_of(PROMPT, 90, seed=3, eos=(), temperature=1.0, top_k=2)
 
 @pytest.fixture(scope="module")
 def probe_ids(runner: ModelRunner) -> range:
-    return runner.extend(torch.randn(4, 48, generator=torch.Generator().manual_seed(2)))
+    return embed_probes(runner, torch.randn(4, 48, generator=torch.Generator().manual_seed(2)))
 
 
-def lookahead() -> Drafter:
+def lookahead(runner: ModelRunner) -> Drafter:
     """With eleven probes."""
-    return ProbeDrafter(LOOKAHEAD, partial(Lookahead, window=4, depth=4))
+    return ProbeDrafter(runner, LOOKAHEAD, partial(Lookahead, window=4, depth=4))
 
 
 def proposals_of(own: OwnTarget, spec: SessionSpec, counts: Sequence[int]) -> list[TokenTree]:
@@ -56,7 +66,7 @@ def test_tokens_are_those_of_plain_decoding(
     runner: ModelRunner, probe_ids: range, spec: SessionSpec, count: int, budget: int, drafter: str
 ) -> None:
     """Asked and unasked, whatever is guessed; and nothing is left in the cache."""
-    hosting = lookahead() if drafter == LOOKAHEAD else ProbeDrafter(PASS, partial(PassChain, probe_ids))
+    hosting = lookahead(runner) if drafter == LOOKAHEAD else ProbeDrafter(runner, PASS, partial(PassChain, probe_ids))
     own = OwnTarget(runner, hosting)
     answers = own.to_the_end(spec, count, budget)
     assert own.tokens == plain(runner, spec)
@@ -86,7 +96,7 @@ def test_right_guesses_of_probes_are_all_kept(
 ) -> None:
     """Four probes find as many tokens, of which the round after theirs has those that theirs has not committed."""
     tokens = plain(runner, GREEDY)
-    own = OwnTarget(runner, ProbeDrafter(PASS, partial(Knowing, probe_ids, tokens)))
+    own = OwnTarget(runner, ProbeDrafter(runner, PASS, partial(Knowing, probe_ids, tokens)))
     answers = own.to_the_end(GREEDY, count)
     assert own.tokens == tokens
     assert [len(answer.content.token_ids) for answer in answers][:5] == sizes
@@ -103,7 +113,7 @@ def test_the_same_steps_make_the_same_proposals(runner: ModelRunner, rule: Rule,
     """
     spec, told = ruled(replace(COLD, seed=seed), rule), []
     for has_neighbour in (False, True):
-        own = OwnTarget(runner, lookahead())
+        own = OwnTarget(runner, lookahead(runner))
         if has_neighbour:
             session_id, own.session_id = own.session_id, b"neighbour".ljust(16)
             own.open(replace(SAMPLED, max_len=600), budget=500)
@@ -125,11 +135,12 @@ def test_what_a_round_draws_has_no_part_in_what_its_probes_find(runner: ModelRun
     """Eight seeds draw several tokens after the same ones, and all have found the same n-grams."""
     drawn, found = set(), []
     for seed in range(8):
-        own = OwnTarget(runner, lookahead())
+        own = OwnTarget(runner, lookahead(runner))
         own.ask(replace(SAMPLED, token_ids=(*PROMPT, 9, 9), seed=seed), 3)
         own.run()
         assert own.held.hosted is not None
-        finder = own.held.hosted.part._finder  # type: ignore[attr-defined]
+        assert isinstance(own.held.hosted.part, ProbeDraft)
+        finder = own.held.hosted.part.learn()
         found.append([finder.candidates([token_id]) for token_id in range(VOCABULARY_SIZE)])
         drawn.add(own.tokens[-1])
         own.table.clear()
@@ -140,7 +151,7 @@ def test_what_a_round_draws_has_no_part_in_what_its_probes_find(runner: ModelRun
 
 def going_back(runner: ModelRunner) -> tuple[list[TokenTree], list[TokenTree]]:
     """Proposals of a session that has gone back, and of a fresh one after the same tokens."""
-    own, fresh = OwnTarget(runner, lookahead()), OwnTarget(runner, lookahead())
+    own, fresh = OwnTarget(runner, lookahead(runner)), OwnTarget(runner, lookahead(runner))
     try:
         proposals_of(own, GREEDY, [4] * 20)
         own.sessions.rollback(Fence(own.session_id, 2, 12))
@@ -180,7 +191,7 @@ def test_without_room_for_probes_tokens_are_plain_s(
     spec = replace(GREEDY, max_len=64)
     tokens = plain(runner, spec)
     runner.max_rows = max_rows
-    own = OwnTarget(runner, lookahead())
+    own = OwnTarget(runner, lookahead(runner))
     answers = own.to_the_end(spec, 4, 30)
     assert own.tokens == tokens
     assert any(answer.content.hosted.tree for answer in answers) == (max_rows > 10)
@@ -190,7 +201,7 @@ def test_without_room_for_probes_tokens_are_plain_s(
 
 def test_rows_are_computed_only_where_guesses_are_asked_for(runner: ModelRunner) -> None:
     """A plain stretch has no probes; eleven come with the prompt and with each proposal, and none at the very end."""
-    own = OwnTarget(runner, lookahead())
+    own = OwnTarget(runner, lookahead(runner))
     own.ask(GREEDY, 3)
     [answer] = own.run()
     assert answer.times.row_count == len(PROMPT) + 11
@@ -268,7 +279,7 @@ def test_candidates_become_a_tree_or_a_chain(runner: ModelRunner, rule: Rule) ->
     """Beginnings in common are one row, and there are K rows; a rule that needs distributions has the best alone."""
     session = runner.open(PROMPT, 5)
     make: Callable[[], Finder] = Fixed
-    draft = ProbeDraft(replace(ruled(SAMPLED, rule), draft_logprobs=True), make)
+    draft = ProbeDraft(replace(ruled(SAMPLED, rule), draft_logprobs=True), make, ProbeRows.in_forwards_of(runner))
     expected = {9: ((1, 2, 3, 4, 5, 1), (0, 1, 2, 2, 0, 5)), 5: ((1, 2, 3, 4, 5), (0, 1, 2, 2, 0))}
     expected |= {4: ((1, 2, 3, 4), (0, 1, 2, 2)), 2: ((1, 2), (0, 1))}
     for count, (token_ids, parents) in expected.items():

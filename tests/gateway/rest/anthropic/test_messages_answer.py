@@ -11,7 +11,7 @@ from support.requests.answer_events import events_of, figures_of, payloads, stre
 from gateway.generation.events import Event
 from gateway.rest.answering import ResponseHeader
 from gateway.rest.anthropic.messages_answer import MessageWriter
-from outrider.deltas import CallArguments, CallBegun, ContentDelta, ReasoningDelta
+from outrider.answer import CallArguments, CallBegun, ContentDelta, ReasoningDelta
 from outrider.errors import Overloaded, PeerLost, ProtocolViolation
 from outrider.parameters import FinishReason
 

@@ -14,7 +14,7 @@ from gateway.rest.answering import ResponseHeader
 from gateway.rest.openai.responses_api import repeated
 from gateway.rest.openai.responses_api_answer import ResponseWriter
 from gateway.rest.openai.responses_api_body import ResponsesRequest
-from outrider.deltas import CallArguments, CallBegun, ContentDelta, ReasoningDelta
+from outrider.answer import CallArguments, CallBegun, ContentDelta, ReasoningDelta
 from outrider.errors import InvalidRequest, OutriderError, Overloaded, PeerLost
 from outrider.parameters import FinishReason, SamplingParameters
 

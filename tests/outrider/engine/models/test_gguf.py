@@ -21,8 +21,8 @@ from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.rope import DividedRope, Llama3Rope
 from outrider.engine.runner import ModelRunner
 from outrider.errors import ModelRefused
-from outrider.gguf.header import TYPES, GgufFile
-from outrider.vocabulary import Vocabulary
+from outrider.model_files.gguf.header import TYPES, GgufFile
+from outrider.model_files.vocabulary import Vocabulary
 
 CPU = torch.device("cpu")
 MODELS: list[tuple[str, dict[str, Any]]] = [

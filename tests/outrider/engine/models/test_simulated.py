@@ -14,9 +14,9 @@ from outrider.engine.models.simulated import SHARPNESS, WINDOW, SimulatedCheckpo
 from outrider.engine.ops import choose_ops
 from outrider.engine.runner import ModelRunner
 from outrider.errors import ModelRefused
+from outrider.model_files.vocabulary import Vocabulary
 from outrider.model_service.row_probe import compare
 from outrider.token_tree import TokenTree
-from outrider.vocabulary import Vocabulary
 
 FAST_TARGET, FAST_DRAFT = "sim:h100-8b@stretch=0.001", "sim:h100-1b@stretch=0.001"
 SAMPLES = 20_000
@@ -181,7 +181,7 @@ def test_facts_say_that_it_is_simulated() -> None:
     runner = ModelRunner.load("sim:h100-8b@stretch=2")
     assert runner.identity.model_name == "sim:h100-8b@stretch=2"
     assert "simulated" in runner.numerics_id
-    assert runner.device_name == "simulated H100 SXM"
+    assert runner.model.device_name == "simulated H100 SXM"
     assert sum(each.numel() for each in runner.model.weights) == 8_030_261_248
     assert (runner.context_len, runner.pool.num_blocks) == (131_072, 26_674)
     assert sum(each.nbytes for each in (*runner.cache.keys, *runner.cache.values)) < 4 << 20

@@ -21,7 +21,7 @@ from outrider.engine.models.sized import STANDARD_DEVIATION, spots, widened
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import DrawInput, forward_and_draw
 from outrider.errors import ModelRefused
-from outrider.model_names import PRESETS, Shape
+from outrider.model_files.model_names import PRESETS, Shape
 from outrider.parameters import SamplingParameters, SessionSpec
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from outrider.completion import SECTIONS, CompletionFacts, DrafterFigures, SpeculationFigures
+from outrider.answer import SECTIONS, CompletionFacts, DrafterFigures, SpeculationFigures
 from outrider.parameters import Acceptance, Rule, SamplingParameters
 from outrider.rpc.messages.completion import completion_message, facts_from
 from outrider.v1 import generation_service_pb2 as pb

@@ -7,10 +7,10 @@ import pytest
 from support.basics import spec_of
 
 from outrider.errors import InvalidRequest
+from outrider.estimates.timing import ComputeTimes
 from outrider.parameters import Acceptance, FinishReason, Rule, SamplingParameters
 from outrider.rpc.messages.round import finish_reason, finish_reason_message, times_message
 from outrider.rpc.messages.session import open_message, sampling_from, spec_from
-from outrider.timing import ComputeTimes
 from outrider.v1 import types_pb2 as pb
 
 SAMPLING = spec_of(

@@ -20,8 +20,8 @@ from transformers.models.auto.tokenization_auto import (
 
 from gateway.text.tokenizer import Tokenizer as GatewayTokenizer
 from outrider.errors import ModelRefused
-from outrider.folder_tokenizer import AS_IT_IS, MENDED, MISNAMED, REBUILDS, REGISTERED, folder_tokenizer
-from outrider.vocabulary import Vocabulary
+from outrider.model_files.folder_tokenizer import AS_IT_IS, MENDED, MISNAMED, REBUILDS, REGISTERED, folder_tokenizer
+from outrider.model_files.vocabulary import Vocabulary
 
 TARGET = Path(__file__).resolve().parents[2] / "models" / "target"
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"

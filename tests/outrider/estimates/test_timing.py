@@ -1,6 +1,6 @@
 """What an answer cost to compute."""
 
-from outrider.timing import ComputeTimes, Meter
+from outrider.estimates.timing import ComputeTimes, Meter
 
 
 def test_a_meter_adds_up_what_an_answer_cost() -> None:

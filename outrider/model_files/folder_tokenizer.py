@@ -212,7 +212,9 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
             tokenizer.add_special_tokens([kind.marks(each) for each in tokens.special])
         if kind is not None and kind.begins is not None:
             bos = tokens.named.get("bos_token") if kind.begins else None
-            tokenizer.post_processor = _beginning(tokenizer, bos)
+            ends = [] if bos is None else [_text(bos)]
+            ids = [(each, tokenizer.token_to_id(each)) for each in ends]
+            tokenizer.post_processor = processors.TemplateProcessing(single=[*ends, "$A"], special_tokens=ids)
         _mend(tokenizer, given, config)
     except ModelRefused:
         raise
@@ -232,19 +234,15 @@ def class_of(given: Json, config: Json, tokenizer: str) -> str:
     if not isinstance(named, str):
         return registered or AS_IT_IS
     named = named.removesuffix("Fast")
-    if _is_remote(given):
+    remote = given.get("auto_map")
+    if remote.get("AutoTokenizer") if isinstance(remote, dict) else remote:
+        # A class of the repository's own is asked for, which is not run.
         return named
     is_llama = named == "LlamaTokenizer" and model_type not in OF_MISTRAL and not is_misnamed
     if is_llama and '"ByteLevel"' in tokenizer:
         return AS_IT_IS
     # Where they differ, what is registered counts only if it takes the file as it is, or the file is known to be wrong.
     return registered if registered is not None and (registered == AS_IT_IS or is_misnamed) else named
-
-
-def _is_remote(given: Json) -> bool:
-    """Whether a class of the repository's own is asked for, which is not run."""
-    found = given.get("auto_map")
-    return bool(found.get("AutoTokenizer") if isinstance(found, dict) else found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,13 +338,6 @@ def _rebuilt(
     if around is not None:
         made.post_processor = around
     return made
-
-
-def _beginning(tokenizer: Tokenizer, bos: Token | None) -> processors.TemplateProcessing:
-    if bos is None:
-        return processors.TemplateProcessing(single="$A", special_tokens=[])
-    text = _text(bos)
-    return processors.TemplateProcessing(single=[text, "$A"], special_tokens=[(text, tokenizer.token_to_id(text))])
 
 
 def _mend(tokenizer: Tokenizer, given: Json, config: Json) -> None:

@@ -1,11 +1,13 @@
-"""Facts of a finished sample: why it ended, what it cost, and what it takes to repeat it.
+"""An answer as it grows, in pieces, and the facts of a finished sample: why it ended, what it cost, how to repeat it.
 
-Gateway and client share the record. Its names are those of the message Completion in generation_service.proto, and say
-their unit: `_us` are microseconds since the gateway received the request, `_tokens` numbers of tokens.
+Text, reasoning and calls of tools are pieces apart from each other. Gateway and client share the facts, whose names are
+those of the message Completion in generation_service.proto, and say their unit: `_us` are microseconds since the
+gateway received the request, `_tokens` numbers of tokens.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from outrider.parameters import Acceptance, SamplingParameters, TokenLogprob
 
@@ -100,3 +102,42 @@ class CompletionFacts:
     def section(self, name: str) -> dict[str, Any]:
         """Facts of a section, by name."""
         return {fact: getattr(self, fact) for fact in SECTIONS[name]}
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """More of the text that is meant for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """A call of a tool begins; calls of an answer are numbered from 0."""
+
+    index: int
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the arguments of a call, which together are a JSON object as text."""
+
+    index: int
+    text: str
+
+
+Delta: TypeAlias = ContentDelta | ReasoningDelta | CallBegun | CallArguments
+
+
+def reasoning_of(deltas: Iterable[Delta]) -> str:
+    """All reasoning in some pieces of an answer."""
+    return "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))

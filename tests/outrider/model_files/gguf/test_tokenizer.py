@@ -19,8 +19,8 @@ from bench.common import OPENINGS
 from gateway.text.tokenizer import Tokenizer as GatewayTokenizer
 from outrider.cli.doctor.models import check_pair
 from outrider.cli.local_stack import Stack
-from outrider.gguf.header import GgufFile
-from outrider.gguf.tokenizer import SIGNATURES, SPACE, chat_templates, doubt, read_tokenizer, special_tokens
+from outrider.model_files.gguf.header import GgufFile
+from outrider.model_files.gguf.tokenizer import SIGNATURES, SPACE, chat_templates, doubt, read_tokenizer, special_tokens
 from outrider.model_service.server import load_model
 from outrider.model_service.settings import ModelServiceSettings
 

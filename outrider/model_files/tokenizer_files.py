@@ -6,11 +6,11 @@ import huggingface_hub
 import tokenizers
 
 from outrider.errors import ModelRefused
-from outrider.folder_tokenizer import TOKENIZER_FILES, folder_tokenizer
-from outrider.gguf.files import HubName, cached_gguf, fetch_file, fetch_gguf, gguf_in
-from outrider.gguf.header import GgufFile
-from outrider.gguf.tokenizer import doubt, read_tokenizer
-from outrider.model_names import tokenizer_source
+from outrider.model_files.folder_tokenizer import TOKENIZER_FILES, folder_tokenizer
+from outrider.model_files.gguf.files import HubName, cached_gguf, fetch_file, fetch_gguf, gguf_in
+from outrider.model_files.gguf.header import GgufFile
+from outrider.model_files.gguf.tokenizer import doubt, read_tokenizer
+from outrider.model_files.model_names import tokenizer_source
 
 
 def load_tokenizer(model: str) -> tokenizers.Tokenizer:

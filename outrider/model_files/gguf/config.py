@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.errors import ModelRefused, shown
-from outrider.gguf.header import GgufFile
+from outrider.model_files.gguf.header import GgufFile
 
 # Mistral's models, and many others of Llama's shape, call themselves llama.
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -100,7 +100,12 @@ def json_config(file: GgufFile) -> dict[str, Any]:
     if missing is not None:
         raise file.refuse(f"{name}.{KEYS[missing]}", "is missing")
     for key, value in given.items():
-        _check_key(file, name, key, value)
+        neutral = NEUTRAL.get(key)
+        is_off = not any(value) if isinstance(value, array | list) else not value
+        if key not in KNOWN and not (is_off if neutral is None else value in neutral):
+            unknown = "a key that is not known here and may change the numbers"
+            limit = unknown if neutral is None else f"but only {neutral[0]!r} is served"
+            raise file.refuse(f"{name}.{key}", f"is {shown(value)}, {limit}")
     embedding = file.tensors.get(EMBEDDING)
     if embedding is None:
         raise ModelRefused(f"{file.path} lacks the tensor {EMBEDDING}", file=file.path, tensor=EMBEDDING)
@@ -123,28 +128,13 @@ def json_config(file: GgufFile) -> dict[str, Any]:
     }
     named = {file.metadata[key] for key in ENDS if type(file.metadata.get(key)) is int}
     ends = sorted(named - set(NO_TOKEN))
-    return config | _window(file, name, given, config) | ({"eos_token_id": ends} if ends else {})
-
-
-def _check_key(file: GgufFile, name: str, key: str, value: object) -> None:
-    """Raises ModelRefused for a key that changes the numbers, or may: one that is not known here and that is on."""
-    neutral = NEUTRAL.get(key)
-    is_off = not any(value) if isinstance(value, array | list) else not value
-    if key in KNOWN or (is_off if neutral is None else value in neutral):
-        return
-    unknown = "a key that is not known here and may change the numbers"
-    limit = unknown if neutral is None else f"but only {neutral[0]!r} is served"
-    raise file.refuse(f"{name}.{key}", f"is {shown(value)}, {limit}")
-
-
-def _window(file: GgufFile, name: str, given: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     window, key = given.get("attention.sliding_window", 0), f"{name}.attention.sliding_window"
     window = 0 if window == -1 else window
     if type(window) is not int or window < 0:
         raise file.refuse(key, f"is {shown(window)}, but must be a number of positions")
     context_len = config["max_position_embeddings"]
-    if window == 0 or (type(context_len) is int and window >= context_len):
-        return {}
-    if name != "llama" or config["attention_bias"] or config["mlp_bias"]:
-        raise file.refuse(key, f"is {window}, but does not say in which layers; only Mistral's shape has it in all")
-    return {"architectures": [MISTRAL], "sliding_window": window}
+    if window and not (type(context_len) is int and window >= context_len):
+        if name != "llama" or config["attention_bias"] or config["mlp_bias"]:
+            raise file.refuse(key, f"is {window}, but does not say in which layers; only Mistral's shape has it in all")
+        config |= {"architectures": [MISTRAL], "sliding_window": window}
+    return config | ({"eos_token_id": ends} if ends else {})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from outrider.errors import ModelRefused, shown
-from outrider.gguf.files import part_names
+from outrider.model_files.gguf.files import part_names
 
 MAGIC = b"GGUF"
 # What llama.cpp's gguf-split says in each part of a model: which of how many it is, and how many tensors all have.
@@ -235,8 +235,13 @@ class _Cursor:
 
     def value(self, key: str) -> Any:  # noqa: ANN401 - what the format can hold
         kind = int(self.number("I", f"the type of {key}"))
+        if kind == STRING:
+            return self.string(key)
         if kind != ARRAY:
-            return self._single(kind, key)
+            if kind not in NUMBERS:
+                raise self.refuse(f"has the type {kind} for {key}, which GGUF does not know")
+            found = self.number(NUMBERS[kind], key)
+            return bool(found) if kind == BOOL else found
         kind, count = int(self.number("I", f"the type of {key}")), int(self.number("Q", f"the length of {key}"))
         self.num_values += count
         if self.num_values > MAX_VALUES:
@@ -250,14 +255,6 @@ class _Cursor:
         if sys.byteorder == "big":
             numbers.byteswap()
         return numbers
-
-    def _single(self, kind: int, key: str) -> bool | int | float | str:
-        if kind == STRING:
-            return self.string(key)
-        if kind not in NUMBERS:
-            raise self.refuse(f"has the type {kind} for {key}, which GGUF does not know")
-        found = self.number(NUMBERS[kind], key)
-        return bool(found) if kind == BOOL else found
 
     def tensor(self, index: int) -> TensorPlace:
         """Place of the tensor at an index; its offset is that in the file's data, which begins after the header."""

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider import model_names
 from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.models.weights import expected_shapes
 from outrider.errors import ModelRefused
-from outrider.model_names import (
+from outrider.model_files import model_names
+from outrider.model_files.model_names import (
     CONTEXT_LEN,
     MAX_SEED,
     PRESETS,

@@ -19,10 +19,10 @@ from outrider.engine.models.gguf import read_config
 from outrider.engine.models.weights import unchanged
 from outrider.engine.runner import ModelRunner
 from outrider.errors import ModelRefused, NotReady
-from outrider.gguf.files import only_gguf
-from outrider.gguf.header import GgufFile
-from outrider.gguf.tokenizer import read_tokenizer
-from outrider.vocabulary import Vocabulary
+from outrider.model_files.gguf.files import only_gguf
+from outrider.model_files.gguf.header import GgufFile
+from outrider.model_files.gguf.tokenizer import read_tokenizer
+from outrider.model_files.vocabulary import Vocabulary
 
 PARTS = [f"tiny-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
 

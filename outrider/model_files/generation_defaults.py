@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from outrider.errors import InvalidRequest, shown
-from outrider.gguf.header import GgufFile
+from outrider.model_files.gguf.header import GgufFile
 from outrider.parameters import GenerationDefaults
 
 NAMES = tuple(GenerationDefaults.model_fields)
@@ -65,8 +65,11 @@ class ModelDefaults:
         stated: dict[str, Any] = {}
         faults = []
         for name, (key, value) in found.items():
+            # As a request would have it: 0 for no cut, and without the digits that a number has in float32 alone.
+            plain = 0 if name == "top_k" and value == -1 else value
+            plain = float(f"{plain:.7g}") if isinstance(plain, float) else plain
             try:
-                stated |= {} if value is None else GenerationDefaults.checked({name: _plain(name, value)}).stated
+                stated |= {} if value is None else GenerationDefaults.checked({name: plain}).stated
             except InvalidRequest as error:
                 faults.append(_left_out(path, key, value, "".join(error.limit)))
         return cls(GenerationDefaults.checked(stated), tuple(faults))
@@ -74,13 +77,6 @@ class ModelDefaults:
 
 def _left_out(path: Path, key: str, value: object, limit: str) -> str:
     return f"{path}: {key} is {shown(value)}, which is left out, for it must be {limit}"
-
-
-def _plain(name: str, value: object) -> object:
-    """A value as a request would have it: 0 for no cut, and without the digits that a number has in float32 alone."""
-    if name == "top_k" and value == -1:
-        return 0
-    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 @dataclass(frozen=True, slots=True)

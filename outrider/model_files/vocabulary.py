@@ -12,10 +12,10 @@ from typing import Self
 from tokenizers import Tokenizer
 
 from outrider.errors import ModelRefused
-from outrider.folder_tokenizer import folder_tokenizer
-from outrider.gguf.files import gguf_in
-from outrider.gguf.header import GgufFile
-from outrider.gguf.tokenizer import doubt, read_tokenizer
+from outrider.model_files.folder_tokenizer import folder_tokenizer
+from outrider.model_files.gguf.files import gguf_in
+from outrider.model_files.gguf.header import GgufFile
+from outrider.model_files.gguf.tokenizer import doubt, read_tokenizer
 
 IDS_PER_DIGEST = 1024
 DIGEST_BYTES = 8
@@ -36,13 +36,9 @@ class Vocabulary:
         A draft needs no tokenizer of its own, only to be distinguished from those that fit other targets. Raises
         ModelRefused.
         """
-        tokenizer = tokenizer_in(place)
-        if tokenizer is None:
-            return cls._stated(Path(place) / VOCABULARY_FILE)
-        return cls.of(tokenizer.get_vocab(with_added_tokens=True).items())
-
-    @classmethod
-    def _stated(cls, path: Path) -> Self:
+        tokenizer, path = tokenizer_in(place), Path(place) / VOCABULARY_FILE
+        if tokenizer is not None:
+            return cls.of(tokenizer.get_vocab(with_added_tokens=True).items())
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             size, digests = int(found["size"]), tuple(int(digest, 16) for digest in found["digests"])
@@ -67,8 +63,15 @@ class Vocabulary:
         if not by_id:
             raise ModelRefused("The tokenizer has no tokens.")
         size = by_id[-1][0] + 1
-        chunks = {number: _digest(chunk) for number, chunk in groupby(by_id, lambda pair: pair[0] // IDS_PER_DIGEST)}
-        return cls(size, tuple(chunks.get(number, 0) for number in range(-(-size // IDS_PER_DIGEST))))
+        digests = [0] * -(-size // IDS_PER_DIGEST)
+        for number, chunk in groupby(by_id, lambda pair: pair[0] // IDS_PER_DIGEST):
+            state = hashlib.blake2b(digest_size=DIGEST_BYTES)
+            for token_id, token in chunk:
+                data = token.encode("utf-8", "surrogatepass")
+                # The length goes in too, or a token could borrow bytes from its neighbour.
+                state.update(token_id.to_bytes(4, "little") + len(data).to_bytes(4, "little") + data)
+            digests[number] = int.from_bytes(state.digest(), "little")
+        return cls(size, tuple(digests))
 
     @classmethod
     def embedded(cls, tokenizer: Tokenizer, num_rows: int, model: str) -> Self:
@@ -124,12 +127,3 @@ def tokenizer_in(place: Path | str) -> Tokenizer | None:
     if not (folder / "tokenizer.json").is_file() and (folder / VOCABULARY_FILE).is_file():
         return None
     return folder_tokenizer(folder)
-
-
-def _digest(chunk: Iterable[tuple[int, str]]) -> int:
-    state = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for token_id, token in chunk:
-        data = token.encode("utf-8", "surrogatepass")
-        # The length goes in too, or a token could borrow bytes from its neighbour.
-        state.update(token_id.to_bytes(4, "little") + len(data).to_bytes(4, "little") + data)
-    return int.from_bytes(state.digest(), "little")

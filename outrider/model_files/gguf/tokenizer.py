@@ -6,7 +6,7 @@ make together may be merged, and goes the earlier the higher it scores (Kudo and
 """
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from outrider.errors import ModelRefused, shown
-from outrider.gguf.config import NO_TOKEN
-from outrider.gguf.header import GgufFile
+from outrider.model_files.gguf.config import NO_TOKEN
+from outrider.model_files.gguf.header import GgufFile
 
 MODEL, PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
 TOKENS, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
@@ -103,7 +103,18 @@ def read_tokenizer(file: GgufFile) -> Tokenizer:
             if kind in (UNKNOWN, CONTROL, USER_DEFINED) and tokens[index]
         ]
         tokenizer.add_tokens(added)
-        _add_ends(file, tokenizer, tokens, begins)
+        # A whole text has its bos and eos token where the file asks for them.
+        sides: dict[str, list[str]] = {}
+        used: dict[str, int] = {}
+        for side, default in (("bos", begins), ("eos", False)):
+            token_id = _special_id(file, f"tokenizer.ggml.{side}_token_id", tokens)
+            is_wanted = _typed(file, f"tokenizer.ggml.add_{side}_token", bool, "true or false", default)
+            if is_wanted and token_id is not None:
+                sides[side] = [tokens[token_id]]
+                used[tokens[token_id]] = token_id
+        if used:
+            single = [*sides.get("bos", []), "$A", *sides.get("eos", [])]
+            tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(used.items()))
     except ModelRefused:
         raise
     except Exception as error:  # the library raises bare Exceptions for every kind of fault
@@ -185,7 +196,11 @@ def _sentence_piece(file: GgufFile, vocabulary: Mapping[str, int], tokens: list[
     if not isinstance(scores, array) or len(scores) != len(tokens):
         raise file.refuse(SCORES, f"must be a list of {len(tokens)} numbers")
     unknown = _special_id(file, "tokenizer.ggml.unknown_token_id", tokens)
-    merges = sorted(_splits(vocabulary, tokens, types), key=lambda pair: -scores[vocabulary["".join(pair)]])
+    # Two pieces of text that make a third.
+    texts = {token: index for token, index in vocabulary.items() if types[index] == NORMAL}
+    splits = ((token[:cut], token[cut:]) for token in texts for cut in range(1, len(token)))
+    pairs = [pair for pair in splits if all(part in texts for part in pair)]
+    merges = sorted(pairs, key=lambda pair: -scores[texts["".join(pair)]])
     tokenizer = Tokenizer(
         models.BPE(
             vocab=dict(vocabulary),
@@ -201,31 +216,6 @@ def _sentence_piece(file: GgufFile, vocabulary: Mapping[str, int], tokens: list[
     joins = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*joins, *([decoders.Strip(" ", 1, 0)] if has_prefix else [])])
     return tokenizer
-
-
-def _splits(vocabulary: Mapping[str, int], tokens: list[str], types: "array[int]") -> Iterator[tuple[str, str]]:
-    """Pairs of pieces that make a piece of text."""
-    is_text = [kind == NORMAL for kind in types]
-    for index, token in enumerate(tokens):
-        for cut in range(1, len(token) if is_text[index] else 0):
-            left, right = token[:cut], token[cut:]
-            if all(is_text[vocabulary[part]] if part in vocabulary else False for part in (left, right)):
-                yield left, right
-
-
-def _add_ends(file: GgufFile, tokenizer: Tokenizer, tokens: list[str], begins: bool) -> None:
-    """Lets a whole text have its bos and eos token, where the file asks for them."""
-    sides: dict[str, list[str]] = {}
-    used: dict[str, int] = {}
-    for side, default in (("bos", begins), ("eos", False)):
-        token_id = _special_id(file, f"tokenizer.ggml.{side}_token_id", tokens)
-        is_wanted = _typed(file, f"tokenizer.ggml.add_{side}_token", bool, "true or false", default)
-        if is_wanted and token_id is not None:
-            sides[side] = [tokens[token_id]]
-            used[tokens[token_id]] = token_id
-    if used:
-        single = [*sides.get("bos", []), "$A", *sides.get("eos", [])]
-        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(used.items()))
 
 
 def _tokens(file: GgufFile) -> tuple[list[str], "array[int]"]:

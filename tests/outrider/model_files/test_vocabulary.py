@@ -1,11 +1,11 @@
-"""Tests of outrider.vocabulary: two tokenizers fit when every id means the same token."""
+"""Tests of outrider.model_files.vocabulary: two tokenizers fit when every id means the same token."""
 
 from pathlib import Path
 
 import pytest
 
 from outrider.errors import ModelRefused
-from outrider.vocabulary import Vocabulary
+from outrider.model_files.vocabulary import Vocabulary
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 

@@ -8,15 +8,14 @@ around gaps, and those of further families in all their brackets.
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from outrider.errors import ModelRefused
-from outrider.gguf.config import ENDS
-from outrider.gguf.files import gguf_in
-from outrider.gguf.header import GgufFile
+from outrider.model_files.gguf.config import ENDS
+from outrider.model_files.gguf.files import gguf_in
+from outrider.model_files.gguf.header import GgufFile
 
 IDS_IN = ("generation_config.json", "config.json")
 NAMES_IN = ("tokenizer_config.json", "special_tokens_map.json")
@@ -39,9 +38,26 @@ def find_ends(place: Path, tokenizer: Tokenizer | None) -> dict[int, tuple[str, 
     Without a tokenizer nothing is known of names. Raises ModelRefused about a file that cannot be read.
     """
     gguf = gguf_in(place)
-    said = [*(_in_folder(place, tokenizer) if gguf is None else _in_gguf(gguf))]
+    if gguf is None:
+        said = [(token_id, file) for file in IDS_IN for token_id in _ids(_object(place / file).get("eos_token_id"))]
+        for file in NAMES_IN if tokenizer is not None else ():
+            token = _object(place / file).get("eos_token")
+            name = token.get("content") if isinstance(token, dict) else token
+            named = tokenizer.token_to_id(name) if isinstance(name, str) and tokenizer is not None else None
+            if named is not None:
+                said.append((named, file))
+    else:
+        metadata = GgufFile.read(gguf).metadata
+        said = [(token_id, key) for key in ENDS for token_id in _ids(metadata.get(key))]
     if tokenizer is not None:
-        said += [(token_id, ITS_NAME) for token_id in _named(tokenizer)]
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        ends = {name: token_id for name, token_id in vocabulary.items() if name in NAMED or SPELT.fullmatch(name)}
+        if any(whole <= ends.keys() for whole in WHOLES):
+            ends.pop(PART, None)
+        added, slash_s = tokenizer.get_added_tokens_decoder(), vocabulary.get(SLASH_S)
+        if slash_s in added and added[slash_s].special:
+            ends[SLASH_S] = slash_s
+        said += [(token_id, ITS_NAME) for token_id in sorted(ends.values())]
     found: dict[int, tuple[str, ...]] = {}
     for token_id, where in said:
         found[token_id] = (*found.get(token_id, ()), where)
@@ -52,37 +68,6 @@ def told(token_id: int, tokenizer: Tokenizer | None) -> str:
     """A token for people, by its name and its id."""
     name = None if tokenizer is None else tokenizer.id_to_token(token_id)
     return str(token_id) if name is None else f"{name} ({token_id})"
-
-
-def _in_gguf(path: Path) -> Iterator[tuple[int, str]]:
-    metadata = GgufFile.read(path).metadata
-    for key in ENDS:
-        for token_id in _ids(metadata.get(key)):
-            yield token_id, key
-
-
-def _in_folder(folder: Path, tokenizer: Tokenizer | None) -> Iterator[tuple[int, str]]:
-    for file in IDS_IN:
-        for token_id in _ids(_object(folder / file).get("eos_token_id")):
-            yield token_id, file
-    for file in NAMES_IN if tokenizer is not None else ():
-        token = _object(folder / file).get("eos_token")
-        name = token.get("content") if isinstance(token, dict) else token
-        named = tokenizer.token_to_id(name) if isinstance(name, str) and tokenizer is not None else None
-        if named is not None:
-            yield named, file
-
-
-def _named(tokenizer: Tokenizer) -> list[int]:
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    ends = {name: token_id for name, token_id in vocabulary.items() if name in NAMED or SPELT.fullmatch(name)}
-    if any(whole <= ends.keys() for whole in WHOLES):
-        ends.pop(PART, None)
-    added = tokenizer.get_added_tokens_decoder()
-    slash_s = vocabulary.get(SLASH_S)
-    if slash_s in added and added[slash_s].special:
-        ends[SLASH_S] = slash_s
-    return sorted(ends.values())
 
 
 def _ids(value: object) -> list[int]:

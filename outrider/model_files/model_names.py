@@ -9,7 +9,7 @@ docs/models.md says what each number stands on.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -223,21 +223,18 @@ class SimulatedModel:
         key, given = option["key"], option["value"]
         values = tuple(map(float, given.split("+")))
         low, high = SIM_OPTIONS[key]
+        falls = all(one > two for one, two in pairwise(values))
+        are_ranks = falls and len(values) <= MAX_RANKS and values[-1] >= LEAST_RATE and sum(values) <= 1 - LEAST_RATE
         limit = ""
         if not all(low <= each <= high for each in values):
             limit = f"in [{low:g}, {high:g}]"
         elif key == "stretch" and len(values) > 1:
             limit = "one number"
-        elif len(values) > 1 and not _are_ranks(values):
+        elif len(values) > 1 and not are_ranks:
             limit = f"at most {MAX_RANKS} falling numbers from {LEAST_RATE:g} on, together {1 - LEAST_RATE:g} at most"
         if limit:
             raise ModelRefused(f"{model}: {key} is {given}, but must be {limit}", model=model)
         return replace(self, acceptance=values) if key == "acceptance" else replace(self, stretch=values[0])
-
-
-def _are_ranks(rates: Sequence[float]) -> bool:
-    falls = all(one > two for one, two in pairwise(rates))
-    return falls and len(rates) <= MAX_RANKS and rates[-1] >= LEAST_RATE and sum(rates) <= 1 - LEAST_RATE
 
 
 def _shown(option: float | tuple[float, ...]) -> str:

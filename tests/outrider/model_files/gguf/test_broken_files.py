@@ -14,8 +14,8 @@ from support.models.tiny_models import write_tiny_model
 
 from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.errors import ModelRefused
-from outrider.gguf import header
-from outrider.vocabulary import Vocabulary
+from outrider.model_files.gguf import header
+from outrider.model_files.vocabulary import Vocabulary
 
 HUGE = (1 << 62).to_bytes(8, "little")
 TOKENS = "tokenizer.ggml.tokens"

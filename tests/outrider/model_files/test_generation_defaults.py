@@ -10,7 +10,7 @@ from support.models.tiny_models import write_tiny_model
 from support.stack import TARGET
 
 from outrider.errors import InvalidRequest
-from outrider.generation_defaults import ModelDefaults, OperatorDefaults
+from outrider.model_files.generation_defaults import ModelDefaults, OperatorDefaults
 from outrider.parameters import GenerationDefaults
 
 FLAG = "--generation-defaults"

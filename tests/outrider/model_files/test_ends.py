@@ -9,9 +9,9 @@ from support.models.tiny_gguf import write_gguf
 from support.models.tiny_models import write_tiny_model
 from tokenizers import AddedToken, Tokenizer, models
 
-from outrider.ends import ITS_NAME, find_ends, told
 from outrider.errors import ModelRefused
-from outrider.vocabulary import tokenizer_in
+from outrider.model_files.ends import ITS_NAME, find_ends, told
+from outrider.model_files.vocabulary import tokenizer_in
 
 
 def tokenizer_of(names: Sequence[str], *, special: bool = True) -> Tokenizer:
