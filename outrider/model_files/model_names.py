@@ -273,7 +273,7 @@ def parse_simulated(model: str) -> SimulatedModel | None:
     return found
 
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def embedded_model(role: str, way_out: str | None = None) -> str:

@@ -76,6 +76,7 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> Non
             writable(option, place)
 
 
+@pytest.mark.slow
 def test_an_interval_is_where_the_median_would_be_again() -> None:
     """Of a hundred samples of ten, most have one that holds the median of the source; it narrows with their number."""
     generator = random.Random(3)

@@ -184,6 +184,7 @@ def test_a_shape_that_is_not_there_is_an_error(tree: Path) -> None:
         shapes(tree, {"shapes": ["pack.second.Twice | pack.first.Gone"]})
 
 
+@pytest.mark.slow
 def test_a_recorder_tells_what_runs_while_the_window_is_open(tmp_path: Path) -> None:
     """A function from before the window is not listed; one that dataclasses made is listed with its module's file."""
     write_hook(tmp_path)

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TARGET = str(ROOT / "models/target")
 
 
+@pytest.mark.slow
 def test_a_table_of_types(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """bfloat16 agrees with itself, eight bits nearly, four bits less."""
     text = tmp_path / "text.txt"
@@ -34,6 +35,7 @@ def test_perplexity_is_that_of_the_text() -> None:
     assert interval(found, found) == (1, 1)
 
 
+@pytest.mark.slow
 def test_a_whole_text_is_read_once() -> None:
     """Windows follow each other, and the first token of each is read but not asked for."""
     found = compare(TARGET, list(range(5, 135)), ["float32"], 64, 1)

@@ -113,6 +113,7 @@ def test_guesses_are_the_beams_of_a_search(searcher: Searcher) -> None:
     assert sequences(found, later) == expected(searcher.runner, later)
 
 
+@pytest.mark.slow
 def test_whatever_happens_to_a_session_the_guesses_are_the_same(searcher: Searcher) -> None:
     """Rollbacks, new openings, repetitions, lost caches, and requests that overtake each other."""
     chance, epoch, live = random.Random(3), 1, LIVE

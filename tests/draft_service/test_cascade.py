@@ -27,6 +27,7 @@ def _empty(smaller: ModelRunner, twin: ModelRunner) -> Iterator[None]:
     check_empty(twin.pool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logprobs", [True, *slow(False)], ids=["logprobs", ""])
 @pytest.mark.parametrize(("drafter", "rule"), SERVED)
 @pytest.mark.parametrize("cascade", CASCADES)
@@ -76,6 +77,7 @@ def test_sixteen_at_once_propose_what_they_propose_alone(
     draft.table.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "rule"), [(COUPLED, Rule.MATCH), (SAMPLED, Rule.MATCH), (MODEL, Rule.BLOCK)])
 @pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 @pytest.mark.parametrize("cascade", CASCADES)
@@ -154,6 +156,7 @@ def test_right_guesses_save_forwards(runner: ModelRunner, rule: Rule, wrong: Seq
     draft.table.clear()
 
 
+@pytest.mark.slow
 def test_forwards_are_what_the_law_says(runner: ModelRunner) -> None:
     """An oracle that errs by chance: K / E forwards a proposal, and at most one more."""
     dice = random.Random(5)
@@ -187,6 +190,7 @@ def test_a_model_with_the_same_noise_is_right_wherever_it_is_the_draft_s_equal(
     draft.table.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "rule"), SERVED)
 @pytest.mark.parametrize("cascade", ["lookup", "smaller", "smaller+lookup"])
 @pytest.mark.parametrize("depth", [1, 3])

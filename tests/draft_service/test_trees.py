@@ -77,6 +77,7 @@ def run(target: Target, draft: Draft, spec: SessionSpec, chance: random.Random, 
             target.step(1, length, draft.tree())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_trees_change_no_token(
@@ -91,6 +92,7 @@ def test_trees_change_no_token(
     assert max(kept) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("rule", [Rule.MATCH, Rule.TYPICAL])
 def test_random_shapes_change_no_token(pair: tuple[Target, Draft], seed: int, rule: Rule) -> None:
@@ -130,6 +132,7 @@ def test_what_was_accepted_is_not_computed_again(pair: tuple[Target, Draft]) -> 
     assert len(tree) == 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [Rule.MATCH, Rule.RATIO, Rule.BLOCK])
 @pytest.mark.parametrize("seed", range(5))
 def test_trees_are_pure_after_storms(draft: Draft, rule: Rule, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

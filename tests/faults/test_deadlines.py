@@ -28,6 +28,7 @@ def watch_opens(monkeypatch: pytest.MonkeyPatch, sessions: type) -> list[bytes]:
     return seen
 
 
+@pytest.mark.slow
 async def test_a_deadline_ends_the_request_and_frees_the_services(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests end with DEADLINE_EXCEEDED, and their sessions are closed: no lease has anything to do with it."""
     opened = [watch_opens(monkeypatch, sessions) for sessions in (TargetSessions, DraftSessions)]

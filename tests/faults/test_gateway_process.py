@@ -22,6 +22,8 @@ from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 from target_service.server import TargetSettings
 from target_service.server import start as start_target
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class World:
@@ -67,7 +69,6 @@ async def test_killed_under_load(world: World) -> None:
     await world.quiet()
 
 
-@pytest.mark.slow
 async def test_drained_under_load(world: World) -> None:
     """Requests that run say the same as ever, those that come are turned away UNAVAILABLE, and the exit code is 0."""
     reference = await said(world.channel)

@@ -21,6 +21,7 @@ def hasty(options: channels.Options, interval: str) -> channels.Options:
     return [(name, value // HASTE if name == interval else value) for name, value in options]
 
 
+@pytest.mark.slow
 async def test_an_idle_stream_is_not_cut_for_its_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call on which nothing is said for many keepalive intervals stays up."""
     server_options = hasty(channels.server_options(), INTERVALS["server"])

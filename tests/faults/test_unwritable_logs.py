@@ -70,6 +70,7 @@ async def world(line: str, *flags: str) -> AsyncIterator[World]:
         yield World(target, gateway, places["rest"], places["metrics"], http)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [FULL, *slow('exec 2> >(exec 0<&-; exec true); wait $!; exec "$@"')],
@@ -91,6 +92,7 @@ async def test_a_target_comes_back_though_nothing_can_be_logged(line: str) -> No
         assert await here.lost() > 5
 
 
+@pytest.mark.slow
 async def test_a_reader_that_does_not_read_holds_up_nobody(tmp_path: Path) -> None:
     """Far more than a pipe takes: what has no room is lost, and the requests are answered."""
     pipe = tmp_path / "pipe"

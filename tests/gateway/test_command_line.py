@@ -18,6 +18,7 @@ async def refusal(*flags: str) -> tuple[int, str, list[str]]:
     return failure.value.code, failure.value.message, lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -34,6 +35,7 @@ async def test_wrong_values_are_one_sentence(flags: tuple[str, ...], sentence: s
     assert lines == []
 
 
+@pytest.mark.slow
 async def test_unknown_flags_have_no_box() -> None:
     """The last line of the parser's text is words, not a border."""
     code, message, _ = await refusal(*NEEDED, "--unknown")

@@ -74,6 +74,7 @@ def draft_of(tokenizer: str) -> DraftServicer:
     return DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3), Vocabulary.read(tokenizer).digests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("misfit", MISFITS)
 async def test_a_misfit_draft_is_no_reason_not_to_serve(
     misfit: str, life: AsyncExitStack, tokenizer: str, monkeypatch: pytest.MonkeyPatch

@@ -42,6 +42,7 @@ async def gateway_process(target: str, *flags: str) -> asyncio.subprocess.Proces
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "serving_with"), [(1, ["fastapi", "tokenizers", "uvicorn"]), (2, [])])
 async def test_says_where_it_listens_and_ends_with_its_stdin(workers: int, serving_with: list[str]) -> None:
     """One line of JSON when it serves, exit code 0 when stdin ends, and nothing heavy was ever imported.
@@ -61,6 +62,7 @@ async def test_says_where_it_listens_and_ends_with_its_stdin(workers: int, servi
         assert process.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("role", "flags", "code", "words"),
     [
@@ -92,6 +94,7 @@ async def test_memory_that_large_requests_took_goes_back_to_the_system(monkeypat
     assert len(kept) == 40
 
 
+@pytest.mark.slow
 async def test_workers_without_a_folder_for_their_counts_say_which_variable_helps(tmp_path: Path) -> None:
     """Where no temporary folder can be written, a sentence and 74 is all."""
     keys = write_keys(tmp_path / "keys.toml", alice={})

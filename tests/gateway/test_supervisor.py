@@ -32,6 +32,8 @@ from outrider.rpc.errors import error_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 
+pytestmark = pytest.mark.slow
+
 NUM_WORKERS = 2
 ANY = "127.0.0.1:0"
 # The chance that so many connections all go to one of two workers is that of a broken kernel.
@@ -200,7 +202,6 @@ async def test_a_worker_says_whom_it_refuses(stack: RunningStack, tmp_path: Path
         await process.stop()
 
 
-@pytest.mark.slow
 async def test_a_killed_worker_takes_only_its_own_streams_along(stack: RunningStack, gateway: Gateway) -> None:
     """The other's say the same as ever, its own break, and soon another one serves in its place."""
     expected = await right(stack)
@@ -259,7 +260,6 @@ async def test_a_limit_of_a_key_is_that_of_all_workers(stack: RunningStack, tmp_
         assert all(said.values())
 
 
-@pytest.mark.slow
 async def test_a_frozen_worker_is_replaced(gateway: Gateway) -> None:
     """It answers nothing although its port seems open: it is killed, and another one serves in its place."""
     frozen = gateway.workers()[0]
@@ -270,7 +270,6 @@ async def test_a_frozen_worker_is_replaced(gateway: Gateway) -> None:
     assert set((await gateway.figures(UP)).values()) == {1}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_the_first_signal_drains_all_workers(
     stack: RunningStack, gateway: Gateway, number: signal.Signals
@@ -290,7 +289,6 @@ async def test_the_first_signal_drains_all_workers(
             socket.create_connection((host, int(port)))
 
 
-@pytest.mark.slow
 async def test_a_second_signal_ends_all_at_once(gateway: Gateway) -> None:
     """Whatever runs: its clients learn that it is lost."""
     await gateway.both_run()
@@ -305,7 +303,6 @@ async def test_a_second_signal_ends_all_at_once(gateway: Gateway) -> None:
     assert any(isinstance(end, PeerLost) for end in ends)
 
 
-@pytest.mark.slow
 async def test_no_worker_outlives_a_killed_parent(stack: RunningStack, gateway: Gateway) -> None:
     """They drain, although their log is not read any more: what runs says the same as ever, and the ports are free."""
     expected = await right(stack)
@@ -362,7 +359,6 @@ async def test_a_port_has_one_owner(stack: RunningStack, shared: bool) -> None:
             )
 
 
-@pytest.mark.slow
 async def test_a_port_of_workers_is_taken(stack: RunningStack, gateway: Gateway) -> None:
     """For other workers, for a gateway of one process, and for anything else that does not share."""
     for flag, address in (("--listen", gateway.address), ("--rest-listen", gateway.rest)):
@@ -374,7 +370,6 @@ async def test_a_port_of_workers_is_taken(stack: RunningStack, gateway: Gateway)
                 pass
 
 
-@pytest.mark.slow
 async def test_what_keeps_workers_from_starting_is_said_once(stack: RunningStack, tokenizer: str) -> None:
     """With sentence and exit code of a gateway of one process: a wrong option, and a target that does not fit."""
     code, lines = await refusal(stack, "--max-requests", "0")

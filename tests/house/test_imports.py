@@ -280,6 +280,7 @@ def modules() -> dict[str, Module]:
     return read_modules(ROOT)
 
 
+@pytest.mark.slow
 def test_imports_point_one_way(modules: dict[str, Module]) -> None:
     """No package imports what its rule does not name."""
     assert wrong_ways(modules) == []

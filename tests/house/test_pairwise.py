@@ -8,6 +8,7 @@ from support.grid import all_pairs, missing_pairs
 SIZES = st.lists(st.integers(1, 5), min_size=2, max_size=7)
 
 
+@pytest.mark.slow
 @given(sizes=SIZES)
 @settings(derandomize=True)
 def test_every_pair_occurs(sizes: list[int]) -> None:

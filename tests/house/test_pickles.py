@@ -53,6 +53,7 @@ def test_what_reads_a_pickle_is_found(source: str, found: list[str]) -> None:
     assert unpickled(source) == found
 
 
+@pytest.mark.slow
 def test_nobody_who_serves_reads_a_pickle() -> None:
     """Only the converter of heads does, which nothing but its command imports, and which takes tensors alone."""
     sources = {

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import IGNORED_VARIABLE
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE, signal.SIGUSR1}
@@ -49,6 +50,7 @@ def test_the_run_ignores_what_it_did_before() -> None:
         assert signal.getsignal(int(number)) is not signal.default_int_handler
 
 
+@pytest.mark.slow
 def test_a_run_in_the_background_changes_nothing() -> None:
     """Ignored as nohup and `&` in a script have it, or blocked, for the run itself and for its workers."""
     chosen = (

@@ -45,6 +45,7 @@ def learnt(storage: Storage, *, killed_after: int | None = None) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [2, *slow(1)])
 def test_a_stage_ends_alike_wherever_it_was_stopped(tmp_path: Path, every: int) -> None:
     """Bit-equal weights after a stop after any step; without the optimisers' state they would differ."""

@@ -19,6 +19,8 @@ from outrider.engine.ops import choose_ops
 from outrider.errors import InvalidRequest
 from outrider.model_files.vocabulary import Vocabulary
 
+pytestmark = pytest.mark.slow
+
 COMMAND = "make_draft.py"
 TINY_DRAFT = (
     "--tokens", "600", "--texts", "6", "--text-len", "64", "--draft-vocab", "200",
@@ -46,7 +48,6 @@ def tensors_of(out: Path) -> dict[str, torch.Tensor]:
     return {f"{name} {key}": tensor for name, each in files.items() for key, tensor in each.items()}
 
 
-@pytest.mark.slow
 def test_a_run_says_what_it_does_and_what_came_of_it(made: tuple[Path, str]) -> None:
     """Texts, every stage with its losses, and the report, which is a file too."""
     out, output = made
@@ -67,7 +68,6 @@ def test_a_run_says_what_it_does_and_what_came_of_it(made: tuple[Path, str]) -> 
     assert "Traceback" not in output
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("last_words", ["texts: 1 files", *grid("head-overlap: step 2,")])
 def test_a_killed_run_goes_on_to_the_same_weights(
     corpus: Path, trained: tuple[Path, str], made: tuple[Path, str], tmp_path: Path, last_words: str
@@ -87,7 +87,6 @@ def test_a_killed_run_goes_on_to_the_same_weights(
     assert (tmp_path / "drafts" / "report.md").read_text() == (made[0] / "report.md").read_text()
 
 
-@pytest.mark.slow
 def test_the_engine_loads_both_drafts(made: tuple[Path, str], trained: tuple[Path, str]) -> None:
     """The head fits its target, and the draft says whose vocabulary it has without a tokenizer of its own."""
     out, _ = made

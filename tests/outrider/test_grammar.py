@@ -128,6 +128,7 @@ def mismatches(engine: GrammarEngine, name: str, seeds: range) -> int:
     return found
 
 
+@pytest.mark.slow
 @GRAMMARS
 def test_masks_of_a_tree_are_those_of_fresh_matchers(engine: GrammarEngine, name: str) -> None:
     assert mismatches(engine, name, range(12)) == 0
@@ -161,6 +162,7 @@ def shared(along: Callable[..., LLMatcher | None]) -> Callable[..., LLMatcher | 
     return follow  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", [flat, shared])
 def test_planted_bugs_are_found(
     engine: GrammarEngine, monkeypatch: pytest.MonkeyPatch, bug: Callable[[object], object]

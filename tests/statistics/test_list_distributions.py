@@ -124,6 +124,7 @@ async def distances(folder: Path, rule: str, drafters: str, ledger: Ledger) -> l
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafters", LISTS)
 @pytest.mark.parametrize("rule", RULES)
 async def test_a_round_of_a_list_follows_the_law(
@@ -133,6 +134,7 @@ async def test_a_round_of_a_list_follows_the_law(
     assert max(await distances(tmp_path, rule, drafters, Ledger(monkeypatch))) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 async def test_drafters_in_one_lane_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
     """B9, as it once was: siblings of several drafters are one quantile, tested as if they were independent."""

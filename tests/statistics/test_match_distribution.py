@@ -107,6 +107,7 @@ def chance(pairs: npt.NDArray[np.int64], distribution: Floats) -> float:
     return float(stats.chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("name", WANTED)
 def test_two_tokens_follow_the_joint_distribution_of_the_target(name: str, width: int) -> None:

@@ -79,6 +79,7 @@ def test_three_tokens_follow_the_joint_distribution(name: str, rule: RuleFunctio
     assert chance(tokens, language.distribution(3)) > 1e-4
 
 
+@pytest.mark.slow
 @RULES
 @pytest.mark.parametrize("top_n", [32, *slow(8)])
 def test_a_truncated_draft_distribution_leaves_the_joint_distribution(top_n: int, rule: RuleFunction) -> None:
@@ -87,6 +88,7 @@ def test_a_truncated_draft_distribution_leaves_the_joint_distribution(top_n: int
     assert chance(tokens, WIDE.distribution(2), WIDE_CELLS) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("language", "cells"),
     [(NARROW["like"], (1, 1)), pytest.param(WIDE, WIDE_CELLS, marks=pytest.mark.slow)],
@@ -186,6 +188,7 @@ def test_a_planted_bug_is_found(planted: type[Rounds], name: str, rule: RuleFunc
     assert chance(tokens, NARROW[name].distribution(3)) < 1e-6
 
 
+@pytest.mark.slow
 @RULES
 def test_a_planted_bug_is_found_in_a_wide_vocabulary(rule: RuleFunction) -> None:
     """256 tokens of which 6 are sent, and the draft draws from all: the bug of a released engine."""
@@ -193,6 +196,7 @@ def test_a_planted_bug_is_found_in_a_wide_vocabulary(rule: RuleFunction) -> None
     assert chance(tokens, WIDE.distribution(2), WIDE_CELLS) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", [DraftDrawsReused, NoiseReused])
 def test_noise_that_serves_two_rounds_is_found_under_block(planted: type[Rounds]) -> None:
     """Block verification looks at rows after the one where it ends, so what was drawn there depends on that end."""
@@ -204,6 +208,7 @@ def test_noise_that_serves_two_rounds_is_found_under_block(planted: type[Rounds]
     assert chance(planted(language, ratio, num_seeds=NUM_SEEDS).tokens(3), language.distribution(3)) > 1e-4
 
 
+@pytest.mark.slow
 def test_lenient_keeps_its_promise() -> None:
     """No token comes more than 1 / lenience times as often as the target says, and some come nearly so."""
     language = NARROW["like"]

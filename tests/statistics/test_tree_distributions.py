@@ -33,6 +33,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @BY_RULE
 def test_three_tokens_follow_the_joint_distribution(rule: TreeRule, shape: str) -> None:
@@ -57,6 +58,7 @@ class CoinsWithoutLanes(WithoutLanes):
     purpose = Purpose.ACCEPTANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["2", "2x2"])
 @BY_RULE
 def test_siblings_drawn_with_one_key_are_found(rule: TreeRule, shape: str) -> None:
@@ -65,6 +67,7 @@ def test_siblings_drawn_with_one_key_are_found(rule: TreeRule, shape: str) -> No
     assert chance(rounds.tokens(3), LANGUAGE.distribution(3)) < 1e-6
 
 
+@pytest.mark.slow
 @BY_RULE
 def test_siblings_tested_with_one_uniform_are_found(rule: TreeRule) -> None:
     """B9: that the first one failed says something about the uniform."""

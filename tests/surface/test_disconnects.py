@@ -146,6 +146,7 @@ async def test_who_leaves_the_queue_is_forgotten(narrow: RestStack) -> None:
     assert (await last)["choices"]
 
 
+@pytest.mark.slow
 async def test_who_does_not_read_is_cut_off() -> None:
     """Its places are free again, its connection is broken, and others read the same as ever meanwhile."""
     fields: dict[str, Any] = {**said("Once"), "max_tokens": 40, "seed": 1, "logprobs": True, "top_logprobs": 2}

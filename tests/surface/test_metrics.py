@@ -48,6 +48,7 @@ async def scraped(rest: RestStack) -> Counter[str]:
     return sums
 
 
+@pytest.mark.slow
 async def test_counters_are_the_sums_of_the_replies(rest: RestStack) -> None:
     """Tokens are those of all usages; drafts, guesses and kept guesses those of all figures, by position as well."""
     replies = await asyncio.gather(*(rest.ask(path, **fields) for path, fields in ASKS))

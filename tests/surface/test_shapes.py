@@ -56,6 +56,7 @@ SCHEMA = to_strict_json_schema(Tale)
 ASKED: dict[str, Any] = {"model": "target", "max_completion_tokens": 600, **said("Tell me of the king's daughter.")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_a_model_of_pydantics_comes_back_parsed(client: AsyncOpenAI, temperature: float) -> None:
     """An answer that ended by itself is the object; one that its length ended is an error of the package's."""
@@ -69,6 +70,7 @@ async def test_a_model_of_pydantics_comes_back_parsed(client: AsyncOpenAI, tempe
         await client.chat.completions.parse(**{**ASKED, "max_completion_tokens": 9}, response_format=Tale)
 
 
+@pytest.mark.slow
 async def test_a_schema_refers_to_itself(client: AsyncOpenAI) -> None:
     """As deep as the model goes."""
     for seed in SEEDS:
@@ -76,6 +78,7 @@ async def test_a_schema_refers_to_itself(client: AsyncOpenAI) -> None:
         assert isinstance(parsed.choices[0].message.parsed, Chapter)
 
 
+@pytest.mark.slow
 async def test_whole_and_streamed_are_the_same(client: AsyncOpenAI) -> None:
     """Strict, with one answer and with several; each that ended validates."""
     shape = {"type": "json_schema", "json_schema": {"name": "Tale", "strict": True, "schema": SCHEMA}}
@@ -94,6 +97,7 @@ async def test_whole_and_streamed_are_the_same(client: AsyncOpenAI) -> None:
             check(choice.message.content)
 
 
+@pytest.mark.slow
 async def test_the_streaming_helper_parses(client: AsyncOpenAI) -> None:
     """Its last event has the object, and every one before what can be read so far."""
     fields = {**ASKED, "seed": 1, "response_format": Tale}

@@ -65,6 +65,7 @@ async def test_headers(rest: RestStack) -> None:
         await reply.aread()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PROMPTS)
 async def test_figures_are_in_the_form_that_aiperf_reads(rest: RestStack, path: str) -> None:
     """On the usage chunk and on the body; zeros when nothing was guessed, null when nothing could be or for several."""
@@ -108,6 +109,7 @@ async def test_figures_and_vllm_format_can_fail(rest: RestStack) -> None:
         read_metrics(body)
 
 
+@pytest.mark.slow
 async def test_comments_keep_a_long_prompt_alive() -> None:
     """While the prompt is read, comments come, and nothing but comments; a client's parser does not see them."""
     async with rest_stack(gateway={"keep_alive_seconds": 0.01}) as rest:
@@ -130,6 +132,7 @@ async def open_stream(rest: RestStack, **fields: Any) -> tuple[asyncio.StreamRea
     return reader, writer
 
 
+@pytest.mark.slow
 async def test_nothing_comes_before_a_place_is_free() -> None:
     """No headers, and so no comment, while a request waits: its status is not known yet."""
     async with rest_stack(gateway={"max_requests": 1, "keep_alive_seconds": 0.002}) as rest:
@@ -150,6 +153,7 @@ async def test_nothing_comes_before_a_place_is_free() -> None:
         waiting_writer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PROMPTS)
 async def test_lost_target_is_an_error_without_an_end(path: str) -> None:
     """The last event says what happened, in the form of a refusal; there is no finish reason, usage or end."""

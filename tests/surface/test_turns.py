@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 from support.basics import eventually
 from support.rest.rest_stack import COMPLETIONS, RestStack, rest_stack
 
@@ -29,6 +30,7 @@ async def streamed(rest: RestStack, **body: object) -> list[list[int]]:
     return [[token_id for part in found.of_choice(index) for token_id in part["token_ids"]] for index in indices]
 
 
+@pytest.mark.slow
 async def test_a_small_request_behind_a_big_one_is_answered_before_the_big_one_ends() -> None:
     """And both say what they say where there is room for all, token for token."""
     async with rest_stack() as roomy:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,7 +12,6 @@ from support.basics import eventually
 from support.requests.garbage import PYTHON_TEXT
 from support.rest.rest_stack import CHAT, COMPLETIONS, RestStack, exchange, rest_stack, said
 
-import gateway.server
 from gateway.rest.settings import RestSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -24,8 +24,9 @@ DEEP = 10_000
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rest() -> AsyncIterator[RestStack]:
     """One stack, which takes all of it; bodies must come within a moment."""
+    of = RestSettings.of
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gateway.server, "RestSettings", partial(RestSettings, body_wait_s=0.3))
+        patch.setattr(RestSettings, "of", lambda *given: replace(of(*given), body_wait_s=0.3))
         async with rest_stack() as running:
             yield running
 
@@ -207,6 +208,7 @@ async def test_what_is_not_there(rest: RestStack, method: str, path: str, status
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.slow
 async def test_others_are_served_meanwhile(rest: RestStack) -> None:
     """While all of it comes at once, a good request says what it says alone, and in the end all is quiet."""
     ask = partial(rest.ask, COMPLETIONS, prompt="Once", max_tokens=24, seed=1)

@@ -127,6 +127,7 @@ async def test_all_settings_are_asked_the_same_in_another_order_each_turn() -> N
     assert (drafted[PLAIN], drafted[fixed(3)] > 0) == (0, True)
 
 
+@pytest.mark.slow
 async def test_clocks_of_several_workers_are_added() -> None:
     """A gateway of many processes reports each one's; a device's time only where it is exported."""
     registry = new_registry()
@@ -194,6 +195,7 @@ async def test_too_little_to_measure_is_one_sentence(monkeypatch: pytest.MonkeyP
             await Driver(PLAN, gateway.address, {}).run()
 
 
+@pytest.mark.slow
 async def test_nobody_there_is_unavailable() -> None:
     """Exit code 69 and one sentence, before anything is measured; also of the metrics."""
     code, output, notes = await command("--address", "127.0.0.1:1")

@@ -69,6 +69,7 @@ def searched(model: transformers.PreTrainedModel, prompt: Sequence[int], search:
     return record
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early_stopping", STOPPING)
 @pytest.mark.parametrize("length_penalty", [-0.7, 0.0, 1.0, 2.0])
 @pytest.mark.parametrize("width", [*grid(2), 4, *grid(8)])

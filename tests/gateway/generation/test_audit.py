@@ -5,6 +5,7 @@ import urllib.request
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
+import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
@@ -31,6 +32,7 @@ def counts(stack: MarkovStack) -> dict[str, float]:
     return {sample.name + "".join(sample.labels.values()): sample.value for sample in samples}
 
 
+@pytest.mark.slow
 async def test_what_plain_decoding_says_too_is_no_mismatch(tokenizer: str) -> None:
     """Speculative requests, one of them ended by a stop string and one of several samples, are all found right."""
     async with markov_stack(tokenizer, **EVERYTHING) as stack:
@@ -44,6 +46,7 @@ async def test_what_plain_decoding_says_too_is_no_mismatch(tokenizer: str) -> No
         await eventually(lambda: stack.target.sessions == 0)
 
 
+@pytest.mark.slow
 async def test_a_token_that_plain_decoding_does_not_say_is_found(tokenizer: str) -> None:
     """A target whose weights changed without the gateway's knowledge."""
     async with markov_stack(tokenizer, **EVERYTHING) as stack:
@@ -106,6 +109,7 @@ async def test_only_match_is_audited_and_only_in_its_share(tokenizer: str) -> No
         assert counts(stack)["outrider_audit_total"] == 0
 
 
+@pytest.mark.slow
 async def test_an_audit_that_cannot_be_made_is_counted(tokenizer: str) -> None:
     """The target fails, its numerics are others by now, or more requests wait than one at a time can do."""
     async with markov_stack(tokenizer, **EVERYTHING) as stack:

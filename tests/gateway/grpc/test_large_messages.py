@@ -31,6 +31,7 @@ async def code_of(channel: grpc.aio.Channel, path: str, message: bytes) -> str:
     return str((await call.code()).name)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_no_messages_take_more_memory_than_they_may(tokenizer: str) -> None:
     """Sixty at once of any kind, each on a connection of its own; ordinary requests are answered meanwhile."""
@@ -60,6 +61,7 @@ async def test_no_messages_take_more_memory_than_they_may(tokenizer: str) -> Non
     assert not [line for line in gateway.lines if '"level": "error"' in line]
 
 
+@pytest.mark.slow
 async def test_calls_without_a_message_keep_nobody_out(tokenizer: str) -> None:
     """Two hundred connections that begin a call and say no more; requests are answered, of new connections too."""
     host = "127.0.0.1"
@@ -82,6 +84,7 @@ async def test_calls_without_a_message_keep_nobody_out(tokenizer: str) -> None:
     assert not [line for line in gateway.lines if '"level": "error"' in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("message", "expected"),
     [

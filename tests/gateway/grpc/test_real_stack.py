@@ -106,6 +106,7 @@ async def test_max_tokens_inside_a_block(stack: RunningStack, max_tokens: int) -
     assert answer.completion.finish_reason == types_pb2.FINISH_REASON_LENGTH
 
 
+@pytest.mark.slow
 async def test_up_to_the_end_of_the_context(stack: RunningStack) -> None:
     """A prompt that leaves three tokens gets three; one more is refused with both numbers."""
     prompt = [7] * 4093
@@ -126,6 +127,7 @@ async def test_cancelled_requests_leave_nothing_behind(stack: RunningStack) -> N
     await stack.quiet()
 
 
+@pytest.mark.slow
 async def test_without_a_draft() -> None:
     """A gateway that knows no draft serves the same tokens."""
     async with running_stack() as stack:
@@ -162,6 +164,7 @@ async def rest(
         yield response
 
 
+@pytest.mark.slow
 async def test_a_draft_past_its_deadline_is_stopped() -> None:
     """With a deadline far below what thirty-two guesses take, a Rollback stops the draft's job; tokens are the same."""
     hurry = {"draft_deadline_min_s": 0.002, "draft_deadline_max_s": 0.002}

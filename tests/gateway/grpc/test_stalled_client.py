@@ -75,6 +75,7 @@ async def test_a_client_that_does_not_read_loses_its_request() -> None:
         assert caught.value.details() == "The client read nothing for 0.2 seconds"
 
 
+@pytest.mark.slow
 async def test_a_first_message_that_nobody_reads_does_not_keep_its_call_open() -> None:
     """It has more log-probabilities of the prompt than a connection takes in before it is read."""
     async with running_stack(draft=None, gateway={"client_stall_seconds": 0.2}) as stack:
@@ -88,6 +89,7 @@ async def test_a_first_message_that_nobody_reads_does_not_keep_its_call_open() -
                     pass
 
 
+@pytest.mark.slow
 async def test_a_client_that_does_not_read_holds_nobody_up() -> None:
     """Its session waits, on the link that it shares with 64 others, which run to the tokens of plain decoding."""
     others, num_tokens = range(64), 32
@@ -117,6 +119,7 @@ async def test_a_client_that_reads_late_loses_nothing() -> None:
         assert responses[-1].completion.usage.completion_tokens == 400
 
 
+@pytest.mark.slow
 async def test_what_was_said_before_an_error_comes_before_it() -> None:
     """Also to a client that reads nothing until the answer has failed, and has a long message to read then."""
     fields = {"token_ids": [5] * 3000, "logprob_count": 20, "echo": True, "enabled": False, "max_tokens": 9}

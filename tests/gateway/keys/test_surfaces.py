@@ -286,6 +286,7 @@ def taken_out(keys: Path, name: str) -> Iterator[None]:
         write_keys(keys, **NAMES)
 
 
+@pytest.mark.slow
 async def test_of_two_hundred_requests_at_once_as_many_are_served_as_may(
     stack: MarkovStack, http: httpx.AsyncClient
 ) -> None:
@@ -361,6 +362,7 @@ async def test_tokens_of_a_key_are_never_more_than_may_be(stack: MarkovStack, ht
     assert last.headers["retry-after"] == "6"
 
 
+@pytest.mark.slow
 async def test_samples_of_a_key_are_never_more_than_may_be(stack: MarkovStack, http: httpx.AsyncClient) -> None:
     """Of 200 at once those that find room wait for their turn, and the others are refused. Later there is room."""
     tenant, admission = still(stack, "narrow"), stack.gateway.frontend.admission

@@ -111,6 +111,7 @@ def test_an_account_grows_and_shrinks(tmp_path: Path) -> None:
     assert (tmp_path / "alice").stat().st_size < 200
 
 
+@pytest.mark.slow
 def test_processes_that_count_at_once_lose_nothing(tmp_path: Path) -> None:
     """All together take as many as there are, to the last one."""
     limit = NUM_PROCESSES * TIMES // 2 + 1
@@ -127,6 +128,7 @@ def test_processes_that_count_at_once_lose_nothing(tmp_path: Path) -> None:
         assert (account.requests.used, account.other_samples) == (limit, limit)
 
 
+@pytest.mark.slow
 async def test_a_process_that_is_killed_leaves_its_account_whole(tmp_path: Path) -> None:
     """In the middle of its counting, again and again: the others read it, and wait for no other."""
     usage = SharedUsage(str(tmp_path), 0)

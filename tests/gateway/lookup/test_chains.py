@@ -38,6 +38,7 @@ def longest(matches: list[Match]) -> int:
     return max((match.length for match in matches), default=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_the_longest_match_is_that_of_the_automaton(text: list[int]) -> None:
     """Wherever no more places than are looked at share the last three tokens; elsewhere it is never longer."""

@@ -53,6 +53,7 @@ def test_two_tenants_never_see_each_other() -> None:
     assert beside.of("c").matches(Context(array("i", own[:8].tobytes()))) == []
 
 
+@pytest.mark.slow
 def test_ten_million_tokens_stay_within_the_bound() -> None:
     """Never more tokens nor bytes than was said, and always the newest."""
     max_tokens = 1_000_000

@@ -118,6 +118,7 @@ def test_rejected_guesses_are_never_learnt() -> None:
     assert other.look(8, 8) == NOTHING
 
 
+@pytest.mark.slow
 def test_a_second_request_is_like_the_first_of_a_process() -> None:
     """Nothing of a request that has ended is in the guesses of the next one, which shares no memory with it."""
     first = session_of(random_text(300, 5))

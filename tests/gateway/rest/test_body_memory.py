@@ -27,6 +27,7 @@ async def left(gateway: GatewayProcess, body: bytes) -> None:
             await posted(gateway, body)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_no_bodies_take_more_memory_than_they_may(words: str) -> None:
     """Sixty at once of any kind, and as many whose clients leave; each is refused by name or asked to come again, and

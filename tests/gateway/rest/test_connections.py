@@ -120,6 +120,7 @@ async def test_who_does_not_shake_hands_makes_room(tmp_path: Path) -> None:
         await running.stop(0)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_more_connections_than_descriptors_keep_nobody_out(words: str) -> None:
     """Of a process that may have few, on both surfaces at once; and its log does not grow."""

@@ -43,6 +43,7 @@ async def leave(rest: RestStack, asking: "asyncio.Task[Any]", devices: tuple[Hel
             await asyncio.gather(*(device.run_jobs() for device in devices))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speculation", [{"enabled": False}, {"draft_count": 4}, {"draft_count": "auto"}])
 @pytest.mark.parametrize("num_tokens", [1, 30])
 @pytest.mark.parametrize("stream", [False, True])

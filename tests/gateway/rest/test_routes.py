@@ -75,6 +75,7 @@ async def test_what_nobody_serves_is_an_error_like_all(http: httpx.AsyncClient) 
     assert reply.headers["x-should-retry"] == "false"
 
 
+@pytest.mark.slow
 async def test_the_document_has_every_route_and_error(http: httpx.AsyncClient) -> None:
     """And pages that would load scripts from elsewhere do not exist."""
     document = (await http.get("/openapi.json")).json()

@@ -46,6 +46,7 @@ async def test_who_waits_is_sent_elsewhere_and_who_runs_ends(words: str) -> None
                 await call
 
 
+@pytest.mark.slow
 async def test_whose_time_is_over_is_told_so(words: str) -> None:
     """Before connections are cut: a status and a time to come again where there is no head yet, else a last event."""
     async with markov_stack(words, rest_listen="127.0.0.1:0") as stack:

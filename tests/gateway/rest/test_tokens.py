@@ -97,6 +97,7 @@ async def test_what_a_conversation_echoes_is_named(stack: RecitingStack) -> None
     assert reply.headers["x-outrider-ignored"] == "messages.annotations"
 
 
+@pytest.mark.slow
 async def test_long_texts_are_taken_whole(stack: RecitingStack) -> None:
     """A million characters, and no more; their tokens go back as one list."""
     text = "fox 東京 " * 100_000

@@ -98,6 +98,7 @@ def test_the_policy_may_choose_trees_where_nobody_asks(rule: Rule, kinds: set[Dr
     assert set(RoundPlanner(SpeculationPolicy(), None, 500, 8, shaped)._session.drafters) == {max(kinds)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("aside", "row_us", "expected"), [(0.9, 20, True), (0.05, 200, False)])
 def test_trees_are_chosen_where_they_bring_more(aside: float, row_us: int, expected: bool) -> None:
     """Rows that stand aside are worth what they catch, and cost what rows cost: trees or chains, as it turns out."""
@@ -181,6 +182,7 @@ class Machine:
         return counts
 
 
+@pytest.mark.slow
 def test_the_faster_drafter_is_chosen_and_the_other_one_looked_at() -> None:
     """A quick own draft beats a slow way, a quick way beats the target's slow own drafting; a change is noticed."""
     machine = Machine(message_us=3000)
@@ -193,6 +195,7 @@ def test_the_faster_drafter_is_chosen_and_the_other_one_looked_at() -> None:
     assert counts[""] > 0.9 * sum(counts.values())
 
 
+@pytest.mark.slow
 def test_sessions_get_the_fastest_of_a_targets_drafters() -> None:
     """The unknown ones first; then one in sixteen has another, so that a change is noticed."""
     policy = SpeculationPolicy()

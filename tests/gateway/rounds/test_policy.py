@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
+import pytest
 from support.services.markov import round_of
 
 from gateway.rounds.policy import SpeculationPolicy
@@ -94,6 +95,7 @@ def test_a_bad_draft_is_not_asked() -> None:
     assert common(machine.counts[100:]) == 0
 
 
+@pytest.mark.slow
 def test_is_near_the_best_fixed_count() -> None:
     """Over good, middling and bad drafts, at most a tenth of the best fixed speed is lost, learning included."""
     for alpha in (0.2, 0.5, 0.64, 0.8, 0.9):

@@ -40,6 +40,7 @@ def speed(
     return devices.run(3), devices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_sessions", [1, 4, *slow(16, 32)])
 @pytest.mark.parametrize("laws", [CPU, ACCELERATOR], ids=["cpu", "accelerator"])
 def test_it_is_never_much_slower_than_any_fixed_count(

@@ -3,6 +3,8 @@
 import random
 from dataclasses import dataclass, field
 
+import pytest
+
 from gateway.rounds.planner import DraftOutlook, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Place, Proposal, TokenLog, Verdict
@@ -82,6 +84,7 @@ def test_a_slow_first_round_is_forgotten_at_once() -> None:
     assert simulation.run(5_000) > 0.9
 
 
+@pytest.mark.slow
 def test_a_draft_that_becomes_fast_is_found_out() -> None:
     """After a slow time, which ended speculation, a few thousand tokens are enough; requests may be long or short."""
     for request_tokens in (20, 50, 512):
@@ -92,6 +95,7 @@ def test_a_draft_that_becomes_fast_is_found_out() -> None:
         assert simulation.run(5_000, request_tokens) > 0.7, request_tokens
 
 
+@pytest.mark.slow
 def test_probes_cost_a_few_hundredths() -> None:
     """While plain decoding wins, requests of any length lose almost nothing to looking for something better."""
     for draft_us in (15_000, SLOW_US):

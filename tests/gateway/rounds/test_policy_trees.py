@@ -96,6 +96,7 @@ class Devices:
         return Proposal(tree, compute_us=spent_us, forward_count=levels, row_count=len(tree)), ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_us", [600, *grid(1460)])
 def test_auto_finds_the_best_tree(draft_us: float) -> None:
     """Within 5 % of the best of fixed trees, all of which were tried, once 4,000 tokens have been seen."""
@@ -110,6 +111,7 @@ def test_auto_finds_the_best_tree(draft_us: float) -> None:
     assert chosen >= 1.2 * max(chains)
 
 
+@pytest.mark.slow
 def test_trees_are_given_up_where_rows_are_dear() -> None:
     """On a target for which each row costs a tenth of a forward, auto loses at most 6 % to the best chain."""
     chains = [Devices(600, row_us=630).run(6000, count) for count in (1, 2, 3, 4)]
@@ -118,6 +120,7 @@ def test_trees_are_given_up_where_rows_are_dear() -> None:
     assert devices.run(6000) >= 0.94 * max(chains)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [TreeShape(max_depth=2), TreeShape(max_children=3), TreeShape(expansions=(3, 1))])
 def test_a_shape_that_a_request_names_is_asked_for(shape: TreeShape) -> None:
     """As it is, whatever depth would be best; how many rows it has is still chosen."""

@@ -8,6 +8,7 @@ from outrider.errors import PromptTooLong
 KV_TOKENS = 64
 
 
+@pytest.mark.slow
 async def test_the_cache_is_filled_to_the_last_token_and_no_further() -> None:
     """As many tokens as the cache holds are served, drafted or not; one more is refused with all three numbers."""
     async with running_stack(kv_tokens=KV_TOKENS) as stack:

@@ -115,6 +115,7 @@ async def test_their_guesses_are_one_tree() -> None:
         assert len({each.draft_count for each in rounds}) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mischief", ALL_FAULTS, ids=lambda each: each.name)
 @pytest.mark.parametrize("number", [0, 1])
 async def test_a_bad_one_is_left_out(mischief: Mischief, number: int) -> None:
@@ -156,6 +157,7 @@ async def test_lookups_join_in() -> None:
         await here.rounds(None, looks=True)
 
 
+@pytest.mark.slow
 async def test_a_stretch_is_ended_over_a_real_link() -> None:
     """A lookup alone: unasked verdicts that had been on their way are taken, and none is taken twice."""
     async with team() as here:

@@ -374,6 +374,7 @@ class Broken:
         """There is no listener at the address."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["reader", "writer"])
 async def test_a_fault_of_this_side_ends_the_link_and_no_request(side: str) -> None:
     """The link is begun again, and the sessions on it are opened there; the log says that it was our fault."""

@@ -99,6 +99,7 @@ async def test_a_spare_with_other_weights_gets_no_request() -> None:
     assert (changed["before"], changed["now"]) == ("one", "two")
 
 
+@pytest.mark.slow
 async def test_a_watch_outlives_whatever_comes_in_between() -> None:
     """A fault in the middle of it is counted, and the service is found all the same, then and when it comes back."""
     target, upkeep = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel()), Upkeep()

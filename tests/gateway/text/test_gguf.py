@@ -43,6 +43,7 @@ async def test_a_file_and_its_folder_are_a_tokenizer_and_a_template(file: Path) 
         assert ChatTemplate.read(name).render(USER).text == "<user>Who?<|endoftext|>"
 
 
+@pytest.mark.slow
 def test_a_gateway_reads_a_file_without_torch(file: Path) -> None:
     """A process of its own has loaded nothing heavy afterwards, and not the package that reads the tensors."""
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(file)], capture_output=True, text=True, check=True)

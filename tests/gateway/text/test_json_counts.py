@@ -75,6 +75,7 @@ def test_texts_of_a_request_count_together() -> None:
         counts.add("texts.2", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

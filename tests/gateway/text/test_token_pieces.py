@@ -56,6 +56,7 @@ def joined(tokenizer: tokenizers.Tokenizer, text: str) -> bytes:
 BYTE_LEVEL, FALLBACK, PREFIXED, METASPACE = byte_level(), byte_fallback(), byte_fallback("▁"), metaspace()
 
 
+@pytest.mark.slow
 @QUIET
 @given(TEXTS)
 def test_bytes_of_all_tokens_are_the_text(text: str) -> None:

@@ -58,6 +58,7 @@ class Watched:
         return self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
 
 
+@pytest.mark.slow
 async def test_few_long_texts_are_encoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are, because each takes many times its size meanwhile."""
     tokenizer = Tokenizer(MODEL)

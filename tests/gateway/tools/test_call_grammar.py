@@ -101,6 +101,7 @@ def babbler(request: pytest.FixtureRequest) -> Babbler:
     return Babbler(request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("max_calls", [None, 1])
 def test_calls_that_must_come_are_read_back(babbler: Babbler, name: str, max_calls: int | None) -> None:
@@ -125,6 +126,7 @@ def test_calls_that_must_come_are_read_back(babbler: Babbler, name: str, max_cal
     assert counts == {1} if max_calls else max(counts) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_free_answer_is_text_or_calls_that_fit(babbler: Babbler, name: str) -> None:
     """And a marker in it is followed by a call."""

@@ -39,6 +39,7 @@ def without_ids(deltas: list[Delta]) -> list[object]:
     return [(each.index, each.name) if isinstance(each, CallBegun) else each for each in deltas]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_answers_are_read_alike_however_they_are_cut(name: str) -> None:
     """In one piece, by characters, and in random pieces; without calls all letters are there."""

@@ -42,6 +42,7 @@ def num_passes(answers: Sequence[Answer]) -> int:
     return sum(answer.result.speculation.rounds for answer in answers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_prompts", [4, *grid(30)])
 async def test_beams_are_those_of_transformers_in_fewer_passes(num_prompts: int) -> None:
     """Many prompts in float32: tokens, order and scores, with guesses and without."""
@@ -71,6 +72,7 @@ async def test_beams_are_those_of_transformers_in_fewer_passes(num_prompts: int)
             assert mean == pytest.approx(float(score), rel=0, abs=limit)
 
 
+@pytest.mark.slow
 async def test_every_surface_says_the_same() -> None:
     """Tokens come once, after rounds that have none; the figures count passes and guesses."""
     prompt = OPENINGS[0]
@@ -180,6 +182,7 @@ async def test_cancelled_searches_leave_no_block_behind() -> None:
         assert sequences(disturbed) == sequences(undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["target", "draft"])
 async def test_a_search_survives_a_service(who: str) -> None:
     """It goes on where it was, on a target that has never heard of it, and without a draft that has died."""

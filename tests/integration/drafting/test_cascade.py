@@ -38,6 +38,7 @@ async def check_both_pools(stack: RunningStack) -> None:
         await stack.draft.worker.call(lambda runner=runner: check_empty(runner.pool))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cascade",
     [CASCADES[0], *slow(*CASCADES[1:])],
@@ -56,6 +57,7 @@ async def test_tokens_are_those_of_plain_decoding(cascade: Mapping[str, object])
         await check_both_pools(stack)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [types_pb2.ACCEPTANCE_RULE_RATIO, *slow(types_pb2.ACCEPTANCE_RULE_BLOCK)])
 async def test_rules_with_laws_say_the_same_with_a_cascade(rule: int) -> None:
     """The same proposals with the same distributions meet the same uniforms, so that not one token differs."""
@@ -75,6 +77,7 @@ async def test_rules_with_laws_say_the_same_with_a_cascade(rule: int) -> None:
     assert all(each == said[0] for each in said[1:])
 
 
+@pytest.mark.slow
 async def test_cancelled_and_lost_requests_leave_no_block() -> None:
     """In neither pool, whether a client goes away or the draft service is killed and comes back."""
     async with running_stack(draft=LARGE, draft_options={"cascade": DRAFT}, gateway=PATIENT) as stack:
@@ -98,6 +101,7 @@ async def test_cancelled_and_lost_requests_leave_no_block() -> None:
         await check_both_pools(stack)
 
 
+@pytest.mark.slow
 async def test_a_full_pool_costs_guesses_and_no_token() -> None:
     """Where the smaller model's cache is too small for all, and where the draft's is."""
     async with running_stack(draft=LARGE, draft_options={"cascade": DRAFT, "kv_tokens": 192}, gateway=PATIENT) as stack:

@@ -144,6 +144,7 @@ def check_books(answer: Answer) -> None:
     assert usage.rejected_prediction_tokens == counted["prediction"] - accepted["prediction"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*(name for name in DRAFTERS if name not in FURTHER), *slow(*FURTHER)])
 async def test_no_drafter_changes_a_token(stack: RunningStack, plain: list[tuple[int, ...]], name: str) -> None:
     """Sixteen at once, then again with what is remembered of them, then alone."""
@@ -193,6 +194,7 @@ async def test_no_prediction_changes_a_token(
             assert sum(answer.completion.usage.accepted_prediction_tokens for answer in told) > 0
 
 
+@pytest.mark.slow
 async def test_a_datastore_proposes(stack: RunningStack) -> None:
     """How a tale went on, for drafters that go on with it and have no memory; its table, for those that leave it."""
 
@@ -214,6 +216,7 @@ async def test_a_datastore_proposes(stack: RunningStack) -> None:
     assert "table" in {each.drafter for each in sampled}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "name"),
     [

@@ -105,6 +105,7 @@ async def told(here: Lied, lie: Lie, asked: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "step"), SHARES, ids=["share", "all"])
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.name)
 async def test_no_lie_about_any_field_costs_a_token_or_an_error(
@@ -128,6 +129,7 @@ async def test_no_lie_about_any_field_costs_a_token_or_an_error(
                 assert name == "ratio" or token_ids == plain, f"{lie}, {name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manner", MANNERS, ids=lambda manner: manner.__name__)
 async def test_whatever_messages_come_tokens_stay(manner: Manner) -> None:
     """None, too many, too large, other ones, or an end: where no draft may send them they count as its fault."""

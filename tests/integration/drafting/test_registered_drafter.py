@@ -21,6 +21,7 @@ def last(_runner: ModelRunner) -> Drafter[Any]:
     return LastToken()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("service", ["draft_service", "target_service"])
 async def test_it_guesses_where_it_is_asked_for(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `match` at both temperatures, with guesses that are right at times."""

@@ -21,6 +21,7 @@ def judged(results: Sequence[Answer]) -> tuple[int, int]:
     return kept, kept + sum(each.accepted_count < each.evaluated_count for each in facts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.8, *slow(0.0)])
 async def test_speculation_changes_no_token(temperature: float) -> None:
     """Sixteen streams at a time say the same with no draft token, few, many, and as many as the gateway likes."""
@@ -34,6 +35,7 @@ async def test_speculation_changes_no_token(temperature: float) -> None:
             assert all(len(each) == 40 for each in token_ids(results))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "acceptance"), [("match", 0.0), ("match", 0.6), ("match", 1.0), ("ratio", 0.6), ("block", 0.6)]
 )
@@ -64,6 +66,7 @@ async def test_a_tree_keeps_more_than_a_chain_as_deep(temperature: float) -> Non
     assert num_rounds[0] > 1.1 * num_rounds[1]
 
 
+@pytest.mark.slow
 async def test_blocks_prefixes_and_preemption_are_the_real_ones() -> None:
     """With a pool that holds a few streams at a time, and prompts that begin alike, not one token differs."""
     prompts = [OPENINGS[0] * 6 + opening for opening in PROMPTS]
@@ -77,6 +80,7 @@ async def test_blocks_prefixes_and_preemption_are_the_real_ones() -> None:
         assert counts > 0
 
 
+@pytest.mark.slow
 async def test_every_report_names_it() -> None:
     """Model, device and numerics; its busy time is its formula's, and log-probabilities are those of its peaks."""
     async with running_stack(*PAIR, gateway=PATIENT, kv_tokens=2048) as stack:

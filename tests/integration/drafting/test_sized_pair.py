@@ -1,5 +1,6 @@
 """A stack of sized models, named as an operator names them, through the whole house."""
 
+import pytest
 from support.stack import TARGET, Answer, RunningStack, running_stack
 
 from bench.common import OPENINGS
@@ -11,6 +12,7 @@ async def said(stack: RunningStack) -> list[Answer]:
     return [await stack.generate(temperature=temperature, **fields) for temperature in (0.0, 0.8)]
 
 
+@pytest.mark.slow
 async def test_a_sized_pair_says_what_the_embedded_target_says() -> None:
     """Target, draft and the gateway's tokenizer by their names alone; in float32 not one token differs."""
     async with running_stack("sized:200m", "sized:10m", dtype="float32", threads=2, kv_tokens=4096) as stack:

@@ -64,6 +64,7 @@ async def speculated(
     return tokens, num_rounds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_trees_over_the_wire_change_no_token(temperature: float) -> None:
     """Every shape gives plain decoding's tokens, and a tree of so many rows takes fewer rounds than a chain."""

@@ -57,6 +57,7 @@ async def drained(process: asyncio.subprocess.Process, channel: grpc.aio.Channel
     watch.cancel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["target", *slow("draft")])
 async def test_a_drain_lets_running_sessions_end(role: str) -> None:
     """They go on as before; a new one is refused, beside them or on another link, and the process ends with the last,
@@ -79,6 +80,7 @@ async def test_a_drain_lets_running_sessions_end(role: str) -> None:
         assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["target", *slow("draft")])
 async def test_a_drain_ends(role: str) -> None:
     """A session that does not end by itself is cut off when the time is up, and the process ends well all the same."""

@@ -15,6 +15,7 @@ async def _answers(stack: RunningStack, draft_count: int) -> list[tuple[int, ...
     return [answer.token_ids for answer in answers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_count", [0, 4])
 async def test_requests_that_fill_the_pool_together_all_end(draft_count: int) -> None:
     """None is refused in mid-stream; the stack checks at its end that no block is lost."""

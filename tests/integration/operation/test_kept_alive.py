@@ -37,6 +37,7 @@ async def kept_alive(
                 await watching
 
 
+@pytest.mark.slow
 async def test_a_gateway_of_several_workers_lives_through_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a file of keys too: it answers on a port of its own whether it hangs, and nothing is replaced."""
     answers: list[bool] = []

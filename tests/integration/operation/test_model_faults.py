@@ -141,6 +141,7 @@ async def test_rest_answers_a_fault_of_the_model_with_500(sound: Path, tmp_path:
     assert "the model broken" in error["message"]
 
 
+@pytest.mark.slow
 async def test_a_draft_that_computes_no_numbers_costs_guesses_alone(sound: Path, tmp_path: Path) -> None:
     """Every request is answered as without it."""
     broken = changed(sound, tmp_path / "broken", only_for_some)

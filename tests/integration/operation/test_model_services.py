@@ -37,6 +37,7 @@ async def start() -> AsyncIterator[Start]:
         await process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["draft", "target"])
 async def test_a_service_serves_and_stops_with_its_parent(role: str, folder: Path, start: Start) -> None:
     """It says where it listens, is healthy, knows what its flags said, and ends with 0 when stdin does."""
@@ -50,6 +51,7 @@ async def test_a_service_serves_and_stops_with_its_parent(role: str, folder: Pat
     assert await process.stop() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [

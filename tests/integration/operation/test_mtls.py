@@ -61,6 +61,7 @@ async def said(stack: RunningStack) -> list[tuple[int, ...]]:
     return token_ids(await asyncio.gather(*asked))
 
 
+@pytest.mark.slow
 async def test_the_tokens_are_those_without_certificates(stack: RunningStack) -> None:
     """With a draft that guesses on the other side of a link of its own."""
     secured = await said(stack)
@@ -71,6 +72,7 @@ async def test_the_tokens_are_those_without_certificates(stack: RunningStack) ->
     assert answer.samples[0].result.speculation.accepted_tokens > 0
 
 
+@pytest.mark.slow
 async def test_the_command_line_and_the_doctor_come_in_with_the_authority(stack: RunningStack, folder: Path) -> None:
     """And say why they do not where they come without it."""
     tls, address = trusting(folder, "client"), stack.address
@@ -98,6 +100,7 @@ async def test_the_command_line_and_the_doctor_come_in_with_the_authority(stack:
     assert "--tls-ca" in finding.fix
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("copying", "--stories", "2"), ("structured", "--turns", "2", "--hostile", "2")])
 async def test_measurements_come_in_with_the_authority(
     stack: RunningStack, folder: Path, words: tuple[str, ...]
@@ -115,6 +118,7 @@ async def test_measurements_come_in_with_the_authority(
     assert (refused.returncode, refused.stderr[-len(sentence) :]) == (78, sentence)
 
 
+@pytest.mark.slow
 async def test_certificates_are_replaced_under_load(stack: RunningStack, folder: Path, tmp_path: Path) -> None:
     """Requests that run go on with all their tokens, new connections get the new ones, and no client sees an error."""
     expected = await said(stack)
@@ -152,6 +156,7 @@ async def test_certificates_are_replaced_under_load(stack: RunningStack, folder:
     assert all(each == expected for each in answers)
 
 
+@pytest.mark.slow
 async def test_a_gateway_that_is_refused_at_its_start_ends_with_the_code_of_that(
     stack: RunningStack, folder: Path, tmp_path: Path
 ) -> None:

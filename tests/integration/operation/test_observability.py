@@ -34,7 +34,7 @@ PROMPT = f"Once upon a time there was a {MARKER} who said: open"
 OTHER_EYES = {"process_cpu_seconds_total", "outrider_tasks", "outrider_kv_blocks", "outrider_drafter_kv_blocks"}
 METRIC = re.compile(r"\b(outrider_\w+)\b")
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 
 @dataclass

@@ -51,6 +51,7 @@ def without_a_shard(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -72,6 +73,7 @@ async def test_a_spoilt_model_is_one_sentence(tmp_path: Path, spoil: Callable[[P
     assert "spoilt" in line
 
 
+@pytest.mark.slow
 async def test_a_state_space_model_is_refused_by_name(tmp_path: Path) -> None:
     """Its state cannot be rolled back."""
     config = transformers.MambaConfig(architectures=["MambaForCausalLM"])
@@ -88,6 +90,7 @@ async def test_a_model_that_transformers_computes_is_refused_in_one_sentence_too
     assert "is not a sound safetensors file" in await refused(str(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_offline", [True, *slow(False)])
 async def test_a_hub_that_cannot_be_reached_is_one_sentence(tmp_path: Path, is_offline: bool) -> None:
     """With the command that fetches the model elsewhere."""

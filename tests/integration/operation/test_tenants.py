@@ -131,6 +131,7 @@ def strangers(answer: Answer, prompt: Sequence[int]) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 async def test_guesses_come_from_the_tenants_own_texts() -> None:
     """Of sixteen requests at once, those of a tenant that never asked before get nothing that others said."""
     tokenizer = tokenizers.Tokenizer.from_file(f"{TARGET}/tokenizer.json")
@@ -154,6 +155,7 @@ async def test_guesses_come_from_the_tenants_own_texts() -> None:
         assert accepted[0] > 2 * accepted[1]
 
 
+@pytest.mark.slow
 async def test_a_request_without_speculation_leaves_no_trace() -> None:
     """Neither one that switches it off nor one without guesses is remembered, whichever client sent it."""
     async with gateway() as stack:

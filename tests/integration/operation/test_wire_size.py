@@ -38,6 +38,7 @@ async def hops(rule: "types_pb2.AcceptanceRule.ValueType", **fields: Any) -> lis
     return [(each.draft_count, each.draft_bytes, each.verify_bytes) for each in facts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["ratio", "block", "lenient"])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
 async def test_a_round_with_distributions_stays_within_two_kilobytes(rule: str, temperature: float) -> None:
@@ -50,6 +51,7 @@ async def test_a_round_with_distributions_stays_within_two_kilobytes(rule: str, 
     assert max(min(both) for both in full) > DRAFT_COUNT * DEFAULT_TOP_N
 
 
+@pytest.mark.slow
 async def test_a_round_without_distributions_stays_within_two_hundred_bytes() -> None:
     """Under the default rule."""
     found = await hops(types_pb2.ACCEPTANCE_RULE_MATCH, temperature=1.0, max_tokens=32, ignore_eos=True)

@@ -80,6 +80,7 @@ def check_refusal(refused: OutriderError, fault: Fault) -> None:
     assert not PYTHON_TEXT.search(message.replace(shown, ""))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FAULTS)
 @given(data=st.data())
 @MANY
@@ -104,6 +105,7 @@ def test_more_than_fits_is_refused_by_name(attacked: Attacked, max_tokens: int) 
     assert f"max_tokens {max_tokens} do not fit into the context of {context_len} tokens" in refused.message
 
 
+@pytest.mark.slow
 @given(faults=st.tuples(*FAULTS.values()))
 @settings(MANY, max_examples=5)
 def test_good_requests_work_among_faults(attacked: Attacked, faults: tuple[Fault, ...]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 
+import pytest
 from support.models.tiny_models import TARGET, TRAINED
 from support.stack import RunningStack, answers, request_of, running_stack, token_ids
 
@@ -23,6 +24,7 @@ async def cancel_somewhere(stack: RunningStack, number: int, slots: asyncio.Sema
         call.cancel()
 
 
+@pytest.mark.slow
 async def test_two_hundred_cancelled_requests_leave_no_block_behind() -> None:
     """Afterwards both services hold no session and no block, and other requests were not disturbed."""
     fields = {"temperature": 0.8, "max_tokens": 48, "draft_count": 4}

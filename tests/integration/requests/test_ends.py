@@ -52,6 +52,7 @@ def nowhere(_: Path) -> None:
     """Makes no model: its name says enough."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "special", "say"),
     [
@@ -81,6 +82,7 @@ async def test_whatever_is_said_to_end_an_answer_ends_it(
         assert COMMA not in later.token_ids[: end + 5]
 
 
+@pytest.mark.slow
 async def test_a_grammar_ends_with_any_end(tmp_path: Path) -> None:
     """Also with one that only the template knows."""
     target, draft = write_renamed_pair(tmp_path, {",": MARK}, generation_config={})
@@ -136,6 +138,7 @@ async def marked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rest
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
+@pytest.mark.slow
 async def test_a_stop_that_names_a_special_token_ends_there(marked: RestStack) -> None:
     """As a stop string does for clients, and as a stop token for the target: nothing is drawn after it."""
     whole = await with_and_without(marked.stack, ignore_eos=True)
@@ -147,6 +150,7 @@ async def test_a_stop_that_names_a_special_token_ends_there(marked: RestStack) -
         assert whole.text.startswith(answer.text)
 
 
+@pytest.mark.slow
 async def test_a_stop_may_have_text_around_the_name(marked: RestStack) -> None:
     """All of it goes from the text, which clients read without the name."""
     whole = await with_and_without(marked.stack, ignore_eos=True)
@@ -161,6 +165,7 @@ async def test_a_stop_may_have_text_around_the_name(marked: RestStack) -> None:
     assert len(answer.token_ids) > end + 1
 
 
+@pytest.mark.slow
 async def test_min_tokens_holds_back_stop_strings(marked: RestStack) -> None:
     """By the token that completes them; the same over gRPC and REST, whole and streamed, for all samples and drafts."""
     tokenizer = marked.stack.gateway.backend.tokenizer  # type: ignore[union-attr]

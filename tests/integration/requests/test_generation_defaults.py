@@ -76,6 +76,7 @@ async def test_replies_and_models_tell_it(stack: RestStack) -> None:
     assert result.sampling.frequency_penalty == 0.5
 
 
+@pytest.mark.slow
 async def test_null_is_nothing_and_a_neutral_value_is_something(stack: RestStack) -> None:
     """Each value for itself: a temperature alone keeps the model's cuts, over REST and over gRPC."""
     assert await text(stack, **dict.fromkeys([*SAMPLED, "max_tokens"])) == await text(stack)
@@ -98,6 +99,7 @@ async def test_samples_have_it_and_beams_do_not(stack: RestStack) -> None:
     assert [each.result.sampling.model_dump(include=set(NEUTRAL)) for each in beams] == [NEUTRAL] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "expected"),
     [

@@ -77,6 +77,7 @@ def check_shape(name: str, answer: Answer) -> None:
         assert sample.text in given["choices"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, *grid(0.0)])
 async def test_guesses_change_no_token(temperature: float) -> None:
     """Six grammars, greedily and drawn, with chains of every length and trees, several at once."""
@@ -91,6 +92,7 @@ async def test_guesses_change_no_token(temperature: float) -> None:
             check_shape(name, await stack.client.generate(OPENINGS[0], seed=0, max_tokens=40, **options).result())
 
 
+@pytest.mark.slow
 async def test_sixteen_at_once_say_what_each_says_alone() -> None:
     """With and without a grammar side by side, and samples of one request that share nothing."""
     async with running_stack() as stack:
@@ -116,6 +118,7 @@ async def test_every_rule_keeps_to_the_grammar(rule: Rule) -> None:
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["target", "draft"])
 async def test_a_grammar_survives_its_services(who: str) -> None:
     """A target that has never heard of the request replays its tokens; without a draft it goes on plainly."""
@@ -134,6 +137,7 @@ async def test_a_grammar_survives_its_services(who: str) -> None:
         assert answer.result.target_reopens == (who == "target")
 
 
+@pytest.mark.slow
 async def test_a_draft_without_a_tokenizer_guesses_without_a_grammar(tmp_path: Path) -> None:
     """It is right less often, and costs no token."""
     bare = tmp_path / "draft"
@@ -151,6 +155,7 @@ async def test_a_draft_without_a_tokenizer_guesses_without_a_grammar(tmp_path: P
             assert rule != "match" or answers == plain
 
 
+@pytest.mark.slow
 async def test_what_is_forced_is_proposed_without_a_draft() -> None:
     """By the gateway alone, and always accepted."""
     async with running_stack(draft=None) as stack:
@@ -172,6 +177,7 @@ async def test_what_is_forced_is_proposed_without_a_draft() -> None:
         assert forced.accepted_tokens == forced.draft_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "field", "words"),
     [
@@ -193,6 +199,7 @@ async def test_what_cannot_be_enforced_is_refused_by_name(options: Mapping[str, 
         assert (await said(stack, ["Once"], max_tokens=2))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -238,6 +245,7 @@ async def collect(stream: Any, tokens: list[int]) -> None:
         tokens += [token.token_id for token in event.tokens]
 
 
+@pytest.mark.slow
 async def test_an_answer_that_cannot_go_on_ends_with_a_reason() -> None:
     """A word that the grammar wants and the request bans: never a silent end."""
     async with running_stack() as stack:

@@ -70,6 +70,7 @@ async def check_bfloat16(
             warnings.warn(f"near-tie: {near_tie}", stacklevel=1)
 
 
+@pytest.mark.slow
 async def test_bfloat16_weights_give_plain_decoding_and_transformers(drafts: dict[str, Path]) -> None:
     """With bfloat16 weights a few stories are those of plain decoding, and of transformers but for near-ties."""
     await check_bfloat16("trained", drafts["trained"], FEW, FEW_TOKENS, FEW_DRAFT_COUNTS)

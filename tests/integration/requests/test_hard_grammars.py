@@ -51,6 +51,7 @@ async def end_of(stack: RunningStack, speculation: Speculation, options: Mapping
     return tuple(tokens), (await stream.result()).result.finish_reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, *slow(1.0)])
 async def test_equal_requests_end_equally(temperature: float) -> None:
     """Ten times each: one after another, side by side, among others, with chains, trees and lookups, and after a
@@ -71,6 +72,7 @@ async def test_equal_requests_end_equally(temperature: float) -> None:
         assert temperature or all(" of the answer it " in sentence for _, sentence in first.values())
 
 
+@pytest.mark.slow
 async def test_what_is_exhausted_is_named() -> None:
     """By the request's own name of the field, with the limit, and how far the answer got."""
     async with running_stack() as stack:
@@ -84,6 +86,7 @@ async def test_what_is_exhausted_is_named() -> None:
         assert limits["properties"].endswith("alternatives at one place, of at most 1,200")
 
 
+@pytest.mark.slow
 async def test_a_restart_within_an_answer_does_not_move_its_end() -> None:
     """The new target reads the tokens as the one before has."""
     async with running_stack(gateway=PATIENT) as stack:

@@ -72,6 +72,7 @@ LEARNED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [*FIXED.values(), *LEARNED.values()], ids=[*FIXED, *LEARNED])
 @pytest.mark.parametrize("rule", ["RATIO", "BLOCK"])
 async def test_no_key_serves_two_draws_of_a_request(
@@ -85,6 +86,7 @@ async def test_no_key_serves_two_draws_of_a_request(
         ledger.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", LEARNED.values(), ids=LEARNED)
 async def test_no_key_serves_two_requests_that_may_know_of_each_other(
     monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
@@ -105,6 +107,7 @@ async def test_no_key_serves_two_requests_that_may_know_of_each_other(
         ledger.check()
 
 
+@pytest.mark.slow
 async def test_a_request_that_fixes_its_guesses_repeats_itself() -> None:
     """Its seed's own noise serves, as it does under `match`; without a drafter's name it does not."""
     fields: dict[str, Any] = {"text": PROMPT, "seed": 1, "max_tokens": 24, "temperature": 1.0, "draft_count": 2}

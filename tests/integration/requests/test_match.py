@@ -109,6 +109,7 @@ async def check_restarts(stack: RunningStack, parameters: dict[str, Any], **fiel
     assert sum(each.completion.speculation.fallback_rounds for each in results) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32", "int8", "int4")])
 async def test_restarts_of_the_draft_change_no_token(dtype: str) -> None:
     """Sixteen requests, during which the draft service is restarted twice, get the tokens of plain decoding."""

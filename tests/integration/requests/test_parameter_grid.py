@@ -103,6 +103,7 @@ async def check_rows(stack: RunningStack, some: Sequence[Row]) -> int:
     return sum(outcome for outcome in outcomes if isinstance(outcome, int))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["match", *slow("ratio", "block", "lenient", "typical")])
 async def test_every_parameter_under_every_rule(rule: str) -> None:
     """Nothing crashes, counts and ends are right, nothing is left, and tokens are those of the rule."""
@@ -120,6 +121,7 @@ def test_the_grid_has_every_pair(rule: str) -> None:
     assert missing_pairs(parameters_of(rule), rows(rule)) == []
 
 
+@pytest.mark.slow
 async def test_every_value_changes_an_answer() -> None:
     """No parameter is in the grid in name only: beside its default, each value gives other tokens with some seed."""
     async with running_stack(draft=None) as stack:
@@ -139,6 +141,7 @@ async def check_changes(stack: RunningStack, base: Fields, value: Fields) -> Non
     raise AssertionError(f"{value} changes nothing beside {base}")
 
 
+@pytest.mark.slow
 async def test_banned_words_would_be_said() -> None:
     """The same request without the ban says one of them: the check can fail."""
     fields = {"text": STORY, "max_tokens": 24, "temperature": 0.0, "seed": 1}

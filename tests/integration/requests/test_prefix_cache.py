@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from support.stack import Answer, RunningStack, running_stack
 
 from outrider.v1 import model_service_pb2 as model_pb
@@ -28,6 +29,7 @@ async def infos(stack: RunningStack) -> list[model_pb.GetModelInfoResponse]:
     return [await stack.info(service) for service in (stack.target, stack.draft)]
 
 
+@pytest.mark.slow
 async def test_a_conversation_says_the_same_with_and_without_the_cache() -> None:
     """Under `match`, with and without a draft, and sent twice; both services find most of what is sent again."""
     async with running_stack(target_options=OFF, draft_options=OFF) as stack:

@@ -8,6 +8,7 @@ from support.models.tiny_models import TARGET, TRAINED
 from support.stack import request_of, running_stack
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_count", [0, 4, None])
 @pytest.mark.parametrize("num_rounds", [1, 3, 6])
 async def test_a_cancelled_request_is_closed_without_another_forward(num_rounds: int, draft_count: int | None) -> None:

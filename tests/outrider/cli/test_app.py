@@ -101,6 +101,7 @@ def test_the_commands_are_these() -> None:
     assert set(found) == set(COMMANDS)
 
 
+@pytest.mark.slow
 @EACH
 def test_help_fits_into_80_columns(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: tuple[str, ...]
@@ -135,6 +136,7 @@ def test_every_option_is_explained(words: tuple[str, ...]) -> None:
         assert str(getattr(parameter, "help", "")).rstrip().endswith((".", "]")), parameter.name
 
 
+@pytest.mark.slow
 @EACH
 def test_wrong_usage_is_64_everywhere(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: tuple[str, ...]
@@ -355,6 +357,7 @@ def test_a_missing_command_is_answered_with_help(told: Told, line: str) -> None:
     assert notes.startswith("outrider: No command is given. See `")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("argument", "stdin"), [("-", b"a\xff"), (b"a\xff", b"")])
 def test_prompt_must_be_text(argument: str | bytes, stdin: bytes) -> None:
     """Bytes that are no UTF-8 are shown, wherever they came from."""
@@ -362,6 +365,7 @@ def test_prompt_must_be_text(argument: str | bytes, stdin: bytes) -> None:
     assert run_outrider("generate", argument, stdin=stdin) == (64, "", sentence)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--stop", *slow("--ban", "--drafter")])
 def test_options_must_be_text(option: str) -> None:
     """The same with the option's name, instead of what protobuf says about it."""
@@ -369,6 +373,7 @@ def test_options_must_be_text(option: str) -> None:
     assert run_outrider("generate", "Hi", option, b"a\xff") == (64, "", sentence)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "value"),
     [
@@ -386,6 +391,7 @@ def test_values_that_cannot_be_read(option: str, value: str) -> None:
     assert option in notes
 
 
+@pytest.mark.slow
 def test_prompt_must_fit_into_a_message() -> None:
     """A prompt that no gateway could receive is refused before a stack is started for it."""
     code, output, notes = run_outrider("generate", "-", stdin=b"a" * MAX_MESSAGE_BYTES)
@@ -394,6 +400,7 @@ def test_prompt_must_fit_into_a_message() -> None:
     assert notes.endswith(f"but a request has at most {MAX_MESSAGE_BYTES} bytes\n")
 
 
+@pytest.mark.slow
 def test_an_echo_without_numbers_starts_nothing() -> None:
     """The sentence names the options, and no stack is started for it."""
     code, _, errors = run_outrider("generate", "x", "--echo")

@@ -56,6 +56,7 @@ async def test_each_line_is_a_turn(gateway: ScriptedGateway) -> None:
     assert (generation.max_tokens, generation.speculation.return_rounds) == (9, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lines", "code", "sentence"),
     [
@@ -69,6 +70,7 @@ async def test_the_first_error_ends_it(gateway: ScriptedGateway, lines: bytes, c
     assert await run_command("--address", gateway.address, stdin=lines) == (code, "", f"outrider: {sentence}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 async def test_a_signal_ends_it(gateway: ScriptedGateway, number: signal.Signals, expected: int) -> None:
     """The call is cancelled on the way out."""
@@ -86,6 +88,7 @@ async def test_a_signal_ends_it(gateway: ScriptedGateway, number: signal.Signals
     assert (process.returncode, output, notes) == (expected, b"", b"")
 
 
+@pytest.mark.slow
 def test_options_without_an_effect_are_refused() -> None:
     """As with `generate`, and before anything starts."""
     command = (*COMMAND, "--no-speculation", "--show-rejected")
@@ -96,6 +99,7 @@ def test_options_without_an_effect_are_refused() -> None:
     assert (ended.returncode, ended.stderr) == (64, sentence)
 
 
+@pytest.mark.slow
 async def test_a_stack_of_its_own() -> None:
     """Started for the conversation and gone after it; the second turn finds the first in the prefix cache."""
     lines = b"Tell me about the fox.\nAnd what did the wolf say to the king in the forest?\n"
@@ -185,6 +189,7 @@ def test_an_earlier_message_is_changed_or_sent_again() -> None:
     assert conversation.listing() == "#1 First"
 
 
+@pytest.mark.slow
 async def test_a_race_compares_the_tokens_of_both_answers(gateway: ScriptedGateway) -> None:
     """The last message is answered twice from one seed, with salts of their own; the first answer is kept."""
     lines = b"Hello\n/race\nGo on\n"

@@ -22,6 +22,7 @@ def said(gateway: ScriptedGateway) -> list[str]:
     return [message.content for message in gateway.chats[-1].messages]
 
 
+@pytest.mark.slow
 async def test_a_conversation_in_a_terminal(gateway: ScriptedGateway) -> None:
     """Styles, figures, history, another seed, edits, a race, Ctrl-C that keeps what came, a reset; twice it leaves."""
     async with terminal("chat", "--address", gateway.address, "--system", "Be brief.") as screen:
@@ -72,6 +73,7 @@ async def test_a_conversation_in_a_terminal(gateway: ScriptedGateway) -> None:
         assert await asyncio.wait_for(screen.process.wait(), 120) == 130
 
 
+@pytest.mark.slow
 async def test_errors_end_no_conversation(gateway: ScriptedGateway) -> None:
     """A refusal and a wrong command are sentences; what was refused is not sent again."""
     async with terminal("chat", "--address", gateway.address) as screen:
@@ -96,6 +98,7 @@ async def test_errors_end_no_conversation(gateway: ScriptedGateway) -> None:
         assert await asyncio.wait_for(screen.process.wait(), 120) == 0
 
 
+@pytest.mark.slow
 async def test_reasoning_stands_above_the_answer(gateway: ScriptedGateway) -> None:
     """Dim, and no part of the next request."""
     async with terminal("chat", "--address", gateway.address) as screen:

@@ -21,6 +21,7 @@ def run_command(*arguments: str) -> tuple[int, str, str]:
     return ended.returncode, ended.stdout, ended.stderr
 
 
+@pytest.mark.slow
 def test_a_head_is_converted(tmp_path: Path) -> None:
     """One line, or one object, about what the folder holds now; a target can load it."""
     folder, out = eagle3(tmp_path / "head"), tmp_path / "-out"
@@ -41,6 +42,7 @@ def test_a_head_is_converted(tmp_path: Path) -> None:
     assert "rope_theta: 500000" in read_head(tmp_path / "other", tiny_target()).notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "code"), [("/dev/null/out", 74), ("", 64)])
 def test_a_place_that_cannot_be_written_is_named(place: str, code: int, tmp_path: Path) -> None:
     """A folder that cannot be made, and one in which there is no room."""

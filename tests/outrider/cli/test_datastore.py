@@ -45,6 +45,7 @@ def texts(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_what_is_built_can_be_used(texts: Path) -> None:
     """Files and standard input; the file has the target's own tokens and vocabulary."""
     out = texts / "store"
@@ -150,6 +151,7 @@ def test_damage_is_told(texts: Path, run: Run) -> None:
     assert run("inspect", out) == (78, "", words)
 
 
+@pytest.mark.slow
 def test_a_place_that_cannot_be_written_is_named(texts: Path) -> None:
     """One sentence, and nothing of the file is left."""
     out = texts / "store"

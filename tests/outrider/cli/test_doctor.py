@@ -281,6 +281,7 @@ def test_this_machine_passes_whole() -> None:
     assert "tokens are the same with and without speculation" in found["self test"]["sentence"]
 
 
+@pytest.mark.slow
 def test_a_missing_model_fails_without_starting_anything(tmp_path: Path) -> None:
     """Exit code 78; what would need the model is skipped."""
     line = [*COMMAND, "--json", "--target", str(tmp_path), "--no-draft"]
@@ -310,6 +311,7 @@ def test_nothing_is_downloaded(tmp_path: Path) -> None:
         assert (found[check]["status"], "someone/something" in found[check]["sentence"]) == ("skipped", True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [(), *slow(("--pair", "tales"))])
 def test_the_pair_that_up_would_fetch_is_named(tmp_path: Path, words: tuple[str, ...]) -> None:
     """Before it is there: another one is looked at, and the report says so, unless that one was asked for."""

@@ -200,6 +200,7 @@ def test_a_probe_that_fails_is_told_by_its_last_words() -> None:
     assert engine_findings(1, "", gone, "cpu")[0].status is Status.SKIPPED
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_read_by_its_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a path, a folder, or the library's cache: its numbers, its type, its tokens; a broken one fails."""
     file = write_gguf(Path(TARGET), tmp_path / "small.gguf", GGMLQuantizationType.Q4_0)
@@ -223,6 +224,7 @@ def test_a_gguf_file_is_read_by_its_header(tmp_path: Path, monkeypatch: pytest.M
     assert "is truncated" in findings[0].sentence
 
 
+@pytest.mark.slow
 async def test_the_ends_of_a_model_are_told_with_where_they_were_found(tmp_path: Path) -> None:
     """Without loading it; a template's end too, and of a GGUF file its keys."""
     finding = await check_ends(Path(TARGET))
@@ -237,6 +239,7 @@ async def test_the_ends_of_a_model_are_told_with_where_they_were_found(tmp_path:
     assert "(0), by tokenizer.ggml.eos_token_id, its name, the chat template" in (await check_ends(gguf)).sentence
 
 
+@pytest.mark.slow
 async def test_a_model_without_an_end_is_a_warning(tmp_path: Path) -> None:
     """And so is a template that closes turns with what is no token."""
     model = Path(write_renamed(tmp_path, {"<|endoftext|>": "<|mark|>"}, generation_config={}, tokenizer_config={}))

@@ -85,6 +85,7 @@ def unset(message: Message) -> set[str]:
     return {field.name for field in message.DESCRIPTOR.fields if field.name not in given}.union(*inner)
 
 
+@pytest.mark.slow
 async def test_every_field_has_an_option(gateway: ScriptedGateway, tmp_path: Path) -> None:
     """Whatever people want to say can be said on the command line, what only programs do cannot; `nan` is the gateway's
     to refuse.
@@ -111,6 +112,7 @@ async def test_every_field_has_an_option(gateway: ScriptedGateway, tmp_path: Pat
     assert math.isnan(speculation.acceptance.typical_delta)
 
 
+@pytest.mark.slow
 async def test_a_shape_is_a_file_or_a_text(gateway: ScriptedGateway, tmp_path: Path) -> None:
     """The file's text as it is, and the expression."""
     schema = tmp_path / "schema.json"
@@ -144,6 +146,7 @@ async def test_a_shape_that_is_none_is_refused_by_its_option(tmp_path: Path, mon
             assert notes.startswith(f"outrider: {words}")
 
 
+@pytest.mark.slow
 async def test_samples_come_one_behind_the_other(gateway: ScriptedGateway) -> None:
     """However their messages mix: each under its heading, in order, with figures that name its rule."""
     code, output, notes = await run_command("Hello", "-n", "3", "--logprobs", "2", "--address", gateway.address)
@@ -155,6 +158,7 @@ async def test_samples_come_one_behind_the_other(gateway: ScriptedGateway) -> No
     assert "3 -0.500  9 -1.500" in notes
 
 
+@pytest.mark.slow
 async def test_json_lists_the_samples(gateway: ScriptedGateway) -> None:
     """One object with the prompt's tokens, when they came, and every sample in order."""
     code, output, _ = await run_command("Hello", "-n", "2", "--json", "--address", gateway.address)
@@ -163,6 +167,7 @@ async def test_json_lists_the_samples(gateway: ScriptedGateway) -> None:
     assert answer["prompt"] == [{"token_id": 8, "text": "Hello", "logprob": None, "most_probable": []}]
 
 
+@pytest.mark.slow
 async def test_defaults_belong_to_the_gateway(gateway: ScriptedGateway) -> None:
     """Without options the request names nothing but the prompt, which - reads from standard input."""
     code, _, _ = await run_command("-", "--no-speculation", "--address", gateway.address, stdin="Grüße".encode())
@@ -173,6 +178,7 @@ async def test_defaults_belong_to_the_gateway(gateway: ScriptedGateway) -> None:
     assert [field.name for field, _ in request.speculation.ListFields()] == ["enabled"]
 
 
+@pytest.mark.slow
 async def test_json_and_no_torch(gateway: ScriptedGateway) -> None:
     """One object on stdout, and the living process has imported nothing heavy."""
     code, output, notes = await run_command(
@@ -184,6 +190,7 @@ async def test_json_and_no_torch(gateway: ScriptedGateway) -> None:
     assert "heavy: []" in notes
 
 
+@pytest.mark.slow
 async def test_terminal_gets_styles(gateway: ScriptedGateway) -> None:
     """On a terminal there are a legend, styled tokens and the figures."""
     ours, theirs = pty.openpty()
@@ -200,6 +207,7 @@ async def test_terminal_gets_styles(gateway: ScriptedGateway) -> None:
     assert "mean acceptance length" in shown
 
 
+@pytest.mark.slow
 async def test_refusal_is_one_sentence(gateway: ScriptedGateway) -> None:
     """The gateway's sentence goes to stderr, about the option instead of the field, and nothing to stdout."""
     code, output, notes = await run_command("refuse", "--temperature", "-1", "--address", gateway.address)
@@ -207,6 +215,7 @@ async def test_refusal_is_one_sentence(gateway: ScriptedGateway) -> None:
     assert notes == "outrider: --temperature is -1.0, but must be at least 0\n"
 
 
+@pytest.mark.slow
 async def test_a_refusal_in_a_terminal_has_a_line_of_its_own(gateway: ScriptedGateway) -> None:
     """It does not follow upon the prompt, which is shown by then."""
     ours, theirs = pty.openpty()
@@ -220,6 +229,7 @@ async def test_a_refusal_in_a_terminal_has_a_line_of_its_own(gateway: ScriptedGa
     assert shown.endswith("\r\noutrider: --temperature is -1.0, but must be at least 0\r\n")
 
 
+@pytest.mark.slow
 async def test_a_service_that_is_no_gateway() -> None:
     """A server that does not know the method is named as what it is not."""
     server = grpc.aio.server()
@@ -231,6 +241,7 @@ async def test_a_service_that_is_no_gateway() -> None:
     await server.stop(0)
 
 
+@pytest.mark.slow
 async def test_the_port_of_rest_is_no_gateway_for_this() -> None:
     """An HTTP server answers there, so that nothing does would be wrong; often it is the very gateway's page."""
 
@@ -247,6 +258,7 @@ async def test_the_port_of_rest_is_no_gateway_for_this() -> None:
     assert notes == f"outrider: --address is '{address}', but must be {limit}\n"
 
 
+@pytest.mark.slow
 async def test_a_full_disk_is_a_sentence(gateway: ScriptedGateway) -> None:
     """It is no bug of ours, so there is no traceback."""
     script = f'{sys.executable} -c "{COMMAND[2]}" generate Hello --address {gateway.address} >/dev/full'
@@ -254,6 +266,7 @@ async def test_a_full_disk_is_a_sentence(gateway: ScriptedGateway) -> None:
     assert (code, notes) == (74, "outrider: The output cannot be written: the disk or the quota is full.\n")
 
 
+@pytest.mark.slow
 async def test_nobody_answers(gateway: ScriptedGateway) -> None:
     """An address where nothing listens ends with EX_UNAVAILABLE and one line."""
     code, output, notes = await run_command("Hello", "--address", "127.0.0.1:1")
@@ -261,6 +274,7 @@ async def test_nobody_answers(gateway: ScriptedGateway) -> None:
     assert notes == "outrider: Nothing answers on 127.0.0.1:1 (any more); `outrider up` starts a stack.\n"
 
 
+@pytest.mark.slow
 async def test_a_loss_behind_the_gateway_is_told_as_it_is(gateway: ScriptedGateway) -> None:
     """The gateway answers, so the sentence about a gateway that does not would be wrong."""
     code, output, notes = await run_command("lose", "--address", gateway.address)
@@ -268,6 +282,7 @@ async def test_a_loss_behind_the_gateway_is_told_as_it_is(gateway: ScriptedGatew
     assert notes == "outrider: UNAVAILABLE: Socket closed\n"
 
 
+@pytest.mark.slow
 async def test_an_answer_over_the_limit_is_a_sentence(gateway: ScriptedGateway) -> None:
     """gRPC's own words about it are not for users."""
     code, _, notes = await run_command("too large", "--address", gateway.address)
@@ -275,6 +290,7 @@ async def test_an_answer_over_the_limit_is_a_sentence(gateway: ScriptedGateway) 
     assert re.fullmatch(rf"outrider: message is '\d+ bytes', but must be at most {MAX_MESSAGE_BYTES} bytes\n", notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 async def test_signal_cancels_the_call(gateway: ScriptedGateway, number: signal.Signals, expected: int) -> None:
     """The call is cancelled on the way out, and the exit code names the signal."""
@@ -289,6 +305,7 @@ async def test_signal_cancels_the_call(gateway: ScriptedGateway, number: signal.
     await asyncio.wait_for(gateway.cancelled.wait(), 120)
 
 
+@pytest.mark.slow
 async def test_an_interrupt_that_was_ignored_stays_so(gateway: ScriptedGateway) -> None:
     """It is meant for somebody else then; SIGTERM after it is what ends the call."""
     pipe = asyncio.subprocess.PIPE
@@ -302,6 +319,7 @@ async def test_an_interrupt_that_was_ignored_stays_so(gateway: ScriptedGateway) 
     assert process.returncode == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 async def test_reader_that_goes_away(gateway: ScriptedGateway) -> None:
     """A closed pipe ends the command quietly."""
     script = (

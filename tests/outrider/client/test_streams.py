@@ -117,6 +117,7 @@ async def end_by_dropping(client: AsyncClient) -> None:
     gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end", [end_by_leaving, end_by_cancel, end_by_another_task, end_by_cancelled_task, end_by_dropping]
 )
@@ -147,6 +148,7 @@ def drop(client: Client) -> None:
     gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [leave, cancel, drop])
 async def test_ending_early_without_an_event_loop(gateway: ScriptedGateway, end: Callable[[Client], None]) -> None:
     """The same for the blocking client."""
@@ -291,6 +293,7 @@ print(heavy)
 """
 
 
+@pytest.mark.slow
 def test_the_client_works_without_the_engine() -> None:
     """Where only the gateway's dependencies are installed, it can be imported, and it brings nothing heavy along."""
     ended = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True, timeout=60)

@@ -45,6 +45,7 @@ def brute_force(documents: Sequence[Sequence[int]], text: Sequence[int]) -> list
     return sorted((min(length, DEPTH) for length in lengths if length >= 3), reverse=True)[:MAX_PLACES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alphabet", [2, 7, SIZE])
 def test_the_longest_matches_are_those_of_brute_force(tmp_path: Path, alphabet: int) -> None:
     """On 10,000 tokens, for texts from within and from elsewhere, short and long; token 0 is one like others."""
@@ -227,6 +228,7 @@ def test_what_cannot_be_built_leaves_nothing(tmp_path: Path, documents: list[lis
     assert (tmp_path / "store").read_text() == "before"
 
 
+@pytest.mark.slow
 def test_progress_is_told(tmp_path: Path) -> None:
     """Every million tokens, then what is done with them."""
     told: list[str] = []

@@ -175,6 +175,7 @@ def chance(counts: npt.NDArray[np.int64]) -> float:
     return float(min(distribution.sf(statistic), distribution.cdf(statistic)))
 
 
+@pytest.mark.slow
 def test_neighbouring_draws_are_independent() -> None:
     """Consecutive seeds, positions, purposes and ids pass tests of bits, pairs and correlation; no word repeats."""
     real = words_of(lambda seed, position, purpose: noise_key(seed, position, Purpose(purpose)), noise.numpy_hash_words)
@@ -190,11 +191,13 @@ def of_round(base_len: int, position: int, purpose: int) -> int:
     return round_key(77, base_len, position, Purpose(purpose))
 
 
+@pytest.mark.slow
 def test_rounds_are_independent() -> None:
     """Consecutive rounds, the positions and purposes in them and the ids after pass the same tests."""
     assert faults(words_of_rounds(of_round)) == []
 
 
+@pytest.mark.slow
 def test_rounds_share_nothing_with_plain_draws() -> None:
     """No word of a round is one of a plain draw with the same seed, and no key of a round is such a word."""
     rounds = words_of_rounds(of_round)
@@ -208,22 +211,26 @@ def of_lane(lane: int, position: int, purpose: int) -> int:
     return round_key(77, 5, position, Purpose(purpose), lane)
 
 
+@pytest.mark.slow
 def test_lanes_are_independent() -> None:
     """The rows of a tree at one depth draw as if each were in a round of its own."""
     assert faults(words_of_rounds(of_lane)) == []
 
 
+@pytest.mark.slow
 def test_a_forgotten_lane_is_found() -> None:
     """Siblings that are drawn with one key repeat each other, and the test says so."""
     assert "repeated words" in faults(words_of_rounds(lambda _, *place: of_lane(0, *place)))
 
 
+@pytest.mark.slow
 def test_a_key_without_the_round_is_found() -> None:
     """The draft's noise of a position must not come back in a later round."""
     found = faults(words_of_rounds(lambda _, position, purpose: noise_key(77, position, Purpose(purpose))))
     assert "repeated words" in found
 
 
+@pytest.mark.slow
 def test_an_additive_key_is_found() -> None:
     """A key that adds its parts lets (seed + 1, position) repeat (seed, position + 1), and the test says so."""
 
@@ -233,6 +240,7 @@ def test_an_additive_key_is_found() -> None:
     assert "repeated words" in faults(words_of(additive, noise.numpy_hash_words))
 
 
+@pytest.mark.slow
 def test_a_weyl_sequence_is_found() -> None:
     """Words without the finaliser are even and distinct, but consecutive ids are correlated, and the test says so."""
 

@@ -38,6 +38,7 @@ def runner(request: pytest.FixtureRequest) -> ModelRunner:
     return loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [0, 8])
 @pytest.mark.parametrize("batch", [1, 16])
 def test_rows_do_not_depend_on_their_neighbours(runner: ModelRunner, num_rows: int, batch: int) -> None:
@@ -70,6 +71,7 @@ def test_chunking_changes_no_bit(runner: ModelRunner, chunks: list[int]) -> None
     close(runner, session)
 
 
+@pytest.mark.slow
 def test_long_prompts_are_chunked_beside_decoding_sessions(runner: ModelRunner) -> None:
     """The first of two prompts gets what max_rows leaves; the decoding session is served at once; no bit changes."""
     long = [runner.open(random_ids(700, seed=index), 1) for index in (1, 2)]
@@ -108,6 +110,7 @@ def test_a_row_that_saw_its_sibling_would_be_noticed(runner: ModelRunner) -> Non
     assert not torch.equal(fresh(runner, prompt, tree)[0][2], fresh(runner, prompt, chain)[0][2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", range(9))
 def test_kept_rows_are_like_a_fresh_prefill(runner: ModelRunner, row: int) -> None:
     """Whatever path is kept, cache and next logits are those of a session that never saw a tree."""
@@ -160,6 +163,7 @@ def test_forked_session_does_not_disturb_its_twin(runner: ModelRunner) -> None:
     close(runner, twin, session)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize("kernels", ["chosen", "reference"])
 def test_every_family_is_exact_with_and_without_kernels(

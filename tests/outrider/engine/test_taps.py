@@ -32,6 +32,7 @@ def features(runner: ModelRunner, session: Session) -> Tensor:
     return runner.cache.features[slots].view(session.cached_len, len(runner.cache.taps), -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, *HF_FAMILIES])
 def test_features_are_the_hidden_states_of_transformers(tmp_path: Path, family: str) -> None:
     """What enters each layer, and what leaves the final norm."""

@@ -23,7 +23,7 @@ from outrider.errors import ModelRefused
 from outrider.model_files.folder_tokenizer import AS_IT_IS, MENDED, MISNAMED, REBUILDS, REGISTERED, folder_tokenizer
 from outrider.model_files.vocabulary import Vocabulary
 
-TARGET = Path(__file__).resolve().parents[2] / "models" / "target"
+TARGET = Path(__file__).resolve().parents[3] / "models" / "target"
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 CORPUS = [
     "The fox ran home, and the dog's bone was 1234 days old.  It isn't FUN!",
@@ -204,6 +204,7 @@ def test_the_tables_are_those_of_transformers() -> None:
     assert {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} & MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS == MISNAMED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "is_mended"),
     [

@@ -7,7 +7,7 @@ import pytest
 from outrider.errors import ModelRefused
 from outrider.model_files.vocabulary import Vocabulary
 
-MODELS = Path(__file__).resolve().parents[2] / "models"
+MODELS = Path(__file__).resolve().parents[3] / "models"
 
 
 def tokens(count: int) -> list[tuple[str, int]]:

@@ -102,6 +102,7 @@ async def serving(running: RunningModelService, folder: Path, kind: type[ClientT
     check_empty(running.runner.pool)
 
 
+@pytest.mark.slow
 async def test_only_those_who_are_named_may_ask(served: Served[TargetClient], folder: Path) -> None:
     """Any other one, though the authority signed its certificate, learns so, and so does the log; but for health."""
     info = await ModelServiceStub(served.channels["gateway-b"]).GetModelInfo(pb.GetModelInfoRequest())
@@ -193,6 +194,7 @@ async def test_a_rollback_of_another_client_does_not_keep_a_session_from_being_o
     await owner.close(1, len(PROMPT))
 
 
+@pytest.mark.slow
 async def test_rollbacks_of_another_client_make_nothing_forgotten(either: Either) -> None:
     """However many there are; an open that a Rollback has overtaken stays unanswered, and the next one is taken."""
     owner, other = either.client("gateway"), either.client("gateway-b")

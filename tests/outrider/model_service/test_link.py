@@ -270,6 +270,7 @@ async def test_a_session_whose_answers_pile_up_ends_and_the_link_goes_on(
     await gateway.end()
 
 
+@pytest.mark.slow
 async def test_a_gateway_that_does_not_read_is_given_up(client: TargetClient, service: RunningModelService) -> None:
     """Even while the write to it is blocked for ever: its link ends with the reason, its sessions are on leases."""
     gateway = Gateway(service)
@@ -487,6 +488,7 @@ async def test_a_link_that_ends_while_a_grammar_is_compiled_leaves_nothing(
     assert (await other.link.frame()).session_count == 1
 
 
+@pytest.mark.slow
 async def test_a_sweep_that_fails_is_made_again(
     client: TargetClient, service: RunningModelService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

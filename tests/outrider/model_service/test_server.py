@@ -75,6 +75,7 @@ run_app(app)
 FLAGS = ("--listen", "127.0.0.1:0", "--kv-tokens", "512", "--drain-seconds", "0.1", "--log-level", "error")
 
 
+@pytest.mark.slow
 async def test_sigterm_ends_a_process_with_a_stuck_device() -> None:
     """Not at the watchdog's limit, but soon after the grace: one line is logged, and the exit code is 70."""
     pipe = asyncio.subprocess.PIPE

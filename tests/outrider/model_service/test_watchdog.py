@@ -73,6 +73,7 @@ run_service("target", server.start, settings)
 """
 
 
+@pytest.mark.slow
 async def test_a_stuck_device_ends_its_process() -> None:
     """A device thread that really hangs: health turns red under every name, one line is logged, the exit code is 70."""
     pipe = asyncio.subprocess.PIPE
@@ -107,6 +108,7 @@ DEAD = STUCK.replace(
 ).replace("stall_seconds=0.3", "stall_seconds=1000")
 
 
+@pytest.mark.slow
 async def test_a_dead_device_thread_ends_its_process() -> None:
     """Nothing would be answered any more; the log says why, and the exit code is 70, long before a stall's limit."""
     pipe = asyncio.subprocess.PIPE

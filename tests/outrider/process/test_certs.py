@@ -32,6 +32,7 @@ def named_in(certificate: x509.Certificate) -> list[str]:
     return [str(each.value) for each in names]
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_folder_for_each(tmp_path: Path) -> None:
     """Each has its certificate, its key for no other user, and the signing authority, and says who it is first."""
     ended = subprocess.run(
@@ -76,6 +77,7 @@ def test_one_more_name() -> None:
     )
 
 
+@pytest.mark.slow
 def test_whatever_has_a_certificate_gets_a_new_one_with_its_names(tmp_path: Path) -> None:
     """Those of an earlier call and those that are new, and each is named; a stranger's certificate is left alone."""
     strangers = tmp_path / "stranger"
@@ -126,6 +128,7 @@ def test_names_that_are_refused(entry: str) -> None:
         hosts_of([entry], {})
 
 
+@pytest.mark.slow
 def test_refusals_are_sentences(tmp_path: Path) -> None:
     """A host that no certificate can name, an authority that is no longer whole, a folder that is none."""
     ended = run(str(tmp_path), "--host", "target=a b")

@@ -138,6 +138,7 @@ async def test_not_ready_in_time(supervisor: Supervisor) -> None:
     assert failure.value.code == 69
 
 
+@pytest.mark.slow
 async def test_serving_is_what_the_child_says(supervisor: Supervisor) -> None:
     """A child that answers already, and says other things, does not serve until it says so."""
     hesitates = SERVES.replace('"listening"', '"loading"')
@@ -169,6 +170,7 @@ async def test_lines_without_an_end_are_not_held(supervisor: Supervisor, record:
     assert sum(map(len, pieces)) + failure.value.message.count("x") == 5_000_000
 
 
+@pytest.mark.slow
 async def test_dead_service_comes_back_on_its_port(supervisor: Supervisor, record: Record) -> None:
     """SIGKILL twice: each time the service is back on the same address, and each death and return is reported."""
     [address] = await supervisor.start(launch(SERVES, "draft"))
@@ -184,6 +186,7 @@ async def test_dead_service_comes_back_on_its_port(supervisor: Supervisor, recor
     await asyncio.gather(watching, return_exceptions=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares_port", [False, True])
 async def test_a_service_that_hangs_is_started_again(record: Record, shares_port: bool) -> None:
     """One that is frozen answers nothing, is killed after some questions, and is back on its address; also one whose
@@ -270,6 +273,7 @@ async def test_kill_cuts_a_stop_short(supervisor: Supervisor) -> None:
     await asyncio.wait_for(stopping, 120)
 
 
+@pytest.mark.slow
 async def test_child_ends_with_its_parent() -> None:
     """A child loses its stdin with a parent that is killed, and ends by itself."""
     parent = (
@@ -313,6 +317,7 @@ async def test_a_taken_port_is_told_by_the_child_alone(supervisor: Supervisor, r
     assert record.log == []
 
 
+@pytest.mark.slow
 async def test_a_restart_keeps_all_ports(supervisor: Supervisor, record: Record) -> None:
     """Also that of the metrics, which was any free one, so that its scraper goes on."""
     child = Launch("target", (sys.executable, "-c", SERVES_METRICS), further=ANYWHERE)

@@ -35,6 +35,7 @@ def probe(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_follows_the_health_service(service: tuple[health.HealthServicer, str]) -> None:
     """SERVING is success, everything else is not."""
     servicer, address = service
@@ -45,6 +46,7 @@ def test_follows_the_health_service(service: tuple[health.HealthServicer, str]) 
     assert probe(address).returncode == 69
 
 
+@pytest.mark.slow
 def test_any_answer_is_a_sign_of_life(service: tuple[health.HealthServicer, str]) -> None:
     """Who drains lives; who takes a connection and says nothing does not, nor who is not there."""
     servicer, address = service
@@ -55,6 +57,7 @@ def test_any_answer_is_a_sign_of_life(service: tuple[health.HealthServicer, str]
     assert probe("--live", "127.0.0.1:1").returncode == 69
 
 
+@pytest.mark.slow
 async def test_a_refused_certificate_is_a_sign_of_life_too(tmp_path: Path) -> None:
     """One that has expired ends no process; but where no process answers, a certificate makes no difference."""
     certificates = issue(tmp_path, "target")

@@ -7,6 +7,7 @@ import pty
 import sys
 from pathlib import Path
 
+import pytest
 import structlog
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
@@ -58,6 +59,7 @@ async def test_json_holds_the_traceback_without_locals() -> None:
     assert json.loads(lines[1])["logger"] == "library"
 
 
+@pytest.mark.slow
 async def test_terminal_shows_the_traceback_without_locals() -> None:
     """The same for people, whose terminals are recorded too."""
     ours, theirs = pty.openpty()

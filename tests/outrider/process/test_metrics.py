@@ -64,6 +64,7 @@ async def test_some_series_can_be_asked_for_by_name() -> None:
         assert lines(running, "?name[]=nothing") == []
 
 
+@pytest.mark.slow
 async def test_a_server_that_fails_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scrapers that come later are answered; it is counted, in what they read."""
     faults = iter([RuntimeError("no thread")])

@@ -329,6 +329,7 @@ def test_without_an_output_nothing_starts(words: str) -> None:
     assert line.startswith("program: There is no standard output to write to; ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["--words Hi", "--help", "--rich"])
 def test_a_full_output_is_told_in_one_sentence(words: str) -> None:
     """Also where the output is so short that it fails at the very end, and for help."""

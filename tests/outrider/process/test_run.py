@@ -129,6 +129,7 @@ async def test_a_service_that_has_stopped_is_gone(spawn: Spawn) -> None:
     assert (code, "draining" in err, "taken apart" in err) == (0, True, False)
 
 
+@pytest.mark.slow
 async def test_a_second_signal_exits_at_once(spawn: Spawn) -> None:
     """Whatever the drain is waiting for."""
     child = await spawn("async def draining(): await asyncio.Event().wait()")
@@ -139,6 +140,7 @@ async def test_a_second_signal_exits_at_once(spawn: Spawn) -> None:
     assert (await ended(child))[0] == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 async def test_the_end_of_stdin_drains_when_that_is_wanted(spawn: Spawn) -> None:
     """So a child never outlives its parent; without the flag stdin means nothing."""
     child, other = await spawn("", "--stop-with-stdin"), await spawn()
@@ -152,6 +154,7 @@ async def test_the_end_of_stdin_drains_when_that_is_wanted(spawn: Spawn) -> None
     assert other.returncode is None
 
 
+@pytest.mark.slow
 async def test_a_refusal_is_one_sentence_and_a_code(spawn: Spawn) -> None:
     """The last line on stderr, and the exit code of the error."""
     child = await spawn("async def start(): raise ModelRefused('Mamba cannot be rolled back.')")
@@ -160,6 +163,7 @@ async def test_a_refusal_is_one_sentence_and_a_code(spawn: Spawn) -> None:
     assert err.splitlines()[-1] == "Mamba cannot be rolled back."
 
 
+@pytest.mark.slow
 async def test_a_bug_is_logged_and_ends_with_70(spawn: Spawn) -> None:
     """The traceback is in the log, and the last line is a sentence."""
     child = await spawn("async def start(): raise KeyError('oops')")

@@ -63,6 +63,7 @@ def ended(work: str, redirections: str = "", line: str = "") -> tuple[int, str, 
         return process.returncode, output, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("redirections", "line"),
     [("2>/dev/full", ""), ("2>&3", "exec 3> >(exec 0<&-; exec true); wait $!;"), ("2</dev/null", "")],
@@ -91,6 +92,7 @@ def work():
     assert ended(work) == (0, "", "one\ntwo\nthree\nfour\nfive\n")
 
 
+@pytest.mark.slow
 def test_an_output_of_a_service_is_no_reason_to_fail_either() -> None:
     """It says where it listens; who does not hear that finds it otherwise."""
     code, _, errors = ended("def work():\n    print('listening')\n    log.info('line')\n", ">/dev/full")
@@ -98,12 +100,14 @@ def test_an_output_of_a_service_is_no_reason_to_fail_either() -> None:
     assert [json.loads(line)["event"] for line in errors.splitlines()] == ["line"]
 
 
+@pytest.mark.slow
 def test_closed_streams_are_nobody_else_s() -> None:
     """A file that is opened later gets no number to which libraries write."""
     work = "def work():\n    log.info('line')\n    sys.stdout.write(str(os.open(os.devnull, os.O_RDONLY) > 2))\n"
     assert ended(work, "2>&- <&-") == (0, "True", "")
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_a_reader() -> None:
     """A pipe that is full holds up its writer's thread alone; what has no room is lost, and that is reported later."""
     work = """
@@ -126,6 +130,7 @@ def work():
     assert sum(line["lines"] for line in told) == 4000 - len(said) > 0
 
 
+@pytest.mark.slow
 async def test_what_was_lost_is_said_when_there_is_room_again(tmp_path: Path) -> None:
     """Without another line having to come, and on a line of its own after one that was torn."""
     log, say = tmp_path / "log", "def work():\n    for line in sys.stdin: say(int(line)); print('said', flush=True)\n"
@@ -173,6 +178,7 @@ def work():
     assert told == [("a line of a library cannot be shown", "library", kind) for kind in ("RuntimeError", "TypeError")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", ["KeyError('oops')", "OutriderError('It cannot be.')"])
 def test_an_end_that_cannot_be_told_has_its_code(error: str) -> None:
     """The last sentence of a command has nowhere to go, and the code is that of its error all the same."""

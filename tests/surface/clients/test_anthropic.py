@@ -42,6 +42,7 @@ def text_of(message: Message) -> str:
     return block.text
 
 
+@pytest.mark.slow
 async def test_whole_and_streamed_are_the_same(rest: RestStack, client: AsyncAnthropic) -> None:
     """And the same as chat says: it is one core."""
     whole = await client.messages.create(**ASKED)
@@ -87,6 +88,7 @@ async def test_the_string_that_stopped_an_answer_is_told(client: AsyncAnthropic)
     assert text_of(stopped) == text[: text.index(stop)]
 
 
+@pytest.mark.slow
 async def test_a_limit_beyond_the_context_is_the_context(client: AsyncAnthropic) -> None:
     """As its clients send one that hardly any context has; a prompt that does not fit is an error still."""
     long = {**ASKED, "max_tokens": 20_000, "messages": [{"role": "user", "content": "so " * 4060}]}

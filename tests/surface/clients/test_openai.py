@@ -172,6 +172,7 @@ def kept_and_not(usage: CompletionUsage | None) -> tuple[int | None, int | None]
 TOGETHER = {"drafter": ["model", "lookup"], "draft_count": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speculation", [{}, {"drafter": "lookup", "draft_count": 4}, TOGETHER])
 async def test_a_prediction_changes_no_text(client: AsyncOpenAI, speculation: dict[str, Any]) -> None:
     """As text and as parts, right, wrong and half right, whole and streamed; tokens of it that were accepted and that

@@ -69,6 +69,7 @@ async def test_prompt_that_is_too_long(rest: RestStack) -> None:
             assert raised.value.code == "context_length_exceeded"
 
 
+@pytest.mark.slow
 async def test_full_queue_is_asked_again(rest: RestStack) -> None:
     """Status 429 with Retry-After; the client comes back by itself, and succeeds when there is room."""
     client, seen = watched(rest, max_retries=2)
@@ -121,6 +122,7 @@ async def test_requests_that_can_never_run_are_not_asked_again(rest: RestStack) 
     assert len(seen) == 2
 
 
+@pytest.mark.slow
 async def test_lost_target_ends_a_stream_with_an_error() -> None:
     """In mid-stream it is an exception with a message, not an end that looks like success."""
     async with rest_stack(gateway={"rebuild_budget_seconds": 0.0}) as rest:

@@ -51,6 +51,7 @@ def runner(folder: Path) -> Iterator[ModelRunner]:
     check_empty(loaded.pool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("budget", [0, 40])

@@ -323,6 +323,7 @@ def test_a_head_on_a_gpu_guesses_what_it_guesses_on_the_cpu(folder: Path, fuse: 
     assert sum(ours == theirs for ours, theirs in zip(*found, strict=True)) >= 18
 
 
+@pytest.mark.slow
 def test_penalties_see_the_guesses_so_far(target: ModelRunner) -> None:
     """Tokens are those of plain decoding, and a guess is drawn as the target would after the same text."""
     sampling = SPEC.sampling.model_copy(update={"repetition_penalty": 1.8, "presence_penalty": 0.7})

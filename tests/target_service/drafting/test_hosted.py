@@ -240,6 +240,7 @@ def test_a_drafter_that_fails_costs_no_token(runner: ModelRunner, broken: type[T
     own.table.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [Rule.MATCH, Rule.RATIO, Rule.BLOCK])
 @pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
 @pytest.mark.parametrize("drafter", ["hosted", *HEADS])
@@ -299,6 +300,7 @@ SHAPES = {
 EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
+@pytest.mark.slow
 @EVERY_SHAPE
 @pytest.mark.parametrize("spec", [GREEDY, SPEC], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("budget", [0, 9])
@@ -326,6 +328,7 @@ def test_guesses_of_the_target_itself_are_kept_by_a_tree(runner: ModelRunner) ->
     own.table.clear()
 
 
+@pytest.mark.slow
 @EVERY_SHAPE
 @pytest.mark.parametrize("rule", [Rule.BLOCK, *slow(Rule.MATCH, Rule.TYPICAL, Rule.RATIO)])
 def test_a_storm_leaves_trees_pure(

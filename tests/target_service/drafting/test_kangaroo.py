@@ -111,6 +111,7 @@ def check_guesses(folder: Path, target: ModelRunner, adapter: Path, prompt_len: 
     assert sum(len(answer.content.accepted_rows) for answer in answers) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt_len", [5, 200])
 def test_guesses_are_those_of_the_published_law(
     folder: Path, target: ModelRunner, adapter: Path, prompt_len: int

@@ -58,6 +58,7 @@ def proposals_of(own: OwnTarget, spec: SessionSpec, counts: Sequence[int]) -> li
     return [answer.content.hosted.tree for answer in answers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [GREEDY, SAMPLED, COLD], ids=["greedy", "sampled", "cold"])
 @pytest.mark.parametrize("count", [1, 6])
 @pytest.mark.parametrize("budget", [0, 40])
@@ -103,6 +104,7 @@ def test_right_guesses_of_probes_are_all_kept(
     own.table.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [Rule.MATCH, *slow(Rule.RATIO, Rule.BLOCK, Rule.LENIENT, Rule.TYPICAL)])
 @pytest.mark.parametrize("seed", [0, *grid(1, 2)])
 def test_the_same_steps_make_the_same_proposals(runner: ModelRunner, rule: Rule, seed: int) -> None:

@@ -71,6 +71,7 @@ async def test_what_fits_into_a_message_is_not_refused(client: TargetClient, mon
     assert len((await verdicts(client, 1))[0]) == 5
 
 
+@pytest.mark.slow
 async def test_the_longest_prompt_has_room(client: TargetClient) -> None:
     """A thousand tokens with 20 alternatives each, in chunks and in one message."""
     spec = spec_of([number % 4000 + 1 for number in range(1000)], 1010, eos=())

@@ -64,6 +64,7 @@ def test_numbers_are_those_of_transformers(
     check_against(folder, expected, entries)
 
 
+@pytest.mark.slow
 def test_numbers_of_the_embedded_target_are_those_of_transformers() -> None:
     """A trained model, whose distributions are peaked."""
     target = Target(ModelRunner.load(str(TARGET), dtype="float32", kv_tokens=1024))

@@ -71,6 +71,7 @@ def test_a_distribution_outside_the_target_s_support_is_rejected(name: str) -> N
     assert distance(RULES[name], 3, 2, 2, pair) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_block_keeps_as_many_tokens_as_ratio_and_more(seed: int) -> None:
     """In expectation; the same for chains of one token."""

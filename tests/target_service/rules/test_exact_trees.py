@@ -50,6 +50,7 @@ def test_the_joint_distribution_is_the_target_s(rule: TreeRule, shape: tuple[int
     assert distance(rule, [forest], len(shape) + 1, pair) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @BY_RULE
 def test_distributions_that_agree_keep_every_path(rule: TreeRule, shape: tuple[int, ...]) -> None:
@@ -61,6 +62,7 @@ def test_distributions_that_agree_keep_every_path(rule: TreeRule, shape: tuple[i
     assert distance(rule, [forest], 2, pair) < 1e-12
 
 
+@pytest.mark.slow
 @BY_RULE
 def test_what_the_target_never_says_is_rejected(rule: TreeRule) -> None:
     """Siblings, and siblings after them, outside the target's support."""
@@ -71,6 +73,7 @@ def test_what_the_target_never_says_is_rejected(rule: TreeRule) -> None:
         assert distance(rule, [forest], 2, pair) < 1e-12
 
 
+@pytest.mark.slow
 @BY_RULE
 def test_at_temperature_0_the_walk_is_greedy(rule: TreeRule) -> None:
     """The target's best token is followed wherever it was proposed, at whatever place and by whatever uniform."""
@@ -101,6 +104,7 @@ def test_a_tree_may_grow_by_what_was_drawn_before(rule: TreeRule) -> None:
     assert distance(rule, forests, 3) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lenience", [0.3, 0.7])
 @pytest.mark.parametrize("scheme", [independent, without_replacement])
 def test_a_lenient_output_is_bounded(lenience: float, scheme: Scheme) -> None:
@@ -115,6 +119,7 @@ def test_a_lenient_output_is_bounded(lenience: float, scheme: Scheme) -> None:
         assert mean_kept(rule, PAIR, forest) > mean_kept(recursive_rejection, PAIR, forest) + 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 5, *slow(1, 2, 3, 4)])
 def test_traversal_keeps_as_many_tokens_as_recursive_rejection_and_more(seed: int) -> None:
     """In expectation; the same where no row has a child that could speak for it."""
@@ -131,6 +136,7 @@ def test_traversal_keeps_as_many_tokens_as_recursive_rejection_and_more(seed: in
         assert mean_kept(traversal, pair, chain) > mean_kept(recursive_rejection, pair, chain) + 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_siblings_without_replacement_are_kept_more_often(seed: int) -> None:
     """Two or three that differ cover more of the target than as many that may be equal."""

@@ -26,6 +26,7 @@ def best_rate(target: Floats, draft: Floats, count: int) -> float:
     return float(min(target[some].sum() + 1 - draft[some].sum() ** count for some in sets))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_joint_distribution_is_the_target_s(seed: int, count: int) -> None:
@@ -35,6 +36,7 @@ def test_the_joint_distribution_is_the_target_s(seed: int, count: int) -> None:
     assert abs(committed - pair.distribution(2)).max() < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_both_ends_of_the_factor_are_right(count: int) -> None:
     """It is 1 where the distributions agree, and k where a sibling is hardly ever kept, or never."""
@@ -50,6 +52,7 @@ def test_both_ends_of_the_factor_are_right(count: int) -> None:
         assert kept >= (1 - (1 - 1 / count) ** count) * shared - 1e-15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("seed", range(6))
 def test_it_keeps_more_than_recursive_rejection_and_nearly_as_much_as_any_rule(seed: int, count: int) -> None:

@@ -104,6 +104,7 @@ def decided(
     return decide(runner, *with_logits(runner, wishes, bad))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [SAMPLED, WORDY, GREEDY], ids=["sampled", "wordy", "greedy"])
 @pytest.mark.parametrize("rule", RULES_WITH_LAWS)
 def test_a_chain_is_decided_as_the_chain_s_own_path_decides_it(
@@ -148,6 +149,7 @@ def served(rule: Rule, lenience: float = LENIENCE) -> TreeRule:
     return partial(recursive_rejection, lenience=lenience if rule is Rule.LENIENT else 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("top_n", [3, 16])
 @pytest.mark.parametrize("rule", RULES_WITH_LAWS)
@@ -251,6 +253,7 @@ def test_lenience_at_temperature_0_follows_the_most_probable_child(runner: Model
         assert walk.next_token_id == behind.next_token_id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES_WITH_LAWS)
 def test_rows_without_a_draw_are_leaves_that_are_not_entered(runner: ModelRunner, rule: Rule) -> None:
     """Their token is committed as the last one; nothing after them is, and nothing beside them changes."""

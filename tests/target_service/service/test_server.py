@@ -122,6 +122,7 @@ async def assert_like_fresh(session_id: bytes, service: RunningModelService) -> 
     assert torch.equal(values, fresh_values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares_link", [False, True])
 async def test_eight_sessions_at_once_say_what_they_say_alone(channel: grpc.aio.Channel, shares_link: bool) -> None:
     """A session that shares a batch, at whatever point of its answer, changes nothing; nor does who shares a link."""
@@ -139,6 +140,7 @@ async def test_eight_sessions_at_once_say_what_they_say_alone(channel: grpc.aio.
     assert await asyncio.gather(*(tokens(number) for number in range(8))) == alone
 
 
+@pytest.mark.slow
 async def test_a_long_prompt_does_not_hold_up_the_others(client: TargetClient) -> None:
     """It is read in chunks, between which the others go on; its answer is whole."""
     other = client.beside()
@@ -151,6 +153,7 @@ async def test_a_long_prompt_does_not_hold_up_the_others(client: TargetClient) -
     await other.close(1)
 
 
+@pytest.mark.slow
 async def test_a_failing_step_ends_its_session_and_the_link_goes_on(
     client: TargetClient, service: RunningModelService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,6 +162,7 @@ def test_an_assistant_that_only_thought_said_nothing() -> None:
     assert "messages.content.data" in found.ignored
 
 
+@pytest.mark.slow
 def test_many_blocks_are_one_message() -> None:
     """However they are spread over turns of one side; a body has as many as fit into it."""
     blocks = [{"type": "text", "text": "a"}] * 20_000

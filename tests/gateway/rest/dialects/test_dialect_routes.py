@@ -53,6 +53,7 @@ async def test_only_paths_below_messages_have_that_shape(http: httpx.AsyncClient
         assert (await http.get(path)).json()["error"]["code"] == "unknown_url"
 
 
+@pytest.mark.slow
 async def test_the_document_has_both(http: httpx.AsyncClient) -> None:
     """With every event of their streams, and the shape of their errors."""
     document = (await http.get("/openapi.json")).json()

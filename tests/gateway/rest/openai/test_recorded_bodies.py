@@ -145,6 +145,7 @@ async def test_open_webui_gets_an_answer(stack: RecitingStack) -> None:
     assert (ignored, title["choices"][0]["message"]["content"]) == ("", ANSWER)
 
 
+@pytest.mark.slow
 async def test_continue_gets_an_answer(stack: RecitingStack) -> None:
     """With all of its stops, and each of them ends the answer and is not in it."""
     assert len(CONTINUE["stop"]) == 14

@@ -91,6 +91,7 @@ async def chunks(stack: RecitingStack, text: str, **fields: Any) -> list[dict[st
     return [json.loads(line) for line in lines[:-1]]
 
 
+@pytest.mark.slow
 async def test_all_scenarios_of_the_probe_pass(stack: RecitingStack) -> None:
     """Nine of them, whole and streamed, and both alike, without a warning."""
     report = await asyncio.to_thread(probe, stack.base_url, stack.gateway.frontend.model_name, concurrency=2)

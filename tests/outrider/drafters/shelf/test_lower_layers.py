@@ -19,6 +19,8 @@ from outrider.engine.session import Session
 from outrider.errors import CacheFull, ModelRefused
 from outrider.token_tree import EMPTY, TokenTree
 
+pytestmark = pytest.mark.slow
+
 NUM_LAYERS = 4
 PROMPT = random_ids(40, vocab_size=300)
 GUESSES = (7, 8, 9, 10)

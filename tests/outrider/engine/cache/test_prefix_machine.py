@@ -137,6 +137,7 @@ class Sharing(RuleBasedStateMachine):
         assert self.pool.num_free == NUM_BLOCKS
 
 
+@pytest.mark.slow
 def test_nobody_reads_what_is_not_theirs() -> None:
     """Publish, find, evict, fork, truncate and free, in any order, in a pool that is nearly always full."""
     run_state_machine_as_test(Sharing, settings=MACHINE_SETTINGS)
@@ -184,6 +185,7 @@ FAULTS: dict[str, list[tuple[object, str, Callable[..., object]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine is sharp enough for each of these."""
@@ -195,6 +197,7 @@ def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
         )
 
 
+@pytest.mark.slow
 def test_collisions_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a digest of one bit fewer blocks are shared, and none wrongly."""
     monkeypatch.setattr(cache, "digest", short_digest)

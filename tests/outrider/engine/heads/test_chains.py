@@ -119,6 +119,7 @@ def assert_near_oracle(folder: Path, target: TargetParts, ops: Ops, dtype: torch
     assert (logits - expected)[known].abs().max() < reach([*tensors.values(), *arrays[:2]], compute)
 
 
+@pytest.mark.slow
 @EACH
 @BOTH
 def test_logits_are_the_oracles_at_every_depth(tmp_path: Path, layout: str, ops_name: str) -> None:
@@ -137,6 +138,7 @@ def test_matrices_may_be_bfloat16(tmp_path: Path, layout: str) -> None:
     assert_near_oracle(folder, tiny_target(ops, torch.bfloat16), ops, torch.bfloat16)
 
 
+@pytest.mark.slow
 @EACH
 @BOTH
 def test_rows_of_mixed_depths_have_the_bits_of_single_rows(tmp_path: Path, layout: str, ops_name: str) -> None:

@@ -165,6 +165,7 @@ def difference(ours: Tensor, theirs: Expected) -> float:
     return float((ours - theirs.logits)[~ours.isinf()].abs().max() / theirs.reach)
 
 
+@pytest.mark.slow
 @EACH
 def test_logits_are_those_of_the_oracle(tmp_path: Path, case: Case) -> None:
     """Of true rows and of drafted ones, with every set of operations that runs here."""
@@ -184,6 +185,7 @@ def test_matrices_take_the_wanted_type(tmp_path: Path, case: Case) -> None:
     assert {tensor.dtype for tensor in floats if tensor.ndim == 1} <= {torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "mimo"])
 def test_theta_can_be_overridden(tmp_path: Path, name: str) -> None:
     """The argument wins over the file, and shows at position 100."""
@@ -233,6 +235,7 @@ PLANTED: dict[str, tuple[str, Writer, Writer]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "one", "other"), PLANTED.values(), ids=PLANTED.keys())
 def test_what_a_loader_may_lose_changes_logits(tmp_path: Path, name: str, one: Writer, other: Writer) -> None:
     """Two checkpoints that differ there only give different logits, both the oracle's: a lost switch turns this red."""

@@ -69,6 +69,7 @@ def assert_near(logits: Tensor, model: transformers.PreTrainedModel, token_ids: 
     return limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_transformers(folders: dict[str, Path], name: str) -> None:
     """In float32 up to its rounding: a prompt in two chunks, single steps, a chain, and every path of a tree."""
@@ -87,6 +88,7 @@ def test_logits_are_those_of_transformers(folders: dict[str, Path], name: str) -
         torch.testing.assert_close(tree[row], along, atol=limit, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_bfloat16_rounds_matrices_and_nothing_else(folders: dict[str, Path], name: str) -> None:
     """It is transformers' float32 forward with rounded matrices: activations and norms stay float32."""
@@ -108,6 +110,7 @@ def test_integers_are_for_our_own_families(folders: dict[str, Path], dtype: str)
         runner_of(folders[next(iter(CASES))], dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_rows_do_not_depend_on_their_neighbours(folders: dict[str, Path], name: str, dtype: str) -> None:
@@ -124,6 +127,7 @@ def test_rows_do_not_depend_on_their_neighbours(folders: dict[str, Path], name: 
         close(runner, *sessions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_chunks_trees_and_kept_rows_change_no_bit(folders: dict[str, Path], name: str, dtype: str) -> None:
@@ -161,6 +165,7 @@ def test_threads_of_torch_change_no_bit(folders: dict[str, Path], num_threads: i
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_the_operations_without_kernels_keep_the_promise(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def test_an_index_beside_the_single_file_changes_nothing(tmp_path: Path) -> None
     assert torch.equal(logits_of(folder), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "mixtral"])
 def test_shards_load_like_one_file(tmp_path: Path, family: str) -> None:
     """Experts that lie in different files are put together."""
@@ -65,6 +66,7 @@ def test_shards_load_like_one_file(tmp_path: Path, family: str) -> None:
     assert torch.equal(logits_of(one), logits_of(many))
 
 
+@pytest.mark.slow
 def test_a_tied_head_may_be_stored_all_the_same(tmp_path: Path) -> None:
     """With the embedding's numbers it is the embedding, and its size is not counted twice."""
     folder = write_tiny_model(tmp_path / "tiny", "gpt2", seed=3)

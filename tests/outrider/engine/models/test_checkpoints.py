@@ -62,6 +62,7 @@ print("transformers" in sys.modules)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "imported"), [(None, "False"), pytest.param("gpt2", "True", marks=pytest.mark.slow)]
 )

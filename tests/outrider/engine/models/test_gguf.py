@@ -96,6 +96,7 @@ def random_blocks(kind: GGMLQuantizationType, num_rows: int, row_len: int) -> np
         return blocks[is_sound][: num_rows * row_len // block_len].reshape(num_rows, -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [GGMLQuantizationType(each) for each in TYPES], ids=lambda kind: kind.name)
 def test_every_type_has_the_packages_numbers(
     tmp_path: Path, wide: tuple[Metadata, Tensors], kind: GGMLQuantizationType, monkeypatch: pytest.MonkeyPatch
@@ -171,6 +172,7 @@ def test_ends_are_those_that_the_file_names(tmp_path: Path) -> None:
     assert find_checkpoint(str(file)).config.eos_token_ids == {0, 7, 9}
 
 
+@pytest.mark.slow
 async def test_services_serve_a_file_with_a_draft_in_another_format(tmp_path: Path) -> None:
     """The embedded target as GGUF in bfloat16, with the draft's safetensors: the tokens of the embedded pair."""
     file = write_gguf(TARGET, tmp_path / "target.gguf", GGMLQuantizationType.BF16)

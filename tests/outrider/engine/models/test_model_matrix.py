@@ -36,6 +36,7 @@ def scaled_model(folder: Path, family: str, scaling: str, spelling: str = "new")
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("scaling", [name for name in SCALINGS if name != "dynamic"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -45,6 +46,7 @@ def test_scaled_positions_agree_with_transformers(tmp_path: Path, family: str, s
     assert worst_difference(folder, length=150, prompt_len=60) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dynamic_positions_agree_with_transformers_step_by_step(tmp_path: Path, family: str, spelling: str) -> None:
@@ -59,6 +61,7 @@ def test_long_prompts_of_dynamic_models_differ_from_transformers(tmp_path: Path)
     assert worst_difference(folder, length=150, prompt_len=60) > FAR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_every_scaling_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scaling: str) -> None:
     """The check finds a model whose scaling is left out."""

@@ -94,6 +94,7 @@ def assert_like_fresh(runner: ModelRunner, session: Session) -> None:
         assert torch.equal(kept, expected)
 
 
+@pytest.mark.slow
 @EACH
 def test_prefill_chunks_and_single_steps_agree(runner: ModelRunner) -> None:
     """A prompt at once, in chunks of 7, and token by token: every row's logits and the whole cache."""
@@ -111,6 +112,7 @@ def test_prefill_chunks_and_single_steps_agree(runner: ModelRunner) -> None:
     assert_like_fresh(runner, chunked)
 
 
+@pytest.mark.slow
 @EACH
 def test_sixteen_sessions_do_not_see_each_other(runner: ModelRunner) -> None:
     """Batch 16, some with chains and some with trees: each as if it were alone."""
@@ -123,6 +125,7 @@ def test_sixteen_sessions_do_not_see_each_other(runner: ModelRunner) -> None:
         assert_like_fresh(runner, session)
 
 
+@pytest.mark.slow
 @EACH
 def test_every_row_of_a_tree_is_its_own_path(runner: ModelRunner) -> None:
     """A row deep in a tree has the bits of plain decoding along its path, and kept rows are as good as new."""

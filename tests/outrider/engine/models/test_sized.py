@@ -90,6 +90,7 @@ def wide() -> ModelRunner:
     return made()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "inside"), [("sized:200m", TARGET), ("sized:10m", DRAFT)])
 def test_presets_say_what_the_model_inside_says(model: str, inside: Path) -> None:
     """64 tokens in float32 are the same, greedy and drawn, and logits agree up to rounding."""
@@ -98,6 +99,7 @@ def test_presets_say_what_the_model_inside_says(model: str, inside: Path) -> Non
     assert_near(large, small, random_ids(50))
 
 
+@pytest.mark.slow
 def test_another_head_dimension_says_the_same(wide: ModelRunner) -> None:
     """With heads twice as wide, in other groups, and an output matrix of its own."""
     small = loaded(str(DRAFT))
@@ -120,6 +122,7 @@ def test_random_weights_have_no_effect(wide: ModelRunner) -> None:
     assert torch.equal(last_logits(wide, prompt), last_logits(other, prompt))
 
 
+@pytest.mark.slow
 def test_the_whole_context_is_served(wide: ModelRunner, tmp_path: Path) -> None:
     """At position 4,095 a wide model agrees with the small one, once that is allowed as long a context."""
     patient = Path(shutil.copytree(DRAFT, tmp_path / "patient"))

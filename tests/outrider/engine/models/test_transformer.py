@@ -28,6 +28,7 @@ def test_tiny_models_agree_with_transformers(tmp_path: Path, family: str, overri
     assert worst_difference(write_tiny_model(tmp_path / "model", family, seed=11, **overrides)) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["target", "draft"])
 def test_embedded_pair_agrees_with_transformers(name: str) -> None:
     """The pair's bfloat16 weights, widened to float32."""

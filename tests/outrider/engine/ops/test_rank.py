@@ -41,6 +41,7 @@ def test_tokens_stand_in_the_order_of_their_sums(ops: Ops, num_tokens: int, with
         assert (shares[row].diff() <= 0).all()
 
 
+@pytest.mark.slow
 @EVERY_OPS
 def test_the_first_is_the_draw(ops: Ops) -> None:
     """Of 2,000 rows under noise, and without noise the lowest id of the greatest scores."""

@@ -31,6 +31,7 @@ def slow(banned: Sequences, prefix: Sequence[int]) -> set[int]:
     return {each[-1] for each in text for sequence in banned if each[-len(sequence) :] == sequence}
 
 
+@pytest.mark.slow
 @settings(max_examples=300, derandomize=True, deadline=None)
 @given(banned=BANNED, committed=st.lists(IDS, min_size=1, max_size=9), path=st.lists(IDS, max_size=6).map(tuple))
 def test_no_text_ends_with_a_banned_sequence(banned: Sequences, committed: list[int], path: tuple[int, ...]) -> None:

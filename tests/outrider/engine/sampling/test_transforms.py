@@ -99,6 +99,7 @@ def slow_filters(scores: dict[int, float], wanted: SamplingParameters, num_token
     return [weights[token_id] / total if token_id in kept else 0.0 for token_id in range(num_tokens)]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(rows=st.lists(contexts(), min_size=1, max_size=6), seed=st.integers(0, 10**6))
 def test_any_parameters_give_the_documented_distribution(rows: list[RowContext], seed: int) -> None:
@@ -112,6 +113,7 @@ def test_any_parameters_give_the_documented_distribution(rows: list[RowContext],
         assert distribution(result) == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(rows=st.lists(contexts(), min_size=17, max_size=17), seed=st.integers(0, 10**6))
 def test_a_row_is_bitwise_the_same_alone_and_among_sixteen_others(rows: list[RowContext], seed: int) -> None:

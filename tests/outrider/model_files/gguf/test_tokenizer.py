@@ -225,6 +225,7 @@ def of_a_family(name: str, tokens: list[str]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIGNATURES)
 @pytest.mark.parametrize("said", [None, "default"])
 def test_a_file_that_does_not_say_how_words_are_cut_is_known_by_its_vocabulary(
