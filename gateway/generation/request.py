@@ -197,7 +197,6 @@ async def check_request(
         # A fixed shape leaves no number to choose.
         draft_count = _num_rows(request.shape) or None
     prediction = await _prediction(request, drafters, draft_count, tokenizer, target, offers)
-    samples = (request.sample_count or 1) if beams is None else beams.width
     ends = [tokenizer.piece(token_id).text for token_id in spec.eos_token_ids] if request.stops else []
     naming = (stop for stop in request.stops if tokenizer.names_special(stop) or any(name in stop for name in ends))
     return CheckedRequest(
@@ -207,7 +206,7 @@ async def check_request(
         drafters,
         request.shape,
         prediction,
-        samples,
+        (request.sample_count or 1) if beams is None else beams.width,
         beam_search=beams,
         reading=request.reading,
         fills_context=spec.max_len == _place(target)[0],
