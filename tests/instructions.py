@@ -83,7 +83,7 @@ def main() -> int:
             cpu_info = Path(folder, "cpuinfo")
             cpu_info.write_text(f"flags : {' '.join(row.flags)}\n")
             environment = os.environ | row.variables | {"OUTRIDER_TESTS_CPU_INFO": str(cpu_info)}
-            command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not grid", *sys.argv[1:], *SUITES]
+            command = [sys.executable, "-m", "pytest", "-q", "-m", "not grid", *sys.argv[1:], *SUITES]
             if subprocess.run(command, env=environment, check=False).returncode:
                 failed.append(name)
     if failed:
