@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from bench.common import OPENINGS, TokensDiffer, machine, markdown, revision, settings_of, spread
 from bench.house.stack import environment, outrider, serving
@@ -23,6 +24,7 @@ from outrider.client import Client, Round
 TIMEOUT_S = 120.0
 SETTINGS = settings_of((0, 2, 4, None))
 TEMPERATURES = (0.0, 0.8)
+NEUTRAL: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 PROGRAMS = ("gateway", "target_service", "draft_service")
 
 Times = dict[str, dict[str, list[float]]]
@@ -46,6 +48,8 @@ def answer(client: Client, prompt: str, temperature: float, setting: str, tokens
         prompt,
         seed=1,
         temperature=temperature,
+        # Named, because what a model recommends is not every version's default.
+        **NEUTRAL,
         max_tokens=tokens,
         ignore_eos=True,
         speculation=SETTINGS[setting],
