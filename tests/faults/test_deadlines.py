@@ -20,9 +20,9 @@ def watch_opens(monkeypatch: pytest.MonkeyPatch, sessions: type) -> list[bytes]:
     seen: list[bytes] = []
     open_session: Any = sessions.open  # type: ignore[attr-defined]
 
-    def watched(self: object, fence: Any, *rest: object) -> None:
+    def watched(self: object, fence: Any, *rest: object, **named: object) -> None:
         seen.append(fence.session_id)
-        open_session(self, fence, *rest)
+        open_session(self, fence, *rest, **named)
 
     monkeypatch.setattr(sessions, "open", watched)
     return seen

@@ -181,7 +181,7 @@ async def test_guesses_that_are_tested_with_another_law_are_found(
     """A hosted draft whose guesses come with the even distribution instead of that which they were drawn from."""
     even, end = DraftDistribution(tuple(range(NUM_TOKENS)), (1,) * NUM_TOKENS), HostedDraft._end
 
-    def end_falsely(self: HostedDraft, proposal: DrafterProposal) -> None:
+    def end_falsely(self: HostedDraft, proposal: DrafterProposal = NO_PROPOSAL) -> None:
         token_ids = proposal.tree.token_ids
         end(self, proposal._replace(tree=TokenTree.chain(token_ids, [even] * len(token_ids))))
 
