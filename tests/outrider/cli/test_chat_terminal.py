@@ -94,6 +94,8 @@ async def test_errors_end_no_conversation(gateway: ScriptedGateway) -> None:
         screen.type("two \\\nlines\n")
         await screen.until(FIGURES)
         assert said(gateway) == ["Changed", ANSWER, "two \nlines"]
+        await screen.until(PROMPT)
+        # An end that comes before somebody reads is lost with what the terminal held.
         screen.type("\x04")
         assert await asyncio.wait_for(screen.process.wait(), 120) == 0
 
@@ -110,4 +112,5 @@ async def test_reasoning_stands_above_the_answer(gateway: ScriptedGateway) -> No
         screen.type("Hello\n")
         await screen.until(FIGURES)
         assert said(gateway) == ["think", ANSWER, "Hello"]
+        await screen.until(PROMPT)
         screen.type("\x04")
