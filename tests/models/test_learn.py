@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.basics import slow
 from torch import Tensor, nn
 
 from training.data import IGNORED, TrainingBlocks
@@ -46,7 +45,7 @@ def learnt(storage: Storage, *, killed_after: int | None = None) -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [2, *slow(1)])
+@pytest.mark.parametrize("every", [2, 1])
 def test_a_stage_ends_alike_wherever_it_was_stopped(tmp_path: Path, every: int) -> None:
     """Bit-equal weights after a stop after any step; without the optimisers' state they would differ."""
     (tmp_path / "whole" / "training").mkdir(parents=True)

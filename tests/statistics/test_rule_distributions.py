@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.basics import slow
 from support.drafting.rules import (
     BASE,
     OPS,
@@ -81,7 +80,7 @@ def test_three_tokens_follow_the_joint_distribution(name: str, rule: RuleFunctio
 
 @pytest.mark.slow
 @RULES
-@pytest.mark.parametrize("top_n", [32, *slow(8)])
+@pytest.mark.parametrize("top_n", [32, 8])
 def test_a_truncated_draft_distribution_leaves_the_joint_distribution(top_n: int, rule: RuleFunction) -> None:
     """256 tokens, of which the draft draws the best few: chi-square over up to 4,096 cells of two tokens."""
     tokens = Rounds(WIDE, rule, num_seeds=NUM_SEEDS, top_n=top_n).tokens(2)
@@ -91,7 +90,7 @@ def test_a_truncated_draft_distribution_leaves_the_joint_distribution(top_n: int
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("language", "cells"),
-    [(NARROW["like"], (1, 1)), pytest.param(WIDE, WIDE_CELLS, marks=pytest.mark.slow)],
+    [(NARROW["like"], (1, 1)), (WIDE, WIDE_CELLS)],
     ids=["16", "256"],
 )
 def test_match_follows_the_joint_distribution(language: Language, cells: tuple[int, ...]) -> None:

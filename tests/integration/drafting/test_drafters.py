@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import tokenizers
-from support.basics import eventually, slow
+from support.basics import eventually
 from support.models.tiny_models import write_tiny_model
 from support.stack import DRAFT, PATIENT, TARGET, Answer, RunningStack, greedy_reference, running_stack, token_ids
 
@@ -56,12 +56,6 @@ DRAFTERS: Mapping[str, dict[str, Any]] = {
     "all": {"drafters": ["model", "random", "oracle", "lookup"], "draft_count": 4},
     "three drafts": {"drafters": ["random", "model", "oracle"], "draft_count": 6, "shape": FIXED},
 }
-# Each much like another one that `make test` has.
-FURTHER = (
-    *("whoever, with four guesses", "lookup of eight", "sampled", "fixed trees", "shallow trees"),
-    *("the target's weights", "two of one service", "three drafts", "random weights", "wide trees"),
-    *("trees whose shape says their size", "lookup and model"),
-)
 RATIO, BLOCK = types_pb2.ACCEPTANCE_RULE_RATIO, types_pb2.ACCEPTANCE_RULE_BLOCK
 LENIENT, TYPICAL = types_pb2.ACCEPTANCE_RULE_LENIENT, types_pb2.ACCEPTANCE_RULE_TYPICAL
 
@@ -145,7 +139,7 @@ def check_books(answer: Answer) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*(name for name in DRAFTERS if name not in FURTHER), *slow(*FURTHER)])
+@pytest.mark.parametrize("name", DRAFTERS)
 async def test_no_drafter_changes_a_token(stack: RunningStack, plain: list[tuple[int, ...]], name: str) -> None:
     """Sixteen at once, then again with what is remembered of them, then alone."""
     drafters = DRAFTERS[name]
@@ -221,11 +215,11 @@ async def test_a_datastore_proposes(stack: RunningStack) -> None:
     ("rule", "name"),
     [
         *(
-            pytest.param(rule, name, marks=pytest.mark.slow)
+            (rule, name)
             for rule in (RATIO, BLOCK)
             for name in ("lookup of eight", "model", "wide trees", "fixed trees", "whoever the gateway likes")
         ),
-        *(pytest.param(rule, "all", marks=pytest.mark.slow) for rule in (BLOCK, LENIENT, TYPICAL)),
+        *((rule, "all") for rule in (BLOCK, LENIENT, TYPICAL)),
         (RATIO, "all"),
         (BLOCK, "model and lookup, trees"),
     ],

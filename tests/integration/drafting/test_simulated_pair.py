@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import pytest
-from support.basics import slow
 from support.stack import PATIENT, Answer, answers, running_stack, token_ids
 
 from bench.common import OPENINGS
@@ -22,7 +21,7 @@ def judged(results: Sequence[Answer]) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.8, *slow(0.0)])
+@pytest.mark.parametrize("temperature", [0.8, 0.0])
 async def test_speculation_changes_no_token(temperature: float) -> None:
     """Sixteen streams at a time say the same with no draft token, few, many, and as many as the gateway likes."""
     async with running_stack(*PAIR, gateway=PATIENT) as stack:

@@ -56,9 +56,9 @@ async def test_a_service_serves_and_stops_with_its_parent(role: str, folder: Pat
     ("flags", "code", "words"),
     [
         (["--model", "does-not-exist/at-all/here"], 78, "does-not-exist"),
-        pytest.param(["--dtype", "int3", "--model", "x"], 64, "int3", marks=pytest.mark.slow),
-        pytest.param([], 64, "--model", marks=pytest.mark.slow),
-        pytest.param(["--model", str(TARGET), "--listen", "127.0.0.1:99999"], 64, "HOST:PORT", marks=pytest.mark.slow),
+        (["--dtype", "int3", "--model", "x"], 64, "int3"),
+        ([], 64, "--model"),
+        (["--model", str(TARGET), "--listen", "127.0.0.1:99999"], 64, "HOST:PORT"),
         (["--model", str(TARGET), "--device", "cuda:99"], 64, "device"),
     ],
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from support.basics import PATIENCE_S, slow
+from support.basics import PATIENCE_S
 from support.models.tiny_models import TARGET, write_tiny_model
 
 
@@ -56,11 +56,9 @@ def without_a_shard(folder: Path) -> None:
     ("spoil", "words"),
     [
         (pickled, "pickled weights are not loaded because they can run code"),
-        pytest.param(
-            with_code, "asks for code from the model's repository, which is never run", marks=pytest.mark.slow
-        ),
-        pytest.param(truncated, "is not a sound safetensors file", marks=pytest.mark.slow),
-        pytest.param(without_a_shard, "has no model-00002-of-00002.safetensors", marks=pytest.mark.slow),
+        (with_code, "asks for code from the model's repository, which is never run"),
+        (truncated, "is not a sound safetensors file"),
+        (without_a_shard, "has no model-00002-of-00002.safetensors"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -91,7 +89,7 @@ async def test_a_model_that_transformers_computes_is_refused_in_one_sentence_too
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_offline", [True, *slow(False)])
+@pytest.mark.parametrize("is_offline", [True, False])
 async def test_a_hub_that_cannot_be_reached_is_one_sentence(tmp_path: Path, is_offline: bool) -> None:
     """With the command that fetches the model elsewhere."""
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from support.basics import eventually, slow
+from support.basics import eventually
 from support.models.tiny_models import TARGET, TRAINED
 from support.stack import Answer, RunningStack, answers, running_stack, token_ids
 
@@ -110,7 +110,7 @@ async def check_restarts(stack: RunningStack, parameters: dict[str, Any], **fiel
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32", "int8", "int4")])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4"])
 async def test_restarts_of_the_draft_change_no_token(dtype: str) -> None:
     """Sixteen requests, during which the draft service is restarted twice, get the tokens of plain decoding."""
     async with running_stack(str(TARGET), str(TRAINED), dtype=dtype) as stack:

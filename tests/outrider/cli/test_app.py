@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import typer
-from support.basics import slow
 
 import bench
 import draft_service
@@ -366,7 +365,7 @@ def test_prompt_must_be_text(argument: str | bytes, stdin: bytes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["--stop", *slow("--ban", "--drafter")])
+@pytest.mark.parametrize("option", ["--stop", "--ban", "--drafter"])
 def test_options_must_be_text(option: str) -> None:
     """The same with the option's name, instead of what protobuf says about it."""
     sentence = f"outrider: {option} is b'a\\xff', but must be valid UTF-8\n"

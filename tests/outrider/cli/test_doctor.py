@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from support.basics import slow
 from support.services.markov import MarkovModel
 from support.services.markov_services import DraftServicer, serving
 from support.stack import RunningStack, running_stack
@@ -312,7 +311,7 @@ def test_nothing_is_downloaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [(), *slow(("--pair", "tales"))])
+@pytest.mark.parametrize("words", [(), ("--pair", "tales")])
 def test_the_pair_that_up_would_fetch_is_named(tmp_path: Path, words: tuple[str, ...]) -> None:
     """Before it is there: another one is looked at, and the report says so, unless that one was asked for."""
     environment = {name: value for name, value in os.environ.items() if name != "OUTRIDER_PAIR"}

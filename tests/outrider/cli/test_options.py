@@ -106,10 +106,7 @@ def flags(*words: str, app: typer.Typer = app) -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "beginning"),
-    [
-        pytest.param(*each, marks=[pytest.mark.slow] if number % 4 else [], id=each[1])
-        for number, each in enumerate(REFUSED)
-    ],
+    [pytest.param(*each, id=each[1]) for each in REFUSED],
 )
 async def test_a_refusal_names_the_option(stack: RunningStack, line: str, beginning: str) -> None:
     """It is the only line, also where JSON was asked for, and its exit code is that of wrong usage."""
@@ -171,9 +168,7 @@ async def test_what_a_shape_forces_is_guessed_by_the_grammar(stack: RunningStack
     ("option", "value", "sentence"),
     [
         ("--draft-counts", "0,4000", "--draft-counts is 4000, but must be between 0 and"),
-        pytest.param(
-            *("--tokens", "100000", r"a prompt of \d+ tokens and --tokens 100000 do not fit"), marks=pytest.mark.slow
-        ),
+        ("--tokens", "100000", r"a prompt of \d+ tokens and --tokens 100000 do not fit"),
     ],
 )
 async def test_a_measurement_names_it_too(stack: RunningStack, option: str, value: str, sentence: str) -> None:

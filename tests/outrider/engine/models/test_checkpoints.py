@@ -63,9 +63,7 @@ print("transformers" in sys.modules)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "imported"), [(None, "False"), pytest.param("gpt2", "True", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("family", "imported"), [(None, "False"), ("gpt2", "True")])
 def test_only_a_model_that_needs_transformers_imports_it(tmp_path: Path, family: str | None, imported: str) -> None:
     """A service with a model of ours pays neither its seconds nor its memory."""
     folder = TARGET if family is None else write_tiny_model(tmp_path / "tiny", family)
