@@ -1,8 +1,11 @@
 """`python -m draft_service`: see --help."""
 
-from draft_service.server import DraftSettings, start
-from outrider.process.options import grouped, run_app, service_app
-from outrider.process.run import run_service
+from outrider.process.imports import uncollected
+
+with uncollected():
+    from draft_service.server import DraftSettings, start
+    from outrider.process.options import grouped, run_app, service_app
+    from outrider.process.run import run_service
 
 app = service_app()
 

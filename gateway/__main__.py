@@ -2,10 +2,13 @@
 
 from pkgutil import resolve_name
 
-from gateway.settings import GatewaySettings
-from gateway.supervisor import Workers
-from outrider.process.options import grouped, run_app, service_app
-from outrider.process.run import run_service
+from outrider.process.imports import uncollected
+
+with uncollected():
+    from gateway.settings import GatewaySettings
+    from gateway.supervisor import Workers
+    from outrider.process.options import grouped, run_app, service_app
+    from outrider.process.run import run_service
 
 # By its name: the process that only starts workers never loads what they serve with.
 GATEWAY = "gateway.server:start"
@@ -18,7 +21,9 @@ app = service_app()
 def serve(*, settings: GatewaySettings) -> None:
     """Serves until a signal stops it."""
     if settings.workers == 1:
-        run_service("gateway", resolve_name(GATEWAY), settings)
+        with uncollected():
+            start = resolve_name(GATEWAY)
+        run_service("gateway", start, settings)
     workers = Workers()
     run_service("gateway", workers.start, settings, urgent=workers.kill)
 

@@ -5,10 +5,13 @@ from typing import Annotated
 
 import typer
 
-from gateway.server import start
-from gateway.settings import GatewaySettings
-from outrider.process.options import grouped, run_app, service_app
-from outrider.process.run import run_service
+from outrider.process.imports import uncollected
+
+with uncollected():
+    from gateway.server import start
+    from gateway.settings import GatewaySettings
+    from outrider.process.options import grouped, run_app, service_app
+    from outrider.process.run import run_service
 
 app = service_app()
 

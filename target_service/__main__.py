@@ -1,8 +1,11 @@
 """`python -m target_service`: see --help."""
 
-from outrider.process.options import grouped, run_app, service_app
-from outrider.process.run import run_service
-from target_service.server import TargetSettings, start
+from outrider.process.imports import uncollected
+
+with uncollected():
+    from outrider.process.options import grouped, run_app, service_app
+    from outrider.process.run import run_service
+    from target_service.server import TargetSettings, start
 
 app = service_app()
 

@@ -1,7 +1,10 @@
 """The command `outrider`, which never imports torch."""
 
-from outrider.cli.app import app
-from outrider.process.options import run_app
+from outrider.process.imports import uncollected
+
+with uncollected():
+    from outrider.cli.app import app
+    from outrider.process.options import run_app
 
 
 def main() -> None:
