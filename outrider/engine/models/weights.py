@@ -12,17 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 from blake3 import blake3
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from rich.console import Console
 from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
@@ -66,11 +58,11 @@ def _cached(name: str) -> Path | None:
     hub = HubName.parse(name)
     try:
         if hub.file is not None:
-            return cached_gguf(name, snapshot_download)
+            return cached_gguf(name, huggingface_hub.snapshot_download)
         folder = _snapshot(hub, local_files_only=True)
-    except LocalEntryNotFoundError:
+    except huggingface_hub.errors.LocalEntryNotFoundError:
         return None
-    except HFValidationError:
+    except huggingface_hub.errors.HFValidationError:
         raise ModelRefused(f"{name} is neither a folder nor the id of a model on the hub", model=name) from None
     try:
         # A download that broke off leaves a folder too.
@@ -83,20 +75,20 @@ def _downloaded(name: str) -> Path:
     hub = HubName.parse(name)
     try:
         if hub.file is not None:
-            return fetch_file(hub, snapshot_download)
+            return fetch_file(hub, huggingface_hub.snapshot_download)
         folder = _snapshot(hub, local_files_only=False)
         has_safetensors = any(folder.glob("*.safetensors"))
-        return folder if has_safetensors else fetch_gguf(name, snapshot_download) or folder
-    except GatedRepoError as error:
+        return folder if has_safetensors else fetch_gguf(name, huggingface_hub.snapshot_download) or folder
+    except huggingface_hub.errors.GatedRepoError as error:
         advice = "accept its conditions on its page and set HF_TOKEN to a token of that account"
         raise ModelRefused(f"{name} is a gated model of the hub: {advice}", model=name) from error
-    except RepositoryNotFoundError as error:
+    except huggingface_hub.errors.RepositoryNotFoundError as error:
         advice = "check the id, or set HF_TOKEN if the model is private"
         raise ModelRefused(f"{name} is neither a folder here nor a model of the hub: {advice}", model=name) from error
-    except RevisionNotFoundError as error:
+    except huggingface_hub.errors.RevisionNotFoundError as error:
         raise ModelRefused(f"{name} names a revision that the hub does not have", model=name) from error
-    except LocalEntryNotFoundError as error:
-        is_offline = isinstance(error.__cause__, OfflineModeIsEnabled)
+    except huggingface_hub.errors.LocalEntryNotFoundError as error:
+        is_offline = isinstance(error.__cause__, huggingface_hub.errors.OfflineModeIsEnabled)
         reason = "HF_HUB_OFFLINE forbids to download it" if is_offline else "the hub cannot be reached"
         where = "on a machine with network and copy its cache here, or set HF_HOME to where the cache is"
         message = f"{name} is neither a folder here nor downloaded, and {reason}: run `{hub.command}` {where}"
@@ -109,7 +101,11 @@ def _downloaded(name: str) -> Path:
 
 def _snapshot(hub: HubName, local_files_only: bool) -> Path:
     kept: dict[str, Any] = {"allow_patterns": PATTERNS, "ignore_patterns": IGNORED}
-    return Path(snapshot_download(hub.model_id, revision=hub.revision, local_files_only=local_files_only, **kept))
+    return Path(
+        huggingface_hub.snapshot_download(
+            hub.model_id, revision=hub.revision, local_files_only=local_files_only, **kept
+        )
+    )
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -15,7 +15,6 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from support.models.tiny_gguf import write_gguf
 from support.models.tiny_models import write_tiny_model
 
-from outrider.engine.models import weights
 from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.models.weights import resolve
 from outrider.errors import ModelRefused
@@ -38,7 +37,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def point_to(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     """Sends all requests to another hub, and forgets connections to the one before."""
     monkeypatch.setattr(
-        weights, "snapshot_download", huggingface_hub.HfApi(endpoint=endpoint, token=False).snapshot_download
+        huggingface_hub, "snapshot_download", huggingface_hub.HfApi(endpoint=endpoint, token=False).snapshot_download
     )
     huggingface_hub.close_session()
 
@@ -171,7 +170,7 @@ def test_only_what_is_served_is_downloaded(
 ) -> None:
     """Safetensors where a repository has them, else its only GGUF file, or the one that is named."""
     hub = Offering(tmp_path, *names)
-    monkeypatch.setattr(weights, "snapshot_download", hub)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
     assert resolve(model) == (tmp_path / fetched[-1] if fetched[-1].endswith(".gguf") else tmp_path)
     assert hub.fetched == fetched
 
@@ -179,7 +178,7 @@ def test_only_what_is_served_is_downloaded(
 def test_several_files_on_the_hub_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are named instead."""
     hub = Offering(tmp_path, "a.gguf", "b.gguf")
-    monkeypatch.setattr(weights, "snapshot_download", hub)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
     assert "has several GGUF files (a.gguf, b.gguf): name one" in refusal("some-org/tiny")
     assert "is not downloaded, and the hub does not give it" in refusal("some-org/tiny:c.gguf")
     assert hub.fetched == []
