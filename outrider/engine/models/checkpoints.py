@@ -1,10 +1,10 @@
 """From a model's name to a decoder in memory: a folder, a GGUF file, a hub id, a sized model, or a simulated one."""
 
-import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Protocol, Self
 
 import torch
@@ -14,17 +14,18 @@ from torch import Tensor
 
 from outrider.engine.models.config import FAMILIES, DecoderFacts, JsonKeys, ModelConfig, read_architecture, read_json
 from outrider.engine.models.decoder import Decoder
-from outrider.engine.models.gguf import gguf_hash, load_gguf, read_config
 from outrider.engine.models.simulated import SimulatedCheckpoint
 from outrider.engine.models.sized import sized_hash, widen, widened
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import expected_shapes, load_tensors, model_hash, resolve
 from outrider.engine.ops import Ops
 from outrider.model_files.gguf.files import model_stem
-from outrider.model_files.gguf.header import GgufFile
 from outrider.model_files.model_names import Shape, parse, parse_simulated, tokenizer_source
 
-HF_MODELS = "outrider.engine.hf_models.checkpoint"
+# Imported by name, here and nowhere else, because an import at the top would make everybody pay: for transformers
+# seconds and hundreds of megabytes, for what reads GGUF files a fiftieth of the start.
+HF_MODELS = "outrider.engine.hf_models.checkpoint:find"
+GGUF = "outrider.engine.models.gguf:GgufCheckpoint"
 
 
 class Checkpoint(Protocol):
@@ -73,25 +74,6 @@ class FolderCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GgufCheckpoint(FolderCheckpoint):
-    """A GGUF file, which stands in the folder's place; its numbers are widened as they are loaded."""
-
-    file: GgufFile
-
-    @classmethod
-    def of(cls, name: str, path: Path) -> Self:
-        """Reads the header. Raises ModelRefused, also for tensors that are missing, unexpected or misshapen."""
-        file = GgufFile.read(path)
-        return cls(name, path, read_config(file), file=file)
-
-    def load(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        return load_gguf(self.file, self.config, device, dtype)
-
-    def digest(self) -> str:
-        return gguf_hash(self.file)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SizedCheckpoint(FolderCheckpoint):
     """A small model, that of the folder, inside a larger shape, made in memory."""
 
@@ -128,11 +110,10 @@ def find_checkpoint(model: str) -> Checkpoint:
     own_name = model_stem(given) if given.is_file() else given.resolve().name
     name = own_name if os.path.exists(given) else model.rsplit("/", 1)[-1]
     if folder.is_file():
-        return GgufCheckpoint.of(name, folder)
+        read: Callable[[str, Path], Checkpoint] = resolve_name(GGUF).of
+        return read(name, folder)
     keys = JsonKeys(folder / "config.json", read_json(folder / "config.json"))
     if read_architecture(keys) in FAMILIES:
         return FolderCheckpoint(name, folder, ModelConfig.read(folder))
-    # Imported by name, here and nowhere else: transformers takes seconds and hundreds of megabytes, which a service
-    # with a model of our own families should not pay, and an import at the top would make everybody pay.
-    find: Callable[[str, Path], Checkpoint] = importlib.import_module(HF_MODELS).find
+    find: Callable[[str, Path], Checkpoint] = resolve_name(HF_MODELS)
     return find(name, folder)

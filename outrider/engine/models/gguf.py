@@ -5,7 +5,9 @@ for: beside the model itself there are never more than a few megabytes of float3
 """
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
+from outrider.engine.models.checkpoints import FolderCheckpoint
 from outrider.engine.models.config import JsonKeys, ModelConfig, eos_token_ids_in
 from outrider.engine.models.rope import DividedRope, Rope
 from outrider.engine.models.weights import check_numbers, expected_shapes
@@ -46,6 +49,25 @@ IN_LAYER = {
     "post_attention_layernorm": "ffn_norm",
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufCheckpoint(FolderCheckpoint):
+    """A GGUF file, which stands in the folder's place; its numbers are widened as they are loaded."""
+
+    file: GgufFile
+
+    @classmethod
+    def of(cls, name: str, path: Path) -> Self:
+        """Reads the header. Raises ModelRefused, also for tensors that are missing, unexpected or misshapen."""
+        file = GgufFile.read(path)
+        return cls(name, path, read_config(file), file=file)
+
+    def load(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        return load_gguf(self.file, self.config, device, dtype)
+
+    def digest(self) -> str:
+        return gguf_hash(self.file)
 
 
 def read_config(file: GgufFile) -> ModelConfig:

@@ -16,7 +16,7 @@ from support.stack import PATIENT, answers, running_stack, token_ids
 
 from bench.common import OPENINGS
 from outrider.engine.models import gguf as module
-from outrider.engine.models.checkpoints import GgufCheckpoint, find_checkpoint
+from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.rope import DividedRope, Llama3Rope
 from outrider.engine.runner import ModelRunner
@@ -155,9 +155,9 @@ def test_a_folder_with_one_file_is_a_model_and_safetensors_go_first(tmp_path: Pa
     write_gguf(folder, places[1] / "b.gguf")
     (places[2] / "config.json").write_bytes((folder / "config.json").read_bytes())
     (places[2] / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    assert isinstance(find_checkpoint(str(places[0])), GgufCheckpoint)
+    assert isinstance(find_checkpoint(str(places[0])), module.GgufCheckpoint)
     assert find_checkpoint(str(places[0])).name == "one"
-    assert not isinstance(find_checkpoint(str(places[2])), GgufCheckpoint)
+    assert not isinstance(find_checkpoint(str(places[2])), module.GgufCheckpoint)
     with pytest.raises(
         ModelRefused, match=r"has several GGUF files \(a\.gguf, b\.gguf\): name one of them by its path"
     ):
