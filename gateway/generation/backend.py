@@ -50,6 +50,7 @@ class Backend:
         info = self.draft.info if self.draft is not None else None
         # A draft that names none that makes trees is of a version that does not say.
         chains = frozenset(info.drafters) - info.tree_drafters if info and info.tree_drafters else frozenset[str]()
+        chains -= frozenset(self.drafts)
         remote: dict[str, frozenset[Rule]] | None = {} if self.draft is None else None
         if info is not None:
             remote = dict(info.drafters)
@@ -63,18 +64,21 @@ class Backend:
         names, rule, shape = request.drafters, request.spec.acceptance.rule, request.shape
         if request.draft_count == 0:
             return Drafting((), rule=rule)
-        hosted = [DrafterId(name, Place.HOSTED) for name in names if name in target.drafters][:1]
-        remotes = [name for name in names if name != LOOKUP.name]
-        has_remote = bool(self.drafts) and not hosted and (not names or bool(remotes))
-        if not names:
-            fitting = [name for name, rules in target.drafters.items() if rule in rules]
-            fitting = [name for name in fitting if shape is None or name in target.tree_drafters]
-            hosted = [self.policy.pick([DrafterId(name, Place.HOSTED) for name in fitting])] if fitting else []
+        offers, remotes = self.offers(target), [name for name in names if name != LOOKUP.name]
+        # Of several that make one proposal none is in the target's process.
+        fitting = [name for name in (names or target.drafters) if Place.HOSTED in offers.places(name, rule, shape)]
+        hosted = [DrafterId(name, Place.HOSTED) for name in fitting if len(names) < 2]
+        if hosted and names:
+            # A draft service that offers the same name may guess as well, where it can do what is asked for.
+            remotes = [name for name in remotes if Place.REMOTE in offers.places(name, rule, shape)]
+        elif hosted:
+            hosted = [self.policy.pick(hosted)]
         drafters = [each._replace(makes=_makes(each.name in target.tree_drafters)) for each in hosted]
-        if has_remote:
+        if self.drafts and (remotes or not names):
             # All of them make trees, or else the first draft's own choice does.
             infos = [self._behind(name).info for name in remotes or [*self.drafts][:1]]
             grows = not rule.needs_distributions and all(info is not None and info.tree_drafters for info in infos)
+            grows = grows and offers.remote_chains.isdisjoint(remotes)
             # Several go by one name, which users read.
             together = "+".join(names or [*self.drafts][:1])
             drafters.append(DrafterId(together, Place.REMOTE, _makes(grows or shape is not None)))

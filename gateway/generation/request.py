@@ -9,7 +9,7 @@ from operator import mul
 from typing import Self
 
 from gateway.keys.tenant import salt_of
-from gateway.rounds.round import LOOKUP
+from gateway.rounds.round import LOOKUP, Place
 from gateway.sessions.peer import ModelInfo
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.reader import Reading
@@ -130,7 +130,7 @@ class CheckedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Offers:
-    """The drafters that there are, each with the rules that it can serve.
+    """Drafters that requests may name, each with the rules that it can serve. One name may be at two places.
 
     `remote` are those of draft services, None while they are unknown because the service is away; `own` those in the
     target's process, of which own_trees make trees; `looks` says whether the gateway looks guesses up. Remote ones make
@@ -143,15 +143,22 @@ class Offers:
     own_trees: frozenset[str] = frozenset()
     remote_chains: frozenset[str] = frozenset()
 
-    def makes_trees(self, name: str) -> bool:
-        """Whether a drafter, of those that may be named, can be asked for a shape."""
-        return name in self.own_trees if name in self.own else name not in (LOOKUP.name, *self.remote_chains)
-
     @property
-    def names(self) -> dict[str, frozenset[Rule]]:
-        lookup = {LOOKUP.name: frozenset(Rule)} if self.looks else {}
-        # Once more after the remote ones, which a draft may call as it likes.
-        return {**lookup, **(self.remote or {}), **lookup, **self.own}
+    def names(self) -> list[str]:
+        """Names of all drafters, without repetition."""
+        return list(dict.fromkeys((*([LOOKUP.name] if self.looks else []), *(self.remote or {}), *self.own)))
+
+    def places(self, name: str, rule: Rule, shape: TreeShape | None = None) -> frozenset[Place]:
+        """Places where a name's drafter serves a rule, and makes a shape where one is given.
+
+        While the remote drafters are unknown, a name that the target does not know is one of them.
+        """
+        if name == LOOKUP.name:
+            return frozenset({Place.LOOKUP} if self.looks and shape is None else ())
+        remote = {name: frozenset(Rule)} if self.remote is None and name not in self.own else self.remote or {}
+        is_remote = rule in remote.get(name, ()) and (shape is None or name not in self.remote_chains)
+        is_hosted = rule in self.own.get(name, ()) and (shape is None or name in self.own_trees)
+        return frozenset((*([Place.REMOTE] if is_remote else []), *([Place.HOSTED] if is_hosted else [])))
 
 
 async def check_request(
@@ -325,10 +332,11 @@ def _check_drafters(drafters: Sequence[str], rule: Rule, offers: Offers) -> None
     for name in drafters:
         if name not in names and (offers.remote is not None or name == AUTO):
             raise InvalidRequest(field, name, f"one of {', '.join(names)}, or {AUTO} alone")
-        if rule not in names.get(name, frozenset(Rule)):
-            fitting = ", ".join(each for each, rules in names.items() if rule in rules)
+        places = offers.places(name, rule)
+        if not places:
+            fitting = ", ".join(each for each in names if offers.places(each, rule))
             raise InvalidRequest(field, name, f"one that serves the rule {rule}: {fitting}")
-        if len(drafters) > 1 and name in offers.own:
+        if len(drafters) > 1 and places == {Place.HOSTED}:
             raise InvalidRequest(field, name, "without those in the target's process, which guess alone")
 
 
@@ -337,7 +345,8 @@ def _check_shape(request: GenerationRequest, drafters: Sequence[str], offers: Of
     shape = request.shape
     if shape is None:
         return
-    if not any(map(offers.makes_trees, drafters)) and (drafters or (offers.remote == {} and not offers.own_trees)):
+    is_made = any(offers.places(name, request.acceptance.rule, shape) for name in drafters)
+    if not is_made and (drafters or (offers.remote == {} and not offers.own_trees)):
         raise InvalidRequest("speculation.shape", "present", "absent where nobody makes trees")
     name, limit = "draft_count", request.draft_count
     if not limit:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from gateway.generation.request import CheckedRequest, GenerationRequest, Offers, check_request
+from gateway.rounds.round import Place
 from gateway.sessions.peer import ModelInfo
 from gateway.text.tokenizer import Tokenizer
 from outrider.beams import BeamSearch
@@ -295,6 +296,38 @@ async def test_a_shape_is_for_whoever_makes_trees() -> None:
     for offers, drafters in ((grows, ("eagle3",)), (replace(grows, own_trees=frozenset()), ())):
         with pytest.raises(InvalidRequest, match="shape is 'present', but must be absent where nobody makes trees"):
             await check_request(replace(shaped, drafters=drafters), TOKENIZER, TARGET, offers)
+
+
+BOTH = Offers(
+    {"last": frozenset({Rule.MATCH}), "tree": frozenset(Rule)},
+    {"last": frozenset({Rule.MATCH, Rule.RATIO}), "tree": frozenset(Rule)},
+    own_trees=frozenset({"tree"}),
+    remote_chains=frozenset({"last"}),
+)
+
+
+def test_a_name_at_two_places_is_two_drafters() -> None:
+    """Each by its own rules and shapes; the name is listed once."""
+    assert BOTH.names == ["lookup", "last", "tree"]
+    assert BOTH.places("last", Rule.MATCH) == {Place.REMOTE, Place.HOSTED}
+    assert BOTH.places("last", Rule.RATIO) == {Place.HOSTED}
+    assert BOTH.places("last", Rule.BLOCK) == BOTH.places("last", Rule.MATCH, TreeShape()) == frozenset()
+    assert BOTH.places("tree", Rule.MATCH, TreeShape()) == {Place.REMOTE, Place.HOSTED}
+    assert replace(BOTH, own_trees=frozenset()).places("tree", Rule.MATCH, TreeShape()) == {Place.REMOTE}
+    # While the draft service is away, what the target does not know may be its.
+    away = replace(BOTH, remote=None)
+    assert (away.places("last", Rule.MATCH), away.places("other", Rule.MATCH)) == ({Place.HOSTED}, {Place.REMOTE})
+
+
+async def test_a_list_takes_the_draft_services_drafter_of_a_name_that_both_offer() -> None:
+    """Under the rules that it serves there; alone the name has those of both."""
+    listed = replace(REQUEST, drafters=("last", "lookup"))
+    assert (await check_request(listed, TOKENIZER, TARGET, BOTH)).drafters == ("last", "lookup")
+    ratio = Acceptance(rule=Rule.RATIO)
+    with pytest.raises(InvalidRequest, match="drafters is 'last', but must be without those in the target's process"):
+        await check_request(replace(listed, acceptance=ratio), TOKENIZER, TARGET, BOTH)
+    alone = replace(REQUEST, drafters=("last",), acceptance=ratio)
+    assert (await check_request(alone, TOKENIZER, TARGET, BOTH)).drafters == ("last",)
 
 
 async def test_auto_is_the_same_as_no_name() -> None:
