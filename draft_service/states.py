@@ -195,6 +195,11 @@ class HostedState(DraftState):
 
     hosted: HostedSession = field(kw_only=True)
 
+    @property
+    def cached_len(self) -> int:
+        # The drafter has read all that is committed; the model's cache has nothing of it, and is no sign of drift.
+        return self.committed_len
+
     def check(self, wanted: Wanted, base_len: int) -> None:
         DraftState.check(self, wanted, base_len)
         check_shape(self.hosted.drafter, wanted, "advance")

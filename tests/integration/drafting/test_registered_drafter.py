@@ -36,6 +36,7 @@ async def test_it_guesses_where_it_is_asked_for(service: str, monkeypatch: pytes
             said = await stack.generate(**REQUEST, temperature=temperature, draft_count=3, drafter="last")
             assert said.token_ids == plain.token_ids
             assert said.completion.speculation.draft_tokens >= 3
+            assert said.completion.survival.drift_repairs == 0
 
 
 @pytest.mark.slow
