@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from gateway.generation.backend import Backend
+from gateway.generation.checks import check_request
 from gateway.generation.events import CompletionEvent, Event, GuessFacts, RejectedGuess, RoundEvent, SampleCounts
-from gateway.generation.request import CheckedRequest, GenerationRequest, check_request, new_seed
+from gateway.generation.request import CheckedRequest, GenerationRequest, new_seed
 from gateway.generation.transcript import StopScanner, Transcript
 from gateway.rounds.planner import Drafting, RoundPlanner
 from gateway.rounds.round import Place, Round, TokenLog

@@ -11,9 +11,9 @@ from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.generation.checks import check_room
 from gateway.generation.events import Event, OutputToken, RoundEvent
 from gateway.generation.frontend import Frontend
-from gateway.generation.request import check_room
 from gateway.rest.answering import ChoiceBuffer, Responder, ResponseHeader
 from gateway.rest.asking.chat_body import GenerationFields, StreamOptions
 from gateway.rest.asking.fields import MAX_IDS, Text, ignored_in

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.generation.request import CheckedRequest, GenerationRequest, Offers, check_request
+from gateway.generation.checks import check_request
+from gateway.generation.request import CheckedRequest, GenerationRequest, Offers
 from gateway.rounds.round import Place
 from gateway.sessions.peer import ModelInfo
 from gateway.text.tokenizer import Tokenizer
