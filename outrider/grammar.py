@@ -165,10 +165,11 @@ class Follower:
         bits = self._matcher.compute_bitmask()[: self._num_bytes]
         # Of a matcher at fault the library's answer is an end of the text.
         error = self._matcher.get_error()
-        if not error and (only := _only_token(bits)) is not None:
-            # A lexer that is exhausted may force what it would not; no other mask comes from one.
+        number = int.from_bytes(bits, "little")
+        if not error and number.bit_count() == 1:
+            # A lexer that is exhausted may force a token that it would not; no mask of several comes from one.
             ahead = self._matcher.deep_copy()
-            ahead.consume_token(only)
+            ahead.consume_token(number.bit_length() - 1)
             error = ahead.get_error() if LEXER_FAULT in ahead.get_error() else ""
         if error:
             self._error = error
@@ -324,12 +325,6 @@ def _along(
     return states[path]
 
 
-def _only_token(bits: Bits) -> int | None:
-    """The only token that may follow; None where there are several, or none."""
-    number = int.from_bytes(bits, "little")
-    return number.bit_length() - 1 if number.bit_count() == 1 else None
-
-
 def _limit_in(message: str) -> str | None:
     """Limit that is exhausted by what the library says, as the end of a sentence; None for another fault."""
     for pattern, words in EXHAUSTED.items():
@@ -426,8 +421,12 @@ class GrammarEngine:
         error = found.get_error()
         if not error or NO_ANSWER in error:
             raise GrammarRefused("the grammar allows no answer")
-        limit = _limit_in(error)
-        raise GrammarRefused(f"it {limit}" if limit else _sentence(error))
+        if limit := _limit_in(error):
+            raise GrammarRefused(f"it {limit}")
+        # The first line of what the library says, and what is wrong with a regular expression, which it says last.
+        first, *others = error.strip().split("\n")
+        fault = next((line.removeprefix("error:") for line in others if line.startswith("error:")), "")
+        raise GrammarRefused((first + fault)[:300])
 
 
 def _give_way() -> None:
@@ -436,10 +435,3 @@ def _give_way() -> None:
         # Where a sandbox forbids it, they go side by side: without this thread there would be no grammars.
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-
-
-def _sentence(message: str) -> str:
-    """The first line of what the library says, and what is wrong with a regular expression, which it says last."""
-    first, *others = message.strip().split("\n")
-    fault = next((line.removeprefix("error:") for line in others if line.startswith("error:")), "")
-    return (first + fault)[:300]

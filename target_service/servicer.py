@@ -15,7 +15,6 @@ from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import MAX_DRAFT_COUNT
 from outrider.parameters import SessionSpec
 from outrider.rpc import channels
-from outrider.rpc.fencing import Fence
 from outrider.rpc.messages.round import finish_reason_message, logprob_message, logprob_size, step_message, write_times
 from outrider.rpc.messages.session import live_beams_from, search_spec_from, spec_from
 from outrider.rpc.messages.tree import shape_from, tree_from, write_tree
@@ -45,14 +44,20 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
     def job(self, message: Arrived[pb.VerifyRequest], earlier: Sequence[int], owner: Outbox) -> Job:
         """Opens a session, verifies a proposal or acknowledges; raises InvalidRequest, Unsupported, PromptTooLong."""
         request, fence, arrived_ns = message.request, message.fence, message.arrived_ns
-        if request.HasField("open") and request.open.HasField("beams"):
-            return self._search_job(request.open, fence, arrived_ns, earlier, owner)
         if request.HasField("open"):
-            size = self._facts.vocabulary_size
-            grammar = message.grammar
-            spec = spec_from(request.open.session, fence.base_len, size, earlier, is_compiled=grammar is not None)
+            opening, size = request.open, self._facts.vocabulary_size
+            if opening.HasField("beams"):
+                live, width = live_beams_from(opening.beams, "open.beams", size), opening.beams.width
+                spec = search_spec_from(opening.session, live, fence.base_len, size, earlier)
+                self._check_lengths(spec, width)
+                step = self._step(opening.step, arrived_ns)
+                if opening.drafter:
+                    raise InvalidRequest("open.drafter", opening.drafter, "empty for a beam search")
+                return partial(self._sessions.open, fence, spec, step, owner, search=OpenSearch(width, live))
+            grammar, drafter = message.grammar, opening.drafter
+            spec = spec_from(opening.session, fence.base_len, size, earlier, is_compiled=grammar is not None)
             self._check_lengths(spec)
-            step, drafter = self._step(request.open.step, arrived_ns), request.open.drafter
+            step = self._step(opening.step, arrived_ns)
             if drafter:
                 choose_drafter(drafter, spec.acceptance.rule, self._facts.drafters, "open.drafter")
             return partial(self._sessions.open, fence, spec, step, owner, drafter, grammar=grammar)
@@ -61,19 +66,6 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
         taken = request.acknowledge
         budget = check_range("acknowledge.plain_budget", taken.plain_budget, 0, MAX_PLAIN_BUDGET)
         return partial(self._sessions.acknowledge, fence, budget, arrived_ns, owner, _limits("acknowledge", taken))
-
-    def _search_job(
-        self, opening: pb.TargetOpen, fence: Fence, arrived_ns: int, earlier: Sequence[int], owner: Outbox
-    ) -> Job:
-        """Opens a beam search; raises as `job`."""
-        size = self._facts.vocabulary_size
-        live, width = live_beams_from(opening.beams, "open.beams", size), opening.beams.width
-        spec = search_spec_from(opening.session, live, fence.base_len, size, earlier)
-        self._check_lengths(spec, width)
-        step = self._step(opening.step, arrived_ns)
-        if opening.drafter:
-            raise InvalidRequest("open.drafter", opening.drafter, "empty for a beam search")
-        return partial(self._sessions.open, fence, spec, step, owner, search=OpenSearch(width, live))
 
     def fill(self, response: pb.VerifyResponse, answer: TargetVerdict) -> None:
         verdict, hosted = response.verdict, answer.hosted

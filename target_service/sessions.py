@@ -60,8 +60,13 @@ class TargetSessions(SessionStore[TargetState]):
         """
         status, held = self._classify_open(fence, owner)
         if status is MessageStatus.CURRENT:
-            if grammar is not None:
-                _check_output(grammar, spec.token_ids[spec.prompt_len :])
+            output = spec.token_ids[spec.prompt_len :]
+            if grammar is not None and grammar.follower is not None and not grammar.follower.follows(output):
+                # No target would have committed it.
+                what = (
+                    f"an output of {len(output)} tokens, of which {max(grammar.follower.reach(output), 0)} are allowed"
+                )
+                raise InvalidRequest("session.token_ids", what, ("one that follows ", Field("session.grammar")))
             if search is None:
                 check_proposal(step.tree, spec, fence.base_len)
             found = self._drafters.get(drafter)
@@ -172,13 +177,6 @@ class TargetSessions(SessionStore[TargetState]):
         held.finish_reason = verdict.finish_reason
         held.go_on()
         held.answer(answer)
-
-
-def _check_output(grammar: Grammar, output: Sequence[int]) -> None:
-    """Raises InvalidRequest about an output that does not follow the grammar, which no target would have committed."""
-    if grammar.follower is not None and not grammar.follower.follows(output):
-        what = f"an output of {len(output)} tokens, of which {max(grammar.follower.reach(output), 0)} are allowed"
-        raise InvalidRequest("session.token_ids", what, ("one that follows ", Field("session.grammar")))
 
 
 def _check_limits(drafter: Drafter[Any] | None, limits: GuessLimits, message: str) -> None:

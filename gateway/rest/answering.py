@@ -129,20 +129,18 @@ class Responder:
         headers, enter = ignored_header(self.ignored), entrance_of(request)
         if not self.is_streamed:
             async with while_there(request.receive):
-                return Response(await self._body_json(enter), headers=headers, media_type="application/json")
+                async with self._opened(enter) as opened:
+                    choices = [ChoiceBuffer() for _ in range(opened.figures.first_choices[-1])]
+                    async for index, event in opened.events:
+                        opened.figures.add(index, event)
+                        choices[index].add(event)
+                whole = partial(opened.writer.whole, choices)
+                body = await asyncio.to_thread(whole) if opened.writer.takes_long else whole()
+                return Response(body, headers=headers, media_type="application/json")
         keep_alive_s, stall_s = self.settings.keep_alive_s, self.settings.client_stall_s
         stream = EventStream(self._frames(enter), keep_alive_s, stall_s, headers, self.keep_alive)
         await stream.begin(request.receive)
         return stream
-
-    async def _body_json(self, enter: Entrance | None) -> str:
-        async with self._opened(enter) as opened:
-            choices = [ChoiceBuffer() for _ in range(opened.figures.first_choices[-1])]
-            async for index, event in opened.events:
-                opened.figures.add(index, event)
-                choices[index].add(event)
-        whole = partial(opened.writer.whole, choices)
-        return await asyncio.to_thread(whole) if opened.writer.takes_long else whole()
 
     async def _frames(self, enter: Entrance | None) -> AsyncGenerator[bytes, None]:
         """The events of a stream. The first frame is empty, and says that the headers may go out."""

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -138,7 +138,12 @@ class TolerantBodyRoute(ParsedBodyRoute):
                     raise
             for name in unusual:
                 del body[name]
-            names = sorted(unusual) + list(_take_unknown(_lenient(bodies, body), body))
+            try:
+                # What is wrong beside unknown fields is an error even so.
+                lenient = bodies.validate_python(body, extra="allow")
+            except ValidationError as error:
+                raise error_about(error.errors(), body) from None
+            names = sorted(unusual) + list(_take_unknown(lenient, body))
             response = await handle(request)
             known = filter(None, response.headers.get(IGNORED_HEADER, "").split(", "))
             response.headers.update(ignored_header([*names, *known]))
@@ -150,14 +155,6 @@ class TolerantBodyRoute(ParsedBodyRoute):
 def route_class(settings: RestSettings) -> type[APIRoute]:
     """Class of routes that take their bodies as the settings say."""
     return TolerantBodyRoute if settings.ignores_unknown else ParsedBodyRoute
-
-
-def _lenient(bodies: TypeAdapter[Any], body: Json) -> object:
-    """A body with whatever fields it has; raises the error about one that is wrong even so."""
-    try:
-        return bodies.validate_python(body, extra="allow")
-    except ValidationError as error:
-        raise error_about(error.errors(), body) from None
 
 
 def _take_unknown(model: object, value: Json, path: str = "") -> Iterator[str]:

@@ -33,7 +33,6 @@ from outrider.engine.growth import (
     static_shape,
 )
 from outrider.engine.noise import Purpose
-from outrider.engine.ops import Ops
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import DraftDistributions, quantise
 from outrider.engine.sampling.draw import (
@@ -124,22 +123,18 @@ def children_each(
         if numbers:
             chosen = [tasks[number] for number in numbers]
             part = rows_of(logits, [ranges[number] for number in numbers])
-            found |= zip(numbers, _children_of_all(runner, chosen, part), strict=True)
+            inputs = [DrawInput(task.draw_input.feed, task.ranked) for task in chosen]
+            try:
+                children = iter(_children(runner, chosen, scores_behind(runner, part, inputs)))
+            except ValueError:
+                levels = _children_of_each(runner, chosen, inputs, part)
+            else:
+                levels = [[next(children) for _ in range(task.num_new)] for task in chosen]
+            found |= zip(numbers, levels, strict=True)
     return [
         level if isinstance(level, OutriderError) else partial(task.take_level, level)
         for task, (_, level) in zip(tasks, sorted(found.items()), strict=True)
     ]
-
-
-def _children_of_all(runner: ModelRunner, tasks: Sequence[GrownTask], logits: Tensor) -> list[Level | OutriderError]:
-    """Children for tasks whose rows follow each other in logits, at temperature 0 or above it alike."""
-    inputs = [DrawInput(task.draw_input.feed, task.ranked) for task in tasks]
-    try:
-        children = _children(runner, tasks, scores_behind(runner, logits, inputs))
-    except ValueError:
-        return _children_of_each(runner, tasks, inputs, logits)
-    rows = iter(children)
-    return [[next(rows) for _ in range(task.num_new)] for task in tasks]
 
 
 def _children_of_each(
@@ -176,7 +171,10 @@ def _children(runner: ModelRunner, tasks: Sequence[GrownTask], scores: Tensor, p
     ids, shares = ops.rank(scores, scales, count, key_column(runner, keys) if is_hot else None)
     logprobs: list[list[float]] = [[0.0] * count] * len(owners)
     if any(task.wants_logprob for task in tasks):
-        logprobs = _logprobs(ops, scores, ids) if is_hot else [[0.0, *[log_of(MIN_PROB)] * count]] * len(owners)
+        logprobs = [[0.0, *[log_of(MIN_PROB)] * count]] * len(owners)
+        if is_hot:
+            probs = ops.softmax(scores).gather(1, ids.clamp(min=0)).tolist()
+            logprobs = [[log_of(prob) for prob in row] for row in probs]
     rows = zip(owners, ids.tolist(), shares.tolist(), logprobs, strict=True)
     return [
         [
@@ -187,11 +185,6 @@ def _children(runner: ModelRunner, tasks: Sequence[GrownTask], scores: Tensor, p
         ]
         for task, token_ids, own_shares, own_logprobs in rows
     ]
-
-
-def _logprobs(ops: Ops, scores: Tensor, ids: Tensor) -> list[list[float]]:
-    probs: list[list[float]] = ops.softmax(scores).gather(1, ids.clamp(min=0)).tolist()
-    return [[log_of(prob) for prob in row] for row in probs]
 
 
 def is_end(spec: SessionSpec, token_id: int) -> bool:
@@ -283,28 +276,17 @@ def siblings_each(
         places = [place for place, size in enumerate(left.sizes) if size and sibling < counts[rows[place]]]
         left = DraftDistributions(left.token_ids[places], left.weights[places])
         rows = [rows[place] for place in places]
-        token_ids = _draw_siblings(runner, [owners[row] for row in rows], left, sibling, [found[row] for row in rows])
+        drawn = [owners[row] for row in rows]
+        keys = [task.draft_key(task.depth, task.nodes[number].lane * MAX_CHILDREN + sibling) for task, number in drawn]
+        token_ids = left.draw(key_column(runner, keys))
+        sent = left.distributions() if any(task.needs_distribution for task, _ in drawn) else [None] * len(drawn)
+        probs = left.probs(token_ids) if any(task.wants_logprob for task, _ in drawn) else [None] * len(drawn)
+        for row, (task, _), token_id, own, prob in zip(rows, drawn, token_ids.tolist(), sent, probs, strict=True):
+            logprob = log_of(prob) if prob and task.wants_logprob else None
+            found[row].append(Guess(token_id, own if task.needs_distribution else None, logprob))
         left = left.without(token_ids)
     rest = iter(found)
     return [partial(task.take_level, [next(rest) for _ in task.level]) for task in tasks]
-
-
-def _draw_siblings(
-    runner: ModelRunner,
-    owners: Sequence[tuple[DrawnTask, int]],
-    left: DraftDistributions,
-    sibling: int,
-    found: Sequence[list[Guess]],
-) -> Tensor:
-    """Adds the next sibling of each row to what was found, and returns them all [R]."""
-    keys = [task.draft_key(task.depth, task.nodes[number].lane * MAX_CHILDREN + sibling) for task, number in owners]
-    token_ids = left.draw(key_column(runner, keys))
-    sent = left.distributions() if any(task.needs_distribution for task, _ in owners) else [None] * len(owners)
-    probs = left.probs(token_ids) if any(task.wants_logprob for task, _ in owners) else [None] * len(owners)
-    for (task, _), token_id, own, prob, guesses in zip(owners, token_ids.tolist(), sent, probs, found, strict=True):
-        logprob = log_of(prob) if prob and task.wants_logprob else None
-        guesses.append(Guess(token_id, own if task.needs_distribution else None, logprob))
-    return token_ids
 
 
 def as_tree(chain: DraftTask, shape: TreeShape, max_rows: int, room: int, known: Experience) -> DraftTask:

@@ -177,28 +177,25 @@ class DeviceWorker(Generic[TaskT]):
 
     def _live(self, setup: Callable[[], None] | None) -> None:
         try:
-            self._run(setup)
+            if setup is not None:
+                setup()
+            could_step = True
+            while self._run_jobs(NO_WAIT_S if could_step else SHORT_WAIT_S):
+                self._rest()
+                self._active = [task for task in self._active if not (task.done or task.stopped)]
+                if self._active:
+                    could_step = self._step(list(self._active))
+                    self._rest()
+                    self._unfinished_since_ns = self._clock_ns()
+            for task in self._active:
+                if not (task.done or task.stopped):
+                    task.fail(NotReady("the service is stopping"))
+            self._active = []
+            self._rest()
         except BaseException:
             # Also what would end a thread without a word. Nothing runs any more, which the service's watchdog notices.
             self._has_died = True
             log.exception("the device thread has died")
-
-    def _run(self, setup: Callable[[], None] | None) -> None:
-        if setup is not None:
-            setup()
-        could_step = True
-        while self._run_jobs(NO_WAIT_S if could_step else SHORT_WAIT_S):
-            self._rest()
-            self._active = [task for task in self._active if not (task.done or task.stopped)]
-            if self._active:
-                could_step = self._step(list(self._active))
-                self._rest()
-                self._unfinished_since_ns = self._clock_ns()
-        for task in self._active:
-            if not (task.done or task.stopped):
-                task.fail(NotReady("the service is stopping"))
-        self._active = []
-        self._rest()
 
     def _run_jobs(self, wait_s: float) -> bool:
         """Runs what is queued, waiting for the first job as long as there is no task; returns whether to go on.

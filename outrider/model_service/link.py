@@ -132,8 +132,8 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         self._sweep_after(IDLE_S)
         reader = asyncio.create_task(self._read(_begun(request_iterator), outbox))
         writer = asyncio.create_task(self._write(context.write, outbox))
+        ends: set[asyncio.Future[Any]] = {reader, writer, outbox.overflow}
         try:
-            ends: set[asyncio.Future[Any]] = {reader, writer, outbox.overflow}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if outbox.overflow.done():
                 raise outbox.overflow.result()
@@ -148,7 +148,14 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
             reader.cancel()
             writer.cancel()
             self._links.pop(outbox, None)
-            await asyncio.wait([reader, writer, *self._leave(outbox)])
+            ends = {reader, writer}
+            # Queued at once, because a handler may be cancelled a second time. A service that has stopped has freed
+            # everything.
+            with suppress(NotReady):
+                leaving = self._device.call(partial(self._sessions.table.leave, outbox))
+                leaving.add_done_callback(lambda _left: self._sweep_after(self._sessions.table.lease_s))
+                ends.add(leaving)
+            await asyncio.wait(ends)
 
     def _make_room(self) -> None:
         """Ends the link that has been silent longest of those without a session, where there are too many.
@@ -277,15 +284,6 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
                 response.tokens_wanted.known_len = answer.known_len
             else:
                 self.fill(response, answer.content)
-
-    def _leave(self, outbox: Outbox) -> list[asyncio.Future[Any]]:
-        """Queues the leases at once, because a handler may be cancelled a second time; returns that job's futures."""
-        # A service that has stopped has freed everything.
-        with suppress(NotReady):
-            leaving = self._device.call(partial(self._sessions.table.leave, outbox))
-            leaving.add_done_callback(lambda _left: self._sweep_after(self._sessions.table.lease_s))
-            return [leaving]
-        return []
 
     def _sweep_after(self, delay_s: float) -> None:
         """Looks for leases that end and sessions that are idle, again and again while there may be some."""

@@ -118,7 +118,16 @@ def load_model(settings: ModelServiceSettings) -> LoadedModel:
     )
     # A model that is made has ends without a file that says so.
     made = dict.fromkeys(checkpoint.config.eos_token_ids, ("the model",))
-    ends = _sayable(made | find_ends(checkpoint.folder, tokenizer), vocabulary.size, checkpoint.name)
+    ends = made | find_ends(checkpoint.folder, tokenizer)
+    never = sorted(each for each in ends if each >= vocabulary.size)
+    if never:
+        message = (
+            f"{checkpoint.name} ends with the token ids {never}, but it can say only those below {vocabulary.size}"
+        )
+        if len(never) == len(ends):
+            raise ModelRefused(message, eos_token_ids=never, vocabulary_size=vocabulary.size)
+        log.warning("ends that are never said", model=checkpoint.name, reason=message)
+        ends = {token_id: places for token_id, places in ends.items() if token_id < vocabulary.size}
     if tokenizer is not None and (reason := tokenizer_doubt(checkpoint.folder)):
         log.warning("tokens may be wrong", model=checkpoint.name, reason=reason)
     runner = ModelRunner.load(
@@ -140,17 +149,6 @@ def load_model(settings: ModelServiceSettings) -> LoadedModel:
     log.info("model loaded", model=runner.identity.model_name, numerics_id=runner.numerics_id, threads=settings.threads)
     log.info("ends of answers", tokens={told(token_id, tokenizer): list(places) for token_id, places in ends.items()})
     return LoadedModel(runner, vocabulary, grammars, frozenset(ends), ModelDefaults.read(checkpoint.folder))
-
-
-def _sayable(ends: Mapping[int, tuple[str, ...]], vocabulary_size: int, model_name: str) -> dict[int, tuple[str, ...]]:
-    """The ends that a model can say; raises ModelRefused where it can say none of several, and warns of each other."""
-    never = sorted(each for each in ends if each >= vocabulary_size)
-    if never:
-        message = f"{model_name} ends with the token ids {never}, but it can say only those below {vocabulary_size}"
-        if len(never) == len(ends):
-            raise ModelRefused(message, eos_token_ids=never, vocabulary_size=vocabulary_size)
-        log.warning("ends that are never said", model=model_name, reason=message)
-    return {token_id: places for token_id, places in ends.items() if token_id < vocabulary_size}
 
 
 async def load_model_aside(settings: ModelServiceSettings) -> LoadedModel:

@@ -6,6 +6,7 @@ What is not an OutriderError leaves a process as "internal error" and nothing mo
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -84,20 +85,14 @@ def _metadata(error: OutriderError) -> dict[str, str]:
 
 def _received(reason: str, message: str, sent: Mapping[str, str]) -> OutriderError:
     metadata = dict(sent)
-    parts = _parts(metadata.pop(PARTS, "[]"))
-    return _classes().get(reason, OutriderError).received(parts or [message], metadata)
-
-
-def _parts(text: str) -> list[str]:
-    """The parts of a sentence, none where the peer has sent something else: an error must never fail itself."""
-    try:
-        pairs = [(bool(is_field), str(part)) for is_field, part in json.loads(text)]
+    parts: list[str] = []
+    # None where the peer has sent something else: an error must never fail itself. Deep nesting is the last.
+    with suppress(ValueError, TypeError, RecursionError):
+        pairs = [(bool(is_field), str(part)) for is_field, part in json.loads(metadata.pop(PARTS, "[]"))]
         # JSON may have half a character, which nothing can write out.
         "".join(part for _, part in pairs).encode()
-    # Deep nesting is the last.
-    except (ValueError, TypeError, RecursionError):
-        return []
-    return [Field(part) if is_field else part for is_field, part in pairs]
+        parts = [Field(part) if is_field else part for is_field, part in pairs]
+    return _classes().get(reason, OutriderError).received(parts or [message], metadata)
 
 
 def said_by_peer(error: grpc.RpcError) -> bool:

@@ -23,7 +23,11 @@ def block(
     draft's draw of every position are looked at in every round, so neither may serve a later one.
     """
     tested = probs_at(target_probs[:, :-1], draft_token_ids[:, :, None])[:, :, 0]
-    weights = _prefix_weights(tested, draft_probs(draft_token_ids, support_ids, support_weights))
+    ratios = tested / np.maximum(draft_probs(draft_token_ids, support_ids, support_weights), TINY)
+    # w_0 = 1 and w_i = min(1, w_(i-1) * target_i / draft_i), [B, K + 1]: the chance to keep i tokens or more.
+    weights = np.ones((ratios.shape[0], ratios.shape[1] + 1))
+    for place in range(ratios.shape[1]):
+        weights[:, place + 1] = np.minimum(1, weights[:, place] * ratios[:, place])
     support = support_probs(support_weights)
     at_support = np.where(support > 0, probs_at(target_probs[:, :-1], support_ids), 0)
     chances = np.concatenate((_chances(weights[:, 1:-1], at_support[:, 1:], support[:, 1:]), weights[:, -1:]), axis=1)
@@ -31,15 +35,6 @@ def block(
     accepted_count = np.where(uniforms.cpu().numpy() < chances, lengths, 0).max(axis=1)
     # The residual is (weight * target - draft)+, here in units of the target; a weight of 0 is never the last kept.
     return conclude(target_probs, accepted_count, support_ids, support / np.maximum(weights[:, :-1, None], TINY))
-
-
-def _prefix_weights(target_probs: Floats, draft_probs: Floats) -> Floats:
-    """w_0 = 1 and w_i = min(1, w_(i-1) * target_i / draft_i), [B, K + 1]: the chance to keep i tokens or more."""
-    weights = np.ones((len(target_probs), target_probs.shape[1] + 1))
-    ratios = target_probs / np.maximum(draft_probs, TINY)
-    for place in range(target_probs.shape[1]):
-        weights[:, place + 1] = np.minimum(1, weights[:, place] * ratios[:, place])
-    return weights
 
 
 def _chances(weights: Floats, target_probs: Floats, support: Floats) -> Floats:

@@ -51,7 +51,21 @@ def constraint_of(structured: StructuredOutputs | None, response_format: Respons
         return wanted
     if wanted is not None:
         raise InvalidRequest("structured_outputs", "present", "absent beside a response_format other than text")
-    return _of_structured(structured)
+    present = structured.model_dump(by_alias=True, exclude_none=True)
+    whitespace = present.pop("whitespace_pattern", "")
+    if len(present) != 1:
+        limit = "exactly one of json, json_object, regex, choice, grammar and structural_tag"
+        raise InvalidRequest("structured_outputs", ", ".join(present) or "none of them", limit)
+    [(name, value)] = present.items()
+    field = f"structured_outputs.{name}"
+    if whitespace and not name.startswith("json"):
+        raise InvalidRequest(WHITESPACE_FIELD, whitespace, "absent without json or json_object")
+    if name == "json_object":
+        if value is False:
+            raise InvalidRequest(field, value, "true")
+        return Constraint(ConstraintKind.JSON_SCHEMA, ANY_OBJECT, field, whitespace, WHITESPACE_FIELD)
+    kind = {"json": ConstraintKind.JSON_SCHEMA, "grammar": ConstraintKind.GBNF}.get(name) or ConstraintKind(name)
+    return Constraint(kind, value if isinstance(value, str) else json.dumps(value), field, whitespace, WHITESPACE_FIELD)
 
 
 def _of_format(given: ResponseFormat) -> Constraint | None:
@@ -77,21 +91,3 @@ def _of_format(given: ResponseFormat) -> Constraint | None:
         raise InvalidRequest(field, None, "a JSON schema")
     is_lenient = given.json_schema.strict is False
     return Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema), field, is_lenient=is_lenient)
-
-
-def _of_structured(given: StructuredOutputs) -> Constraint:
-    present = given.model_dump(by_alias=True, exclude_none=True)
-    whitespace = present.pop("whitespace_pattern", "")
-    if len(present) != 1:
-        limit = "exactly one of json, json_object, regex, choice, grammar and structural_tag"
-        raise InvalidRequest("structured_outputs", ", ".join(present) or "none of them", limit)
-    [(name, value)] = present.items()
-    field = f"structured_outputs.{name}"
-    if whitespace and not name.startswith("json"):
-        raise InvalidRequest(WHITESPACE_FIELD, whitespace, "absent without json or json_object")
-    if name == "json_object":
-        if value is False:
-            raise InvalidRequest(field, value, "true")
-        return Constraint(ConstraintKind.JSON_SCHEMA, ANY_OBJECT, field, whitespace, WHITESPACE_FIELD)
-    kind = {"json": ConstraintKind.JSON_SCHEMA, "grammar": ConstraintKind.GBNF}.get(name) or ConstraintKind(name)
-    return Constraint(kind, value if isinstance(value, str) else json.dumps(value), field, whitespace, WHITESPACE_FIELD)

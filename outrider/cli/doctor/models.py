@@ -109,7 +109,13 @@ def read_model(role: str, model: str) -> ModelFiles | None:
         folder, file = gguf, GgufFile.read(gguf)
         config, (stored_dtype, count) = json_config(file), stored_numbers(file)
     else:
-        config, (stored_dtype, count) = _config(folder), stored_weights(folder)
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            raise ModelRefused(f"{folder / 'config.json'} cannot be read as JSON") from None
+        if not isinstance(config, dict):
+            raise ModelRefused(f"{folder / 'config.json'} is no JSON object")
+        stored_dtype, count = stored_weights(folder)
     context_len = _positive(config, "max_position_embeddings", 0)
     heads = _positive(config, "num_attention_heads", 1)
     head_dim = _positive(config, "head_dim", _positive(config, "hidden_size", 0) // heads)
@@ -283,16 +289,6 @@ def stored_numbers(file: GgufFile) -> tuple[str, int]:
     for tensor in file.tensors.values():
         counts[DTYPES.get(tensor.type.name, tensor.type.name)] += math.prod(tensor.shape)
     return max(counts, key=lambda each: counts[each], default="nothing"), counts.total()
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise ModelRefused(f"{folder / 'config.json'} cannot be read as JSON") from None
-    if not isinstance(config, dict):
-        raise ModelRefused(f"{folder / 'config.json'} is no JSON object")
-    return config
 
 
 def _positive(config: Mapping[str, Any], key: str, default: int) -> int:

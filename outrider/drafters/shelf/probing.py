@@ -202,7 +202,24 @@ class ProbeDraft(DrafterSession):
     def propose(self, session: Session, limits: GuessLimits) -> None:
         finder, token_ids = self.learn(), session.token_ids
         candidates = finder.candidates(token_ids) if limits.draft_count else ()
-        tree = self._tree(candidates, limits.draft_count) if candidates else EMPTY
+        # The best as a chain where the rule tests with distributions, else as many as there are rows for.
+        needs_laws = self._spec.acceptance.rule.needs_distributions
+        rows: dict[tuple[int, int], int] = {}
+        for candidate in candidates[:1] if needs_laws else candidates:
+            parent = 0
+            for token_id in candidate:
+                place = parent, token_id
+                if place not in rows and len(rows) == limits.draft_count:
+                    break
+                parent = rows.setdefault(place, len(rows) + 1)
+        guesses = tuple(token_id for _, token_id in rows)
+        tree = TokenTree(
+            guesses,
+            tuple(parent for parent, _ in rows),
+            tuple(DraftDistribution((token_id,), (1,)) for token_id in guesses) if needs_laws else (),
+            # The distribution that has one token gives it the logarithm 0.
+            (0.0,) * len(rows) if self._spec.draft_logprobs else (),
+        )
         self.proposal = DrafterProposal(tree, ComputeTimes(), 0)
         probes = finder.probes(token_ids)
         # No row may stand past the end of the request; so near to it little is left to guess.
@@ -217,26 +234,6 @@ class ProbeDraft(DrafterSession):
             self._finder.learn(self.found.tolist())
             self.found = None
         return self._finder
-
-    def _tree(self, candidates: Sequence[Sequence[int]], draft_count: int) -> TokenTree:
-        """Best candidate as a chain where the rule tests with distributions, else as many as there are rows for."""
-        needs_laws = self._spec.acceptance.rule.needs_distributions
-        rows: dict[tuple[int, int], int] = {}
-        for candidate in candidates[:1] if needs_laws else candidates:
-            parent = 0
-            for token_id in candidate:
-                place = parent, token_id
-                if place not in rows and len(rows) == draft_count:
-                    break
-                parent = rows.setdefault(place, len(rows) + 1)
-        token_ids = tuple(token_id for _, token_id in rows)
-        return TokenTree(
-            token_ids,
-            tuple(parent for parent, _ in rows),
-            tuple(DraftDistribution((token_id,), (1,)) for token_id in token_ids) if needs_laws else (),
-            # The distribution that has one token gives it the logarithm 0.
-            (0.0,) * len(rows) if self._spec.draft_logprobs else (),
-        )
 
     def truncate(self, length: int) -> None:
         # What was found since may know the noise of the places that are drawn once more.

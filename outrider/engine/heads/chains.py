@@ -231,8 +231,13 @@ class BlockHeads:
         return _padded(features, self.facts.state_size)
 
     def step(self, rows: HeadRows) -> tuple[Tensor, Tensor]:
-        parts = self._parts
-        states = rows.states if parts.prefix is None else self._prefixed(parts.prefix, rows)
+        parts, states = self._parts, rows.states
+        if parts.prefix is not None and (own := [row for row, depth in enumerate(rows.depths) if depth == 0]):
+            # The target's own f go through the layer.
+            index = torch.tensor(own, device=states.device)
+            chosen = rows._replace(plan=rows.plan.select(index))
+            made = parts.prefix.forward(states[:, : self._size].index_select(0, index), chosen)
+            states = states.index_copy(0, index, _padded(made, self.facts.state_size))
         if parts.embedding is not None:
             embedded = parts.embedding.index_select(0, rows.plan.token_ids).float()
             states = by_depth(self._append, rows.depths, states, embedded)
@@ -252,16 +257,6 @@ class BlockHeads:
             y = block.apply(y, self._ops)
         output = Linear(self._target.output, None) if branch.output is None else branch.output
         return self._ops.linear(y, output.weight, output.bias)
-
-    def _prefixed(self, prefix: PrefixLayer, rows: HeadRows) -> Tensor:
-        """The states, whose f went through the layer where it is the target's own."""
-        own = [row for row, depth in enumerate(rows.depths) if depth == 0]
-        if not own:
-            return rows.states
-        index = torch.tensor(own, device=rows.states.device)
-        chosen = rows._replace(plan=rows.plan.select(index))
-        made = prefix.forward(rows.states[:, : self._size].index_select(0, index), chosen)
-        return rows.states.index_copy(0, index, _padded(made, self.facts.state_size))
 
 
 def _facts(method: str, tap: int, state_size: int, max_draft_count: int, target: TargetParts) -> HeadFacts:

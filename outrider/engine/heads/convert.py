@@ -86,11 +86,14 @@ def convert_head(folder: Path, out: Path, theta: float | None = None) -> Convert
         ids = eagle.get(LAYER_IDS) or [] if isinstance(eagle, dict) else None
         if not isinstance(ids, list) or not all(type(each) is int for each in ids):
             raise JsonKeys(folder / "config.json", config).refuse(EAGLE_CONFIG, "must be an object with ids of layers")
-        tensors = _eagle1_names(tensors) if reader is read_eagle1 else _eagle3_names(tensors)
-        layer = _layer_config(folder / "config.json", stated, tensors)
-        described = _eagle1_config(tensors) if reader is read_eagle1 else _eagle3_config(stated, eagle, tensors)
+        tensors, described = _as_eagle1(tensors) if reader is read_eagle1 else _as_eagle3(tensors, stated, eagle)
+        kind = "qwen3" if any(name.endswith("q_norm.weight") for name in tensors) else "llama"
+        layer = {key: stated[key] for key in LAYER_KEYS if stated.get(key) is not None}
+        # Only the base is wanted, which depends on neither number.
+        written = read_rope(JsonKeys(folder / "config.json", layer), 1, 4).theta
+        layer = {"model_type": kind, "num_hidden_layers": 1, **layer, "rope_theta": written}
         kept = {key: value for key, value in {**stated, **eagle}.items() if key in HEAD_KEYS and value is not None}
-        config, written = described | kept | {LAYER_CONFIG: layer}, layer["rope_theta"]
+        config = described | kept | {LAYER_CONFIG: layer}
     elif theta is not None:
         raise InvalidRequest("--theta", theta, "left out for a head that is not converted to another layout")
     out.mkdir(parents=True, exist_ok=True)
@@ -133,51 +136,38 @@ def unpickled(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _eagle1_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _as_eagle1(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors under the layout's names, and what its config says of them."""
     renamed = {}
     for name, tensor in tensors.items():
         begun = next((each for each in RENAMED if bare(name).startswith(each)), "")
         renamed[RENAMED.get(begun, "") + bare(name).removeprefix(begun)] = tensor
-    return renamed
-
-
-def _eagle1_config(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {
+    return renamed, {
         "architectures": ["EagleSpeculator"],
         "speculators_model_type": "eagle",
         "speculators_config": _proposals("eagle"),
-        "fusion_bias": "fusion_fc.bias" in tensors,
-        "layernorms": "pre_lm_head_layernorm.weight" in tensors,
+        "fusion_bias": "fusion_fc.bias" in renamed,
+        "layernorms": "pre_lm_head_layernorm.weight" in renamed,
     }
 
 
-def _eagle3_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _as_eagle3(tensors: Mapping[str, Tensor], config: Json, eagle: Json) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors under the layout's names, and what its config says of them."""
     layer = layer_of(tensors)
-    return {
+    renamed = {
         f"layers.0.{bare(name).removeprefix(layer)}" if bare(name).startswith(layer) else bare(name): tensor
         for name, tensor in tensors.items()
     }
-
-
-def _eagle3_config(config: Json, eagle: Json, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     # Speculators counts boundaries; the nested ids are of layers whose outputs are read.
     ids = [each + 1 for each in eagle[LAYER_IDS]] if eagle.get(LAYER_IDS) else config.get(LAYER_IDS)
-    return {
+    return renamed, {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "speculators_config": _proposals("eagle3"),
-        "norm_before_fc": "input_norm.weight" in tensors,
-        "fc_norm": "fc_norm.0.weight" in tensors,
+        "norm_before_fc": "input_norm.weight" in renamed,
+        "fc_norm": "fc_norm.0.weight" in renamed,
         **({} if ids is None else {LAYER_IDS: ids}),
     }
-
-
-def _layer_config(path: Path, config: Json, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    kind = "qwen3" if any(name.endswith("q_norm.weight") for name in tensors) else "llama"
-    kept = {key: config[key] for key in LAYER_KEYS if config.get(key) is not None}
-    # Only the base is wanted, which depends on neither number.
-    theta = read_rope(JsonKeys(path, kept), 1, 4).theta
-    return {"model_type": kind, "num_hidden_layers": 1, **kept, "rope_theta": theta}
 
 
 def _proposals(algorithm: str) -> dict[str, Any]:

@@ -52,20 +52,16 @@ class HeadDecoder(Decoder):
         before = plan.key_slots.index_select(0, plan.key_starts + (plan.key_counts - 2).clamp_min(0))
         found = cache.features.index_select(0, before.long()).float().masked_fill((plan.key_counts == 1)[:, None], 0)
         depths = [int(depth) for depth in found[:, -1].tolist()]
-        rows = HeadRows(_without_first(plan), cache, found[:, :-1].contiguous(), depths)
-        outputs, states = self._drafting.step(rows)
+        # Rows do not see the first token of their text; that one's own row sees itself.
+        is_later = plan.key_counts > 1
+        later = replace(
+            plan,
+            key_starts=plan.key_starts + is_later,
+            key_counts=plan.key_counts - is_later.int(),
+            max_key_count=max(plan.max_key_count - 1, 1),
+        )
+        outputs, states = self._drafting.step(HeadRows(later, cache, found[:, :-1].contiguous(), depths))
         kept = wanted.tolist()
         behind = torch.cat((states.index_select(0, wanted), found[:, -1:].index_select(0, wanted) + 1), 1)
         cache.features.index_copy_(0, plan.slots.index_select(0, wanted), behind.to(cache.features.dtype))
         return self._drafting.logits(outputs.index_select(0, wanted), [depths[row] for row in kept])
-
-
-def _without_first(plan: RowPlan) -> RowPlan:
-    """Plan of the same rows, which do not see the first token of their text; that one's own row sees itself."""
-    is_later = plan.key_counts > 1
-    return replace(
-        plan,
-        key_starts=plan.key_starts + is_later,
-        key_counts=plan.key_counts - is_later.int(),
-        max_key_count=max(plan.max_key_count - 1, 1),
-    )

@@ -141,7 +141,15 @@ def check_feature_head(files: FeatureFiles, target: TargetParts) -> FeatureCheck
         # The target cannot lend it; nor the other matrix, which is there already.
         required["embedding.weight"] = optional["embedding.weight"]
     _check_tensors(files, required, optional)
-    _check_map(files, draft_vocab_size, target.vocab_size)
+    kinds = ((OFFSETS, OFFSET_DTYPES, draft_vocab_size), (REACHABLE, REACHABLE_DTYPES, target.vocab_size))
+    for name, dtypes, length in kinds:
+        tensor = files.tensors.get(name)
+        if tensor is None:
+            continue
+        if tensor.shape != (length,):
+            raise tensor.refuse(f"has the shape {list(tensor.shape)}, but must have {[length]}")
+        if tensor.dtype not in dtypes:
+            raise tensor.refuse(f"has the type {tensor.dtype}, but must have one of {', '.join(dtypes)}")
     for name, called in (("embedding.weight", "embed_tokens"), ("head.weight", "lm_head")):
         notes.append(f"{called}: {'of the head' if name in files.tensors else 'of the target'}")
     notes.append(f"vocabulary: {draft_vocab_size} of {target.vocab_size} ids")
@@ -238,15 +246,3 @@ def _check_tensors(files: FeatureFiles, required: Shapes, optional: Shapes) -> N
         missing += [name for name in group if name not in stored] if any(name in stored for name in group) else []
     if missing:
         raise files.lacking(missing[0])
-
-
-def _check_map(files: FeatureFiles, draft_vocab_size: int, vocab_size: int) -> None:
-    kinds = ((OFFSETS, OFFSET_DTYPES, draft_vocab_size), (REACHABLE, REACHABLE_DTYPES, vocab_size))
-    for name, dtypes, length in kinds:
-        tensor = files.tensors.get(name)
-        if tensor is None:
-            continue
-        if tensor.shape != (length,):
-            raise tensor.refuse(f"has the shape {list(tensor.shape)}, but must have {[length]}")
-        if tensor.dtype not in dtypes:
-            raise tensor.refuse(f"has the type {tensor.dtype}, but must have one of {', '.join(dtypes)}")

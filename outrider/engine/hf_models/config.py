@@ -49,7 +49,21 @@ ACROSS_ROWS = (torch.conv1d, torch.conv2d, functional.conv1d, functional.conv2d,
 def read_configuration(folder: Path) -> PretrainedConfig:
     """The configuration, set up for our attention. Raises ModelRefused."""
     keys = JsonKeys(folder / "config.json", read_json(folder / "config.json"))
-    _refuse_kinds(keys)
+    name = read_architecture(keys)
+    if keys.values.get("is_encoder_decoder"):
+        raise keys.refuse("is_encoder_decoder", f"is set: {name} has an encoder, and only decoders are served")
+    elsewhere = next((key for key in ELSEWHERE if keys.values.get(key)), None)
+    if elsewhere is not None:
+        raise keys.refuse(elsewhere, "is set, but only a model's own weights in its own layout are served")
+    several = next((key for key in SEVERAL_MODELS if isinstance(keys.values.get(key), dict)), None)
+    if several is not None:
+        raise keys.refuse(several, f"is there: {name} is made of several models, and only those of text are served")
+    model_type = keys.values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise keys.refuse("model_type", f"is {model_type!r}, which {PACKAGE} does not know")
+    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != name:
+        fault = f'is {name}, which is no causal language model of the "model_type" {model_type!r} in {PACKAGE}'
+        raise keys.refuse("architectures", fault)
     for key, value in keys.values.items():
         if COUNTS.search(key) and isinstance(value, int) and value > MAX_LAYERS:
             raise keys.refuse(key, f"is {value}, but at most {MAX_LAYERS} are served")
@@ -109,24 +123,6 @@ def first_line(error: BaseException) -> str:
     """Text of an error, as far as it fits into a sentence."""
     lines = (line.strip(". ") for line in str(error).splitlines())
     return next(filter(None, lines), type(error).__name__)
-
-
-def _refuse_kinds(keys: JsonKeys) -> None:
-    name = read_architecture(keys)
-    if keys.values.get("is_encoder_decoder"):
-        raise keys.refuse("is_encoder_decoder", f"is set: {name} has an encoder, and only decoders are served")
-    elsewhere = next((key for key in ELSEWHERE if keys.values.get(key)), None)
-    if elsewhere is not None:
-        raise keys.refuse(elsewhere, "is set, but only a model's own weights in its own layout are served")
-    several = next((key for key in SEVERAL_MODELS if isinstance(keys.values.get(key), dict)), None)
-    if several is not None:
-        raise keys.refuse(several, f"is there: {name} is made of several models, and only those of text are served")
-    model_type = keys.values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise keys.refuse("model_type", f"is {model_type!r}, which {PACKAGE} does not know")
-    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != name:
-        fault = f'is {name}, which is no causal language model of the "model_type" {model_type!r} in {PACKAGE}'
-        raise keys.refuse("architectures", fault)
 
 
 def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:

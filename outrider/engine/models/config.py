@@ -154,7 +154,14 @@ def _window(keys: JsonKeys) -> int | None:
 
 def read_rope(keys: JsonKeys, max_positions: int, head_dim: int) -> Rope:
     """The embedding of a model with "max_position_embeddings" max_positions. Raises ModelRefused."""
-    inside = _parameters(keys)
+    name = "rope_scaling" if keys.values.get("rope_scaling") else "rope_parameters"
+    values = keys.values.get(name) or {}
+    if not isinstance(values, dict):
+        raise keys.refuse(name, f"is {values!r}, but must be an object")
+    nested = next((kind for kind in (FULL, SLIDING) if kind in values), None)
+    if nested is not None:
+        raise keys.refuse(name, f"has an entry for {nested}, but only one rotary embedding for all layers is served")
+    inside = JsonKeys(keys.path, values, f"{name}.", keys.spelled)
     for source in (keys, inside):
         if source.values.get("partial_rotary_factor", 1) not in (None, 1):
             raise source.refuse("partial_rotary_factor", "is not 1, but only whole heads are rotated")
@@ -170,34 +177,22 @@ def read_rope(keys: JsonKeys, max_positions: int, head_dim: int) -> Rope:
             raise keys.refuse("head_dim", f"is {head_dim}, but a dynamic rotary embedding needs at least 4")
         return DynamicRope(theta=theta, factor=inside.number("factor", minimum=1.0), original_len=max_positions)
     if kind == "llama3":
-        return _llama3(theta, inside, _original_len(keys, inside))
+        original_len = _original_len(keys, inside)
+        low, high = inside.number("low_freq_factor"), inside.number("high_freq_factor")
+        if high <= low:
+            raise inside.refuse("high_freq_factor", f"is {high:g}, but must be above the low_freq_factor {low:g}")
+        factor = inside.number("factor", minimum=1.0)
+        return Llama3Rope(
+            theta=theta, factor=factor, low_freq_factor=low, high_freq_factor=high, original_len=original_len
+        )
     if kind == "yarn":
         return _yarn(theta, inside, _original_len(keys, inside))
     raise inside.refuse("rope_type", f"is {kind!r}, but must be one of {', '.join(ROPE_KINDS)}")
 
 
-def _parameters(keys: JsonKeys) -> JsonKeys:
-    name = "rope_scaling" if keys.values.get("rope_scaling") else "rope_parameters"
-    values = keys.values.get(name) or {}
-    if not isinstance(values, dict):
-        raise keys.refuse(name, f"is {values!r}, but must be an object")
-    nested = next((kind for kind in (FULL, SLIDING) if kind in values), None)
-    if nested is not None:
-        raise keys.refuse(name, f"has an entry for {nested}, but only one rotary embedding for all layers is served")
-    return JsonKeys(keys.path, values, f"{name}.", keys.spelled)
-
-
 def _original_len(keys: JsonKeys, inside: JsonKeys) -> int:
     # Beside the other keys it wins, as in transformers; without it the frequencies would be anyone's guess.
     return (keys if keys.values.get(ORIGINAL_LEN) is not None else inside).integer(ORIGINAL_LEN)
-
-
-def _llama3(theta: float, inside: JsonKeys, original_len: int) -> Llama3Rope:
-    low, high = inside.number("low_freq_factor"), inside.number("high_freq_factor")
-    if high <= low:
-        raise inside.refuse("high_freq_factor", f"is {high:g}, but must be above the low_freq_factor {low:g}")
-    factor = inside.number("factor", minimum=1.0)
-    return Llama3Rope(theta=theta, factor=factor, low_freq_factor=low, high_freq_factor=high, original_len=original_len)
 
 
 def _yarn(theta: float, inside: JsonKeys, original_len: int) -> YarnRope:

@@ -74,9 +74,19 @@ def read_config(file: GgufFile) -> ModelConfig:
     """The shape of the model, its tensors compared with it. Raises ModelRefused with one sentence."""
     keys = JsonKeys(file.path, json_config(file), spelled=spelled(file))
     config = ModelConfig.of(keys, eos_token_ids_in(keys) or frozenset())
-    factors = file.tensors.get(ROPE_FACTORS)
-    if factors is not None:
-        config = replace(config, rope=_divided(file, factors, config))
+    place = file.tensors.get(ROPE_FACTORS)
+    if place is not None:
+        if type(config.rope) is not Rope:
+            fault = "stands beside a scaling of the rotary embedding, and only one can be meant"
+            raise _refuse(file, ROPE_FACTORS, fault)
+        if place.shape != (config.head_dim // 2,):
+            fault = f"has the shape {list(place.shape)}, but must have [{config.head_dim // 2}]"
+            raise _refuse(file, ROPE_FACTORS, fault)
+        factors = _widened(np.memmap(place.file, np.uint8, "r"), place, torch.float32).tolist()
+        wrong = next((factor for factor in factors if not 1 <= factor <= MAX_DIVISOR), None)
+        if wrong is not None:
+            raise _refuse(file, ROPE_FACTORS, f"holds {wrong:g}, but a factor must be from 1 to {MAX_DIVISOR:g}")
+        config = replace(config, rope=DividedRope(theta=config.rope.theta, divisors=tuple(factors)))
     places = {_gguf_name(name): shape for name, shape in expected_shapes(config).items()}
     for name, tensor in file.tensors.items():
         if name not in places and name != ROPE_FACTORS:
@@ -139,18 +149,6 @@ def _widened(data: "np.memmap[tuple[int, ...], np.dtype[np.uint8]]", place: Tens
 
 def _row_bytes(place: TensorPlace) -> int:
     return place.shape[-1] // place.type.block_len * place.type.block_bytes
-
-
-def _divided(file: GgufFile, place: TensorPlace, config: ModelConfig) -> DividedRope:
-    if type(config.rope) is not Rope:
-        raise _refuse(file, ROPE_FACTORS, "stands beside a scaling of the rotary embedding, and only one can be meant")
-    if place.shape != (config.head_dim // 2,):
-        raise _refuse(file, ROPE_FACTORS, f"has the shape {list(place.shape)}, but must have [{config.head_dim // 2}]")
-    factors = _widened(np.memmap(place.file, np.uint8, "r"), place, torch.float32).tolist()
-    wrong = next((factor for factor in factors if not 1 <= factor <= MAX_DIVISOR), None)
-    if wrong is not None:
-        raise _refuse(file, ROPE_FACTORS, f"holds {wrong:g}, but a factor must be from 1 to {MAX_DIVISOR:g}")
-    return DividedRope(theta=config.rope.theta, divisors=tuple(factors))
 
 
 def _gguf_name(name: str) -> str:

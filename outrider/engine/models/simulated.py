@@ -134,7 +134,15 @@ class SimulatedDecoder(Decoder):
         behind = torch.minimum(torch.arange(WINDOW)[None], plan.key_counts[wanted, None] - 1)
         places = (plan.key_starts + plan.key_counts - 1)[wanted, None] - behind
         seen = stored[plan.key_slots[places].long()].numpy().astype(np.uint64)
-        return self._peaked(*self.choices(plan.positions[wanted].numpy(), seen))
+        token_ids, heights = self.choices(plan.positions[wanted].numpy(), seen)
+        num_rows = len(token_ids)
+        self._logits.view(-1)[self._peaks] = 0
+        if num_rows > len(self._logits):
+            self._logits = torch.zeros(num_rows, self.config.vocab_size)
+        peaks = np.arange(num_rows)[:, None] * self.config.vocab_size + token_ids
+        self._peaks = torch.from_numpy(peaks.reshape(-1))
+        self._logits.view(-1)[self._peaks] = torch.from_numpy(heights.reshape(-1)).float()
+        return self._logits[:num_rows]
 
     def finish(self, started_s: float) -> float:
         """Waits for the end of the forward's time, and returns that time in seconds.
@@ -165,17 +173,6 @@ class SimulatedDecoder(Decoder):
         steps = (words[:, 2:3] % np.uint64(count - 1)).astype(np.int64) + places - (places > rank)
         others = (named + 1 + steps % (count - 1)) % count
         return self._ordinary[np.where(places == rank, named, others)], self._heights[kinds]
-
-    def _peaked(self, token_ids: NDArray[np.int64], heights: NDArray[np.float64]) -> Tensor:
-        """Logits [R, V] of which each row has these heights at its tokens, and 0 elsewhere."""
-        num_rows = len(token_ids)
-        self._logits.view(-1)[self._peaks] = 0
-        if num_rows > len(self._logits):
-            self._logits = torch.zeros(num_rows, self.config.vocab_size)
-        peaks = np.arange(num_rows)[:, None] * self.config.vocab_size + token_ids
-        self._peaks = torch.from_numpy(peaks.reshape(-1))
-        self._logits.view(-1)[self._peaks] = torch.from_numpy(heights.reshape(-1)).float()
-        return self._logits[:num_rows]
 
 
 def rates_of(acceptance: Sequence[float], *, is_easy: bool) -> list[float]:

@@ -141,26 +141,21 @@ def widen(
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
         spot = places[name.split(".")[-2]]
-        if spot.is_random:
-            _draw(matrix, generator)
-        else:
+        if not spot.is_random:
             # Written and not only reserved: pages that were never written to all read the same piece of the cache.
             matrix.fill_(0)
+        elif matrix.device.type != "cpu":
+            matrix.normal_(0, STANDARD_DEVIATION, generator=generator)
+        else:
+            # Through a float32 tile: drawing in bfloat16 takes twice as long on the CPU.
+            tile = torch.empty(TILE)
+            for part in torch.split(matrix.view(-1), TILE):
+                part.copy_(tile[: len(part)].normal_(0, STANDARD_DEVIATION, generator=generator))
         if source is not None:
             matrix[: spot.cleared_rows] = 0
             values = (source * spot.scale).to(device=device, dtype=dtype)
             matrix[spot.rows.to(device)[:, None], spot.columns.to(device)] = values
         yield name, matrix
-
-
-def _draw(matrix: Tensor, generator: torch.Generator) -> None:
-    """Normal numbers, through a float32 tile: drawing in bfloat16 takes twice as long on the CPU."""
-    if matrix.device.type != "cpu":
-        matrix.normal_(0, STANDARD_DEVIATION, generator=generator)
-        return
-    tile = torch.empty(TILE)
-    for part in torch.split(matrix.view(-1), TILE):
-        part.copy_(tile[: len(part)].normal_(0, STANDARD_DEVIATION, generator=generator))
 
 
 def sized_hash(small_hash: str, shape: Shape, seed: int) -> str:

@@ -119,7 +119,15 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / "model.safetensors").is_file() or not (index.exists() or shards):
         names = ["model.safetensors"]
     elif index.exists():
-        names = _names_in(index)
+        keys = JsonKeys(index, read_json(index))
+        weight_map = keys.values.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise keys.refuse("weight_map", "must map tensor names to files")
+        names = sorted({str(name) for name in weight_map.values()})
+        # A name with a path could point anywhere on the machine.
+        stray = next((name for name in names if Path(name).name != name or not name.endswith(".safetensors")), None)
+        if stray is not None:
+            raise keys.refuse("weight_map", f"names {stray!r}, which is not a safetensors file of this folder")
     else:
         names = part_names(shards[0])
         # Another number of parts is another model's, or what is left of an earlier one.
@@ -135,19 +143,6 @@ def weight_files(folder: Path) -> list[Path]:
         reason = f"; what it has is {', '.join(others[:3])}" if others and not reason else reason
         raise ModelRefused(f"{folder} has no {missing}{reason}", file=folder / missing)
     return [folder / name for name in names]
-
-
-def _names_in(index: Path) -> list[str]:
-    keys = JsonKeys(index, read_json(index))
-    weight_map = keys.values.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise keys.refuse("weight_map", "must map tensor names to files")
-    names = sorted({str(name) for name in weight_map.values()})
-    # A name with a path could point anywhere on the machine.
-    stray = next((name for name in names if Path(name).name != name or not name.endswith(".safetensors")), None)
-    if stray is not None:
-        raise keys.refuse("weight_map", f"names {stray!r}, which is not a safetensors file of this folder")
-    return names
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

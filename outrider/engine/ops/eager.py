@@ -62,9 +62,18 @@ class EagerOps:
     def attention(self, query: Tensor, plan: RowPlan, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """Lists are padded to the longest, a few rows at a time to bound memory."""
         num_rows, num_heads, head_dim = query.shape
+        num_groups = key_cache.shape[1]
         output = query.new_empty(num_rows, num_heads * head_dim, dtype=torch.float32)
-        for rows in _pieces(num_rows, plan.max_key_count * key_cache.shape[1] * head_dim):
-            output[rows] = _attend(query[rows], plan, rows, key_cache, value_cache, scale)
+        steps = torch.arange(plan.max_key_count, device=query.device)
+        for rows in _pieces(num_rows, plan.max_key_count * num_groups * head_dim):
+            hidden = steps >= plan.key_counts[rows, None]
+            # Padding reads the list's own first slot: a valid address, whose weight is then exactly zero.
+            places = plan.key_starts[rows, None] + steps.masked_fill(hidden, 0)
+            slots = plan.key_slots[places].long()
+            grouped = query[rows].float().view(-1, num_groups, num_heads // num_groups, head_dim)
+            scores = torch.einsum("rghd,rlgd->rghl", grouped, key_cache[slots].float()) * scale
+            weights = torch.softmax(scores.masked_fill(hidden[:, None, None], -torch.inf), dim=-1)
+            output[rows] = torch.einsum("rghl,rlgd->rghd", weights, value_cache[slots].float()).flatten(1)
         return output
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
@@ -118,20 +127,6 @@ class EagerOps:
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def _attend(query: Tensor, plan: RowPlan, rows: slice, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-    num_rows, num_heads, head_dim = query.shape
-    num_groups = key_cache.shape[1]
-    steps = torch.arange(plan.max_key_count, device=query.device)
-    hidden = steps >= plan.key_counts[rows, None]
-    # Padding reads the list's own first slot: a valid address, whose weight is then exactly zero.
-    places = plan.key_starts[rows, None] + steps.masked_fill(hidden, 0)
-    slots = plan.key_slots[places].long()
-    grouped = query.float().view(num_rows, num_groups, num_heads // num_groups, head_dim)
-    scores = torch.einsum("rghd,rlgd->rghl", grouped, key_cache[slots].float()) * scale
-    weights = torch.softmax(scores.masked_fill(hidden[:, None, None], -torch.inf), dim=-1)
-    return torch.einsum("rghl,rlgd->rghd", weights, value_cache[slots].float()).reshape(num_rows, -1)
 
 
 def _pieces(num_rows: int, elements_per_row: int) -> Iterator[slice]:

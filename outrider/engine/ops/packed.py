@@ -122,19 +122,17 @@ def _rounded(grouped: Tensor, scales: Tensor, below: int, above: int) -> Tensor:
 def packed_product(x: Tensor, weight: PackedMatrix) -> Tensor:
     """x [R, K] times the transpose of the weights, [R, N], without kernels: the same integers, groups and order."""
     integers, weight_scales = weight.quantised()
-    inputs, scales = _quantise_rows(x, GROUPS[weight.bits])
-    output = x.new_zeros(x.shape[0], weight.num_outputs)
-    for group in range(weight_scales.shape[1]):
-        # Exact: at most 21 bits.
-        products = functional.linear(inputs[:, group].double(), integers[:, group].double())
-        scale = weight_scales[:, group] * scales[:, group, None]
-        output = (products * scale.double() + output.double()).float()
-    return output
-
-
-def _quantise_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Integers as float32 [R, groups, group] and scales [R, groups] of rows x [R, K]."""
+    group = GROUPS[weight.bits]
+    # The rows as integers [R, groups, group] in float32, with scales [R, groups].
     grouped = functional.pad(x, (0, -x.shape[1] % group)).view(x.shape[0], -1, group)
     largest = grouped.abs().amax(2)
-    factors = torch.where(largest < 2.0**-100, 0, 127 / largest)
-    return (grouped * factors[..., None]).round(), torch.where(largest < 2.0**-100, 0, largest / 127)
+    is_zero = largest < 2.0**-100
+    inputs = (grouped * torch.where(is_zero, 0, 127 / largest)[..., None]).round()
+    scales = torch.where(is_zero, 0, largest / 127)
+    output = x.new_zeros(x.shape[0], weight.num_outputs)
+    for place in range(weight_scales.shape[1]):
+        # Exact: at most 21 bits.
+        products = functional.linear(inputs[:, place].double(), integers[:, place].double())
+        scale = weight_scales[:, place] * scales[:, place, None]
+        output = (products * scale.double() + output.double()).float()
+    return output

@@ -116,15 +116,12 @@ def _top(scores: Tensor, count: int) -> tuple[Floats, Ints]:
     if len(rows):
         # No rarity: where logits are computed in bfloat16, nearly every row has equal ones among its best.
         chosen = scores[torch.from_numpy(rows).to(scores.device)]
-        places = _ranks(chosen).topk(largest.shape[1]).indices
+        # Integers in the order of (score, -id), all different. Adding 0 makes one zero of two. The bits of a float are
+        # a sign and a magnitude that rises with the number.
+        bits = (chosen + 0.0).view(torch.int32).long()
+        magnitudes = bits & 0x7FFFFFFF
+        ordered = torch.where(bits < 0, -magnitudes, magnitudes)
+        ranks = (ordered << 32) - torch.arange(scores.shape[1], device=scores.device)
+        places = ranks.topk(largest.shape[1]).indices
         largest[rows], ids[rows] = chosen.gather(1, places).cpu().numpy(), places.cpu().numpy()
     return np.ascontiguousarray(largest[:, :count]), ids[:, :count]
-
-
-def _ranks(scores: Tensor) -> Tensor:
-    """Integers [R, V] in the order of (score, -id), all different, of scores [R, V] float32 without NaN."""
-    # Adding 0 makes one zero of two. The bits of a float are a sign and a magnitude that rises with the number.
-    bits = (scores + 0.0).view(torch.int32).long()
-    magnitudes = bits & 0x7FFFFFFF
-    ordered = torch.where(bits < 0, -magnitudes, magnitudes)
-    return (ordered << 32) - torch.arange(scores.shape[1], device=scores.device)

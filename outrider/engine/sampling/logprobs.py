@@ -32,25 +32,24 @@ def row_logprobs(
         raise ValueError(f"{len(token_ids)} tokens for {logits.shape[0]} rows of logits")
     step = max(1, PIECE_ELEMENTS // logits.shape[1])
     entries: list[TokenLogprob] = []
+    count = min(count, vocabulary_size)
     for start in range(0, len(token_ids), step):
-        piece = slice(start, start + step)
-        entries += _piece(logits[piece], token_ids[piece], min(count, vocabulary_size), vocabulary_size, ops)
+        piece = logits[start : start + step]
+        best = piece.argmax(dim=-1, keepdim=True)
+        best_probs = ops.softmax(piece).gather(-1, best).flatten().tolist()
+        # By way of Python, because torch takes another logarithm for the last few numbers of a column than for the
+        # others.
+        best_logprobs = torch.tensor([math.log(prob) for prob in best_probs], dtype=torch.float64, device=piece.device)
+        ids = torch.tensor(token_ids[start : start + step], device=piece.device)[:, None]
+        if count:
+            ids = torch.cat((ids, _top_ids(piece[:, :vocabulary_size], count)), dim=-1)
+        gaps = piece.gather(-1, ids).double() - piece.gather(-1, best).double()
+        numbers = (gaps + best_logprobs[:, None]).clamp(min=MIN_LOGPROB).tolist()
+        entries += [
+            TokenLogprob(logprob, tuple(top_ids), tuple(top_logprobs))
+            for (logprob, *top_logprobs), (_, *top_ids) in zip(numbers, ids.tolist(), strict=True)
+        ]
     return entries
-
-
-def _piece(logits: Tensor, token_ids: Sequence[int], count: int, vocabulary_size: int, ops: Ops) -> list[TokenLogprob]:
-    best = logits.argmax(dim=-1, keepdim=True)
-    best_probs = ops.softmax(logits).gather(-1, best).flatten().tolist()
-    # By way of Python, because torch takes another logarithm for the last few numbers of a column than for the others.
-    best_logprobs = torch.tensor([math.log(prob) for prob in best_probs], dtype=torch.float64, device=logits.device)
-    chosen = torch.tensor(token_ids, device=logits.device)[:, None]
-    ids = torch.cat((chosen, _top_ids(logits[:, :vocabulary_size], count)), dim=-1) if count else chosen
-    gaps = logits.gather(-1, ids).double() - logits.gather(-1, best).double()
-    numbers = (gaps + best_logprobs[:, None]).clamp(min=MIN_LOGPROB).tolist()
-    return [
-        TokenLogprob(logprob, tuple(top_ids), tuple(top_logprobs))
-        for (logprob, *top_logprobs), (_, *top_ids) in zip(numbers, ids.tolist(), strict=True)
-    ]
 
 
 def _top_ids(logits: Tensor, count: int) -> Tensor:
