@@ -68,7 +68,7 @@ async def start(settings: DraftSettings) -> RunningModelService:
         difference = model.vocabulary.difference(smaller.vocabulary)
         if difference:
             raise ModelRefused(f"--cascade {cascade_model} does not fit the draft: {difference}")
-    return await start_with(model, settings, smaller, registered(model.runner))
+    return await start_with(await model.measured(), settings, smaller, registered(model.runner))
 
 
 async def start_with(
@@ -101,6 +101,7 @@ async def start_with(
         describe("draft", model),
         drafters={**DRAFTERS, **{each.name: each.rules for each in drafters}},
         hosted=hosted,
+        hosted_costs=dict.fromkeys(DRAFTERS, model.row_costs),
         tree_drafters=frozenset(DRAFTERS) | {each.name for each in drafters if each.makes_trees},
     )
     serving = partial(DraftServicer, facts, sessions, worker, outboxes)

@@ -1,7 +1,7 @@
 """The target service: its settings, and how it is put together."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -65,7 +65,7 @@ class TargetSettings(ModelServiceSettings):
 async def start(settings: TargetSettings) -> RunningModelService:
     """Loads the models and serves; raises ModelRefused, InvalidRequest, AddressTaken."""
     model = await load_model_aside(settings)
-    drafters = registered(model.runner)
+    drafters, hosted_costs = registered(model.runner), dict[str, Mapping[int, int]]()
     if settings.exit_layer:
         drafters.append(LayerSkip(model.runner, settings.exit_layer))
     if settings.lookahead:
@@ -80,7 +80,8 @@ async def start(settings: TargetSettings) -> RunningModelService:
         if difference:
             raise ModelRefused(f"--draft-model {settings.draft_model} does not fit the target: {difference}")
         drafters.append(HostedModel(draft.runner))
-    return await start_with(model, settings, drafters)
+        hosted_costs[drafters[-1].name] = (await draft.measured()).row_costs
+    return await start_with(await model.measured(), settings, drafters, hosted_costs)
 
 
 def load_head(target: ModelRunner, name: str, dtype: str, num_threads: int = 1) -> Drafter[Any]:
@@ -103,9 +104,15 @@ def load_head(target: ModelRunner, name: str, dtype: str, num_threads: int = 1) 
 
 
 async def start_with(
-    model: LoadedModel, settings: ModelServiceSettings, drafters: Sequence[Drafter[Any]] = ()
+    model: LoadedModel,
+    settings: ModelServiceSettings,
+    drafters: Sequence[Drafter[Any]] = (),
+    hosted_costs: Mapping[str, Mapping[int, int]] | None = None,
 ) -> RunningModelService:
-    """Serves models that are loaded already, some of them as drafters in this process; the settings' are not."""
+    """Serves models that are loaded already, some of them as drafters in this process; the settings' are not.
+
+    `hosted_costs` are microseconds of the forwards of such models by their rows, where they were measured.
+    """
     # What a draft's files recommend is not used.
     for fault in model.recommended.faults:
         log.warning("a default of the model is not served", reason=fault)
@@ -119,6 +126,7 @@ async def start_with(
         drafters={each.name: each.rules for each in drafters},
         tree_drafters=frozenset(each.name for each in drafters if each.makes_trees),
         hosted={each.name: each.runner for each in drafters if each.runner is not None},
+        hosted_costs=hosted_costs or {},
     )
     serving = partial(TargetServicer, facts, sessions, worker, outboxes)
     return await serve_model(settings, model, facts, worker, sessions, serving)

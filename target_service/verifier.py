@@ -163,12 +163,13 @@ class Verifier:
         num_step_rows, started_ns = sum(task.num_step_rows for task in tasks), time.perf_counter_ns()
         outcomes, grants = self._forward_and_decide(tasks)
         ended_ns, num_rows = time.perf_counter_ns(), sum(grants)
-        if num_rows == num_step_rows:
-            # No session read a prompt.
+        # What sessions have to read is beside the rows of their steps.
+        num_prompt_rows = max(0, num_rows - num_step_rows)
+        if not num_prompt_rows:
             self._gathering.costs.add(num_rows, (ended_ns - started_ns) / 1e9)
         for task, grant, outcome in zip(tasks, grants, outcomes, strict=True):
             if grant:
-                task.meter.add(started_ns, ended_ns, num_rows)
+                task.meter.add(started_ns, ended_ns, num_rows, num_prompt_rows)
             # A verdict that was given must not be given again, so what fails from here on fails alone.
             with own_fault(task):
                 if isinstance(outcome, OutriderError):

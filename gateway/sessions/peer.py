@@ -10,7 +10,7 @@ import asyncio
 import math
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,6 +96,8 @@ class ModelInfo:
     tree_drafters: frozenset[str] = frozenset()  # those that make trees
     grammar_engine: str = ""  # what compiles grammars there; empty where none is served
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)  # its own, under those of the operator
+    row_costs: Mapping[int, int] = field(default_factory=dict)  # microseconds of its forwards, by their rows
+    drafter_costs: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # of its drafters' models
 
 
 class ServicePeer:
@@ -358,7 +360,14 @@ class ServicePeer:
             tree_drafters=frozenset(offer.name for offer in answer.drafter_offers if offer.makes_trees),
             grammar_engine=answer.grammar_engine,
             defaults=self._defaults.over(own),
+            row_costs=_row_costs(answer.row_costs),
+            drafter_costs={offer.name: _row_costs(offer.row_costs) for offer in answer.drafter_offers},
         )
+
+
+def _row_costs(costs: Iterable[types_pb2.RowCost]) -> dict[int, int]:
+    """Costs by rows that can be."""
+    return {each.row_count: each.compute_us for each in costs if each.row_count >= 1 and each.compute_us >= 1}
 
 
 def _fault_of(answer: pb.GetModelInfoResponse) -> str:

@@ -252,6 +252,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
             compute_us=times.compute_us,
             forward_count=times.forward_count,
             row_count=times.row_count,
+            prompt_row_count=times.prompt_row_count,
             session_count=opening.link.session_count,
             numerics_id=opening.link.numerics_id,
             hop=HopCost(times.queue_us, wait_us, opening.take_bytes()),

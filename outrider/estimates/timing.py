@@ -12,6 +12,7 @@ class ComputeTimes(NamedTuple):
     compute_us: int = 0
     forward_count: int = 0
     row_count: int = 0
+    prompt_row_count: int = 0
 
 
 @dataclass(slots=True)
@@ -23,14 +24,16 @@ class Meter:
     _compute_ns: int = 0
     _forward_count: int = 0
     _row_count: int = 0
+    _prompt_row_count: int = 0
 
-    def add(self, started_ns: int, ended_ns: int, num_rows: int) -> None:
-        """Counts one forward over so many rows, with the sampling that followed it."""
+    def add(self, started_ns: int, ended_ns: int, num_rows: int, num_prompt_rows: int = 0) -> None:
+        """Counts one forward over so many rows, some of prompts, with the sampling that followed it."""
         if self._queue_ns is None:
             self._queue_ns = max(0, started_ns - self.arrived_ns)
         self._compute_ns += ended_ns - started_ns
         self._forward_count += 1
         self._row_count += num_rows
+        self._prompt_row_count += num_prompt_rows
 
     def extend(self, num_ns: int) -> None:
         """Counts more time on the device, with no forward."""
@@ -38,5 +41,9 @@ class Meter:
 
     def times(self) -> ComputeTimes:
         return ComputeTimes(
-            (self._queue_ns or 0) // 1000, self._compute_ns // 1000, self._forward_count, self._row_count
+            (self._queue_ns or 0) // 1000,
+            self._compute_ns // 1000,
+            self._forward_count,
+            self._row_count,
+            self._prompt_row_count,
         )

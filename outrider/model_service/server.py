@@ -7,7 +7,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from outrider.model_files.vocabulary import Vocabulary, tokenizer_doubt, tokeniz
 from outrider.model_service.leases import LeaseTable
 from outrider.model_service.link import LinkServicer
 from outrider.model_service.metrics import ServiceMetrics
+from outrider.model_service.row_costs import measure_rows
 from outrider.model_service.servicer import ServiceFacts, model_service
 from outrider.model_service.sessions import SessionStore
 from outrider.model_service.settings import ModelServiceSettings
@@ -53,6 +54,12 @@ class LoadedModel:
     ends: frozenset[int] = frozenset()
     """Tokens that end an answer and that the model can say."""
     recommended: ModelDefaults = field(default_factory=ModelDefaults)
+    row_costs: Mapping[int, int] = field(default_factory=dict)
+    """Microseconds of a forward by its rows; empty where that was not measured."""
+
+    async def measured(self) -> "LoadedModel":
+        """The model with the costs of its forwards, of which it must not have made any."""
+        return replace(self, row_costs=await asyncio.to_thread(measure_rows, self.runner))
 
     def set_threads(self) -> None:
         """Sets torch's number of threads, which it keeps for each thread that calls it; runs on the device thread."""
@@ -179,6 +186,7 @@ def describe(role: str, model: LoadedModel) -> ServiceFacts:
         block_count=runner.pool.num_blocks,
         grammars=model.grammars,
         generation_defaults=model.recommended.defaults,
+        row_costs=model.row_costs,
     )
 
 

@@ -25,6 +25,7 @@ from outrider.rpc.messages.round import fence_from, fence_message
 from outrider.rpc.messages.rules import RULES
 from outrider.rpc.tls import client_name
 from outrider.v1 import model_service_pb2 as pb
+from outrider.v1 import types_pb2
 from outrider.v1.model_service_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
 
 MAX_DRAFT_COUNT = 64
@@ -63,17 +64,27 @@ class ServiceFacts:
     grammars: GrammarEngine | None = None
     """Compiler of the sessions' grammars; None where there is no tokenizer."""
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    row_costs: Mapping[int, int] = field(default_factory=dict)
+    """Microseconds of the model's forwards by their rows."""
+    hosted_costs: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    """The same of hosted models."""
 
     def offer(self, drafter: str) -> pb.DrafterOffer:
         """Facts about a drafter as it stands now."""
         rules = [RULES[rule] for rule in Rule if rule in self.drafters[drafter]]
-        offer = pb.DrafterOffer(name=drafter, rules=rules, makes_trees=drafter in self.tree_drafters)
+        costs = row_cost_messages(self.hosted_costs.get(drafter, {}))
+        offer = pb.DrafterOffer(name=drafter, rules=rules, makes_trees=drafter in self.tree_drafters, row_costs=costs)
         runner = self.hosted.get(drafter)
         if runner is not None:
             offer.model_name, offer.model_hash = runner.identity.model_name, runner.identity.model_hash
             offer.weight_bytes = sum(weight.nbytes for weight in runner.model.weights)
             offer.block_count, offer.free_block_count = runner.pool.num_blocks, runner.pool.num_free
         return offer
+
+
+def row_cost_messages(costs: Mapping[int, int]) -> list[types_pb2.RowCost]:
+    """Costs by rows as a message says them."""
+    return [types_pb2.RowCost(row_count=rows, compute_us=us) for rows, us in sorted(costs.items())]
 
 
 class ModelServicer(ModelServiceServicer):
@@ -102,7 +113,8 @@ class ModelServicer(ModelServiceServicer):
         described |= {"drafters": list(facts.drafters)}
         described["grammar_engine"] = ENGINE if facts.grammars is not None else ""
         described["generation_defaults"] = pb.GenerationDefaults(**facts.generation_defaults.stated)
-        del described["hosted"], described["tree_drafters"], described["grammars"]
+        described["row_costs"] = row_cost_messages(facts.row_costs)
+        del described["hosted"], described["tree_drafters"], described["grammars"], described["hosted_costs"]
         return pb.GetModelInfoResponse(
             **described,
             protocol_version=channels.PROTOCOL_VERSION,

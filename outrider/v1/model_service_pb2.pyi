@@ -101,6 +101,7 @@ class GetModelInfoResponse(_message.Message):
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     GRAMMAR_ENGINE_FIELD_NUMBER: _builtins.int
     GENERATION_DEFAULTS_FIELD_NUMBER: _builtins.int
+    ROW_COSTS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of these messages that the service speaks; 2 is the one with links."""
     role: Global___ServiceRole.ValueType
@@ -189,6 +190,10 @@ class GetModelInfoResponse(_message.Message):
     def generation_defaults(self) -> Global___GenerationDefaults:
         """What the model's own files recommend for requests that say nothing, as far as they do."""
 
+    @_builtins.property
+    def row_costs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.RowCost]:
+        """Costs of the model's forwards, measured before it served; none where they were not."""
+
     def __init__(
         self,
         *,
@@ -226,10 +231,11 @@ class GetModelInfoResponse(_message.Message):
         prefix_hit_tokens: _builtins.int = ...,
         grammar_engine: _builtins.str = ...,
         generation_defaults: Global___GenerationDefaults | None = ...,
+        row_costs: _abc.Iterable[_types_pb2.RowCost] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["generation_defaults", b"generation_defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_size", b"block_size", "cached_block_count", b"cached_block_count", "context_len", b"context_len", "device", b"device", "drafter_offers", b"drafter_offers", "drafters", b"drafters", "eos_token_ids", b"eos_token_ids", "evicted_session_count", b"evicted_session_count", "expired_lease_count", b"expired_lease_count", "free_block_count", b"free_block_count", "generation_defaults", b"generation_defaults", "grammar_engine", b"grammar_engine", "instance_id", b"instance_id", "leased_session_count", b"leased_session_count", "max_draft_count", b"max_draft_count", "model_hash", b"model_hash", "model_name", b"model_name", "numerics_id", b"numerics_id", "parameter_count", b"parameter_count", "preemption_count", b"preemption_count", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "protocol_version", b"protocol_version", "role", b"role", "session_count", b"session_count", "stalled_us", b"stalled_us", "stopped_job_count", b"stopped_job_count", "thread_count", b"thread_count", "unacknowledged_window", b"unacknowledged_window", "vocabulary_digests", b"vocabulary_digests", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes", "weight_dtype", b"weight_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_size", b"block_size", "cached_block_count", b"cached_block_count", "context_len", b"context_len", "device", b"device", "drafter_offers", b"drafter_offers", "drafters", b"drafters", "eos_token_ids", b"eos_token_ids", "evicted_session_count", b"evicted_session_count", "expired_lease_count", b"expired_lease_count", "free_block_count", b"free_block_count", "generation_defaults", b"generation_defaults", "grammar_engine", b"grammar_engine", "instance_id", b"instance_id", "leased_session_count", b"leased_session_count", "max_draft_count", b"max_draft_count", "model_hash", b"model_hash", "model_name", b"model_name", "numerics_id", b"numerics_id", "parameter_count", b"parameter_count", "preemption_count", b"preemption_count", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "protocol_version", b"protocol_version", "role", b"role", "row_costs", b"row_costs", "session_count", b"session_count", "stalled_us", b"stalled_us", "stopped_job_count", b"stopped_job_count", "thread_count", b"thread_count", "unacknowledged_window", b"unacknowledged_window", "vocabulary_digests", b"vocabulary_digests", "vocabulary_size", b"vocabulary_size", "weight_bytes", b"weight_bytes", "weight_dtype", b"weight_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -314,6 +320,7 @@ class DrafterOffer(_message.Message):
     BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     FREE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     MAKES_TREES_FIELD_NUMBER: _builtins.int
+    ROW_COSTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     model_name: _builtins.str
@@ -331,6 +338,10 @@ class DrafterOffer(_message.Message):
     def rules(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.AcceptanceRule.ValueType]:
         """The rules that its proposals fit. A session that asks for another one is refused."""
 
+    @_builtins.property
+    def row_costs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.RowCost]:
+        """Costs of its forwards, where it has a model of its own that was measured before it served."""
+
     def __init__(
         self,
         *,
@@ -342,10 +353,11 @@ class DrafterOffer(_message.Message):
         block_count: _builtins.int = ...,
         free_block_count: _builtins.int = ...,
         makes_trees: _builtins.bool = ...,
+        row_costs: _abc.Iterable[_types_pb2.RowCost] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "free_block_count", b"free_block_count", "makes_trees", b"makes_trees", "model_hash", b"model_hash", "model_name", b"model_name", "name", b"name", "rules", b"rules", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "free_block_count", b"free_block_count", "makes_trees", b"makes_trees", "model_hash", b"model_hash", "model_name", b"model_name", "name", b"name", "row_costs", b"row_costs", "rules", b"rules", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

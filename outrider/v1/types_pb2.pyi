@@ -809,6 +809,7 @@ class ComputeTimes(_message.Message):
     COMPUTE_US_FIELD_NUMBER: _builtins.int
     FORWARD_COUNT_FIELD_NUMBER: _builtins.int
     ROW_COUNT_FIELD_NUMBER: _builtins.int
+    PROMPT_ROW_COUNT_FIELD_NUMBER: _builtins.int
     queue_us: _builtins.int
     """Microseconds from the arrival of the message until its first forward began."""
     compute_us: _builtins.int
@@ -817,6 +818,8 @@ class ComputeTimes(_message.Message):
     """Number of forward passes."""
     row_count: _builtins.int
     """Rows that these forwards computed for all sessions together."""
+    prompt_row_count: _builtins.int
+    """Rows among them that read prompts."""
     def __init__(
         self,
         *,
@@ -824,14 +827,41 @@ class ComputeTimes(_message.Message):
         compute_us: _builtins.int = ...,
         forward_count: _builtins.int = ...,
         row_count: _builtins.int = ...,
+        prompt_row_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "forward_count", b"forward_count", "queue_us", b"queue_us", "row_count", b"row_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "forward_count", b"forward_count", "prompt_row_count", b"prompt_row_count", "queue_us", b"queue_us", "row_count", b"row_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ComputeTimes: _TypeAlias = ComputeTimes  # noqa: Y015
+
+@_typing.final
+class RowCost(_message.Message):
+    """What a forward costs by its rows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_COUNT_FIELD_NUMBER: _builtins.int
+    COMPUTE_US_FIELD_NUMBER: _builtins.int
+    row_count: _builtins.int
+    """Rows of all sessions together."""
+    compute_us: _builtins.int
+    """Microseconds."""
+    def __init__(
+        self,
+        *,
+        row_count: _builtins.int = ...,
+        compute_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "row_count", b"row_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowCost: _TypeAlias = RowCost  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):

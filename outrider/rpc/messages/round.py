@@ -53,6 +53,7 @@ def step_message(step: BeamStep) -> target_pb.BeamStep:
 def write_times(message: pb.ComputeTimes, times: ComputeTimes) -> None:
     message.queue_us, message.compute_us = times.queue_us, times.compute_us
     message.forward_count, message.row_count = times.forward_count, times.row_count
+    message.prompt_row_count = times.prompt_row_count
 
 
 def times_message(times: ComputeTimes) -> pb.ComputeTimes:
