@@ -61,6 +61,13 @@ class Spread:
         return f"{median} ({low} to {high})"
 
 
+def fresh_prompt(number: int) -> str:
+    """A beginning of a tale that no other number has, so that no memory of answers knows what follows."""
+    number, last = divmod(number, len(OPENINGS))
+    chapter, first = divmod(number, len(OPENINGS))
+    return f"Chapter {chapter + 1}. {OPENINGS[first]} a dream. {OPENINGS[last]}"
+
+
 def spread(values: Iterable[float]) -> Spread:
     """Quartiles by linear interpolation within the values. Raises ValueError when there are none."""
     numbers = sorted(values)

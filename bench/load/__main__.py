@@ -1,7 +1,8 @@
 """`outrider bench load`: what speculation is worth on a live gateway, by streams, draft tokens and temperature.
 
-Every turn asks the same requests with the same seeds in all settings, in another order each turn, so that neighbours
-can be compared, and their answers too. Prints a report, or one JSON object; `--save FILE` keeps every message.
+Every block asks prompts that none has asked before, in another order of settings each turn, so that neighbours can be
+compared and no memory of answers helps. Some answers are asked for again without speculation when all is measured.
+Prints a report, or one JSON object; `--save FILE` keeps every message.
 """
 
 import json
@@ -60,7 +61,6 @@ listed = partial(typer.Option, metavar="N,...")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-LOOKUP = "lookup"
 ANY = "any"
 
 
@@ -157,12 +157,7 @@ def load(
         stack = replace(stack_of(models, cpus), rest_port=0)
         # Beside the draft service, so that drafters can be compared.
         target_flags = hosted.target_flags(stack.draft, stack.draft_threads)
-        stack = replace(
-            stack,
-            target_flags=target_flags | {"--head": hosted.head or stack.target_flags["--head"]},
-            # They would find the answers of the turns before.
-            gateway_flags=stack.gateway_flags | {"--no-lookup": LOOKUP not in wanted.drafters.split(",")},
-        )
+        stack = replace(stack, target_flags=target_flags | {"--head": hosted.head or stack.target_flags["--head"]})
 
     async def measuring(interrupts: Interrupts) -> None:
         async with AsyncExitStack() as exits:

@@ -24,7 +24,7 @@ import grpc
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from bench.common import OPENINGS, rotated, settings_of
+from bench.common import PLAIN, fresh_prompt, rotated, settings_of
 from outrider.cli.running import note
 from outrider.client import Round, Speculation
 from outrider.client.calls import Caller, Terms
@@ -41,6 +41,8 @@ CPU, DEVICE_BUSY, MODEL = "process_cpu_seconds_total", "outrider_device_busy_sec
 SCRAPE_TIMEOUT_S = 10.0
 # Of a block, however few its streams are: what a scrape costs the processes is little beside so many.
 LEAST_REQUESTS = 8
+# Answers of a block that are asked for again without speculation when all is measured.
+CHECKED = 4
 
 GenerateCall = grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, bytes]
 
@@ -118,6 +120,8 @@ class Block:
     began: Clocks
     ended: Clocks
     answers: list[LoadAnswer]
+    plain: dict[int, list[int]] = field(default_factory=dict)
+    """Tokens that plain decoding gives to some of its requests, by their numbers."""
 
     @property
     def seconds(self) -> float:
@@ -160,6 +164,7 @@ class Driver:
     models: dict[str, str] = field(default_factory=dict)
     """Names of the served models by process, as far as `run` has read them."""
     _calls: list[GenerateCall] = field(default_factory=list)
+    _num_asked: int = 0
     _terms: Terms = field(init=False)
 
     async def run(self) -> list[Block]:
@@ -181,9 +186,9 @@ class Driver:
             note("Warming up.")
             for setting in settings:
                 # Alone and whole, so that a refusal is about what was asked for.
-                async for _ in self._messages(
-                    self._calls[0], self._request(0, plan.temperatures[0], setting, plan.tokens)
-                ):
+                request = self._request(self._num_asked, plan.temperatures[0], setting, plan.tokens)
+                self._num_asked += 1
+                async for _ in self._messages(self._calls[0], request):
                     pass
                 await self._block(plan.temperatures[0], max(plan.streams), setting, 0)
             for turn in range(plan.turns):
@@ -192,11 +197,23 @@ class Driver:
                     for streams in plan.streams:
                         for setting in rotated(settings, turn):
                             blocks.append(await self._block(temperature, streams, setting, turn))
+            note("Asking some of it again without speculation.")
+            for block in blocks:
+                if block.setting != PLAIN:
+                    await self._check(block)
         return blocks
+
+    async def _check(self, block: Block) -> None:
+        """Asks for some of a block's answers once more, in plain decoding."""
+        for answer in block.answers[-CHECKED:]:
+            request = self._request(answer.number, block.temperature, PLAIN, len(answer.token_ids))
+            messages = [each async for each in self._messages(self._calls[0], request)]
+            block.plain[answer.number] = read_answer(answer.number, 0.0, messages).token_ids
 
     async def _block(self, temperature: float, streams: int, setting: str, turn: int) -> Block:
         count = max(streams * self.plan.requests, LEAST_REQUESTS)
-        first = turn * count
+        # Nobody has asked these: what was answered before is remembered, and would be guessed.
+        first, self._num_asked = self._num_asked, self._num_asked + count
         numbers, waiting = iter(range(first, first + count)), set(range(first, first + streams))
         all_run, one_ended = asyncio.Event(), asyncio.Event()
         found: list[tuple[int, float, list[tuple[float, bytes]]]] = []
@@ -246,7 +263,7 @@ class Driver:
 
     def _request(self, number: int, temperature: float, setting: str, tokens: int) -> pb.GenerateRequest:
         return generate_request(
-            OPENINGS[number % len(OPENINGS)],
+            fresh_prompt(number),
             {
                 "max_tokens": tokens,
                 "ignore_eos": True,

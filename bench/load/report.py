@@ -9,12 +9,12 @@ from bench.load.summary import LoadFigures, client_share
 from outrider.model_files.model_names import SIM_PREFIX
 
 SYMBOLS = """\
-Streams: requests side by side; each stream asks its next when its last has ended. Figures are of the time in which all
-streams run. Over plain, over the best fixed one (plain among them), over the best of these that is no tree, and p99
-over plain: medians of the ratios of blocks of the same turn, with intervals of 95 % (bootstrap). Other brackets are
-quartiles: of tokens/s and rounds/s over turns, of gaps and first tokens over all that were seen. A round is a message
-with tokens, a gap the time from one to the next of its answer, as the client saw it. Accepted: of all draft tokens that
-were evaluated. Busy: share of the time in which a device computed."""
+Streams: requests side by side; each stream asks its next when its last has ended, and no prompt is asked twice. Figures
+are of the time in which all streams run. Over plain, over the best fixed one (plain among them), over the best of these
+that is no tree, and p99 over plain: medians of the ratios of blocks of the same turn, with intervals of 95 %
+(bootstrap). Other brackets are quartiles: of tokens/s and rounds/s over turns, of gaps and first tokens over all that
+were seen. A round is a message with tokens, a gap the time from one to the next of its answer, as the client saw it.
+Accepted: of all draft tokens that were evaluated. Busy: share of the time in which a device computed."""
 
 
 def is_simulated(models: Mapping[str, str]) -> bool:
@@ -38,7 +38,9 @@ def render(figures: Sequence[LoadFigures], blocks: Sequence[Block]) -> str:
     equal, compared = (sum(getattr(each, f"{word}_answers") for each in figures) for word in ("equal", "compared"))
     sameness = " token for token" if equal == compared else "; under the rule match on a CPU all must be"
     share = f"The client took at most {client_share(blocks):.0%} of a core."
-    sections.append(f"{equal} of {compared} answers are plain's{sameness}. {share}\n\n{SYMBOLS}")
+    sections.append(
+        f"{equal} of {compared} answers that were asked for again are plain's{sameness}. {share}\n\n{SYMBOLS}"
+    )
     return "\n\n".join(sections)
 
 
@@ -89,7 +91,7 @@ def waits(figures: Sequence[LoadFigures]) -> str:
                 f"{each.p99_gap_s * 1e3:.1f}",
                 each.p99_gap_over_plain.show(".2f"),
                 each.first_token_s.show(".1f", 1e3),
-                f"{each.equal_answers} of {each.compared_answers}",
+                f"{each.equal_answers} of {each.compared_answers}" if each.compared_answers else "-",
             )
             for each in figures
         ),

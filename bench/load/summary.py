@@ -63,10 +63,14 @@ def ratios(blocks: Sequence[Block], bases: Sequence[Block], figure: Callable[[Bl
     return interval(figure(each) / by_turn[each.turn] for each in blocks)
 
 
-def equal_answers(blocks: Sequence[Block], bases: Sequence[Block]) -> tuple[int, int]:
-    """Number of answers that have the tokens of the other setting for the same request, and number of all."""
-    expected = {(block.turn, each.number): each.token_ids for block in bases for each in block.answers}
-    equal = [expected[block.turn, each.number] == each.token_ids for block in blocks for each in block.answers]
+def equal_answers(blocks: Sequence[Block]) -> tuple[int, int]:
+    """Number of answers that have the tokens of plain decoding, and number of those that were compared."""
+    equal = [
+        block.plain[each.number] == each.token_ids
+        for block in blocks
+        for each in block.answers
+        if each.number in block.plain
+    ]
     return sum(equal), len(equal)
 
 
@@ -103,7 +107,7 @@ def figures_of(
     bursts = [burst for block in blocks for burst in block.bursts]
     seconds, evaluated = sum(block.seconds for block in blocks), sum(burst.evaluated for burst in bursts)
     gaps_s = [gap_s for block in blocks for gap_s in block.gaps_s]
-    equal, compared = equal_answers(blocks, plain)
+    equal, compared = equal_answers(blocks)
     used_s, busy_s = spent(blocks, lambda clocks: clocks.cpu_s), spent(blocks, lambda clocks: clocks.busy_s)
     return LoadFigures(
         temperature=blocks[0].temperature,

@@ -72,13 +72,17 @@ def test_what_a_round_costs() -> None:
     assert found.acceptance_rate == pytest.approx(2 / 3)
 
 
-def test_answers_are_compared_with_plain_s_of_the_same_turn() -> None:
-    """One that differs in a token or ends early is not equal."""
-    plain = [block(PLAIN, 0, 1), block(PLAIN, 1, 1, token_ids=(1, 3))]
-    for token_ids, equal in (((1, 2), 3), ((1, 3), 3), ((1,), 2)):
-        blocks = [block(AUTO, turn, 1, token_ids=token_ids) for turn in (0, 1)]
+def test_answers_that_were_asked_for_again_are_compared() -> None:
+    """One that differs in a token or ends early is not equal; of the others nothing is known."""
+    plain = [block(PLAIN, turn, 1) for turn in (0, 1)]
+    for token_ids, equal in (((1, 2), 2), ((1, 3), 1), ((1,), 1)):
+        blocks = [
+            replace(block(AUTO, 0, 1, token_ids=token_ids), plain={0: [1, 2], 1: [7]}),
+            block(AUTO, 1, 1, token_ids=(9,)),
+        ]
         found = figures(*plain, *blocks)[AUTO]
-        assert (found.equal_answers, found.compared_answers) == (equal, 4)
+        assert (found.equal_answers, found.compared_answers) == (equal, 2)
+    assert figures(*plain, *blocks)[PLAIN].compared_answers == 0
 
 
 def test_each_load_has_its_own_plain() -> None:
@@ -101,7 +105,7 @@ def test_percentiles_are_values_that_were_seen() -> None:
 
 def test_the_report_by_hand() -> None:
     """Three tables, and one sentence about answers and the client."""
-    blocks = [block(PLAIN, 0, 2), block(AUTO, 0, 4, token_ids=(1, 9))]
+    blocks = [block(PLAIN, 0, 2), replace(block(AUTO, 0, 4, token_ids=(1, 9)), plain={0: [1, 2], 1: [7]})]
     told = render(summarize(blocks), blocks)
     assert "### Temperature 0.8" in told
     assert (
@@ -110,7 +114,8 @@ def test_the_report_by_hand() -> None:
     )
     assert "| 1 | auto | 2000.0 (2000.0 to 2000.0) | 2000.0 | 1.00 (1.00 to 1.00) | 10500.0 (" in told
     assert "| 1 | auto | 200000 | 400000 | 1000000 | 75% |" in told
-    assert "3 of 4 answers are plain's; under the rule match on a CPU all must be. The client took at most 10%" in told
+    assert "1 of 2 answers that were asked for again are plain's; under the rule match on a CPU all must be. " in told
+    assert "The client took at most 10%" in told
 
 
 def test_the_plot_says_that_it_is_simulated() -> None:
