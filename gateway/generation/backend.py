@@ -65,6 +65,7 @@ class Backend:
         if request.draft_count == 0:
             return Drafting((), rule=rule)
         offers, remotes = self.offers(target), [name for name in names if name != LOOKUP.name]
+        self._begin_policy(target)
         # Of several that make one proposal none is in the target's process.
         fitting = [name for name in (names or target.drafters) if Place.HOSTED in offers.places(name, rule, shape)]
         hosted = [DrafterId(name, Place.HOSTED) for name in fitting if len(names) < 2]
@@ -85,6 +86,15 @@ class Backend:
         if self.lookup is not None and (not names or LOOKUP.name in names):
             drafters.append(LOOKUP)
         return Drafting(tuple(drafters), shape, merges=len(names) > 1, rule=rule)
+
+    def _begin_policy(self, target: ModelInfo) -> None:
+        """Tells the policy what services have measured of their models."""
+        measured = {DrafterId(name, Place.HOSTED): costs for name, costs in target.drafter_costs.items()}
+        for name, replicas in self.drafts.items():
+            if replicas.info is not None:
+                measured |= {DrafterId(each): costs for each, costs in replicas.info.drafter_costs.items()}
+                measured[DrafterId(name)] = replicas.info.row_costs
+        self.policy.costs.begin(target.row_costs, measured)
 
     def lookup_for(self, request: CheckedRequest, drafting: Drafting, max_rows: int) -> LookupGuesses:
         """The lookup of a request, whose proposals have at most max_rows rows."""

@@ -75,6 +75,8 @@ class Table:
     """Number of the turn of a drafter that is not the fastest; None while none is due."""
     is_probe_due: bool = False
     is_plain_due: bool = False
+    needs_plain: bool = False
+    """Whether it is to be seen what plain decoding costs, because it may be faster."""
     worth: frozenset[DrafterId] = frozenset()
     """Drafters whose guesses were worth it when costs were last looked at."""
     allowed: frozenset[DrafterId] = frozenset()
@@ -109,7 +111,8 @@ def choose(table: Table, tuning: PolicyTuning) -> Choice:
     """
     if table.exploring is not None:
         count, depth = tuning.first_tree if table.exploring.makes is Makes.TREE else (tuning.first_guess, 0)
-        return Choice(min(count, table.most), drafter=table.exploring, depth=depth, case=Case.EXPLORING)
+        rounds = tuning.probe_rounds
+        return Choice(min(count, table.most), 0, rounds, table.exploring, depth, Case.EXPLORING)
     if not table.candidates:
         return Choice(0, tuning.short_budget if table.has_drafters else tuning.plain_budget, case=Case.UNKNOWN)
     return _compared(table, tuning)
@@ -130,8 +133,9 @@ def _compared(table: Table, tuning: PolicyTuning) -> Choice:
         return Choice(0, tuning.plain_budget, case=Case.NOT_WORTH)
     if best.drafter not in table.allowed or best.speed * plain_us[best.drafter] <= 1:
         return Choice(0, tuning.short_budget, case=Case.PLAIN_FASTER)
-    if table.is_ready and table.is_plain_due:
-        return Choice(0, tuning.measured_budget, case=Case.PLAIN_LOOK)
+    if table.needs_plain or (table.is_ready and table.is_plain_due):
+        budget = tuning.short_budget if table.needs_plain else tuning.measured_budget
+        return Choice(0, budget, case=Case.PLAIN_LOOK)
     return _asked(best, table, Case.BEST, tuning)
 
 
@@ -147,27 +151,30 @@ def _asked(candidate: GuessCandidate, table: Table, case: Case, tuning: PolicyTu
 class LookupCosts(NamedTuple):
     """Costs of a round with rows of a lookup, and what it has to beat."""
 
-    verify_us: Sequence[float]  # of the target's forward, by the rows of the lookup in it
-    overhead_us: float
-    plain_overhead_us: float
-    num_others: int  # sessions that pay for the rows
-    rival: float  # tokens a microsecond of the best drafter
+    round_us: Sequence[float]
+    """Of a session's round, by the rows of the lookup in it."""
+    plain_us: float
+    """Of a token that comes unasked."""
+    price: float
+    """Tokens that the other sessions lose for each row."""
+    rival: float
+    """Tokens a microsecond, less what the others lose, of the best that there is beside a lookup."""
+    late: float = 0.0
+    """Chance that the next token has been decided before guesses are there; what was found may still be of use then."""
 
 
 def lookup_rows(values: Sequence[float], costs: LookupCosts, gain: float) -> int:
     """Number of rows, whose values fall, that are `gain` times better than whatever else there is; 0 for none.
 
-    They must make the session faster than its drafters would, and all sessions together faster than plain decoding:
-    the rows of one are paid by all.
+    Better is what brings the session the most tokens a microsecond, less what the others lose by its rows meanwhile.
     """
-    plain_us = costs.verify_us[0]
-    best = (costs.num_others / plain_us + 1 / (plain_us + costs.plain_overhead_us)) * gain
-    found, tokens = 0, 1.0
-    for count, (value, verify_us) in enumerate(zip(values, costs.verify_us[1:], strict=True), start=1):
-        tokens += value
-        own = tokens / (verify_us + costs.overhead_us)
-        if own > costs.rival * gain and costs.num_others / verify_us + own > best:
-            best, found = costs.num_others / verify_us + own, count
+    best, found, tokens, late = costs.rival * gain, 0, 0.0, costs.late
+    for count, (value, round_us) in enumerate(zip(values, costs.round_us[1:], strict=True), start=1):
+        tokens += value - costs.price
+        kept = (1 - late + late * values[0]) * tokens
+        speed = (1 + late + kept) / (round_us + late * costs.plain_us)
+        if speed > best:
+            best, found = speed, count
     return found
 
 

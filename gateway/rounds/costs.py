@@ -11,63 +11,17 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import cache
 from itertools import accumulate
 from operator import mul
 
-from gateway.rounds.choice import LookupCosts
-from gateway.rounds.round import ANY_DRAFT, LOOKUP, DrafterId, GuessRequest, Makes, Proposal, Round
+from gateway.rounds.by_load import ByLoad
+from gateway.rounds.choice import GuessCandidate, LookupCosts
+from gateway.rounds.offers import FLOORS, Offers
+from gateway.rounds.plain import PlainCosts
+from gateway.rounds.round import ANY_DRAFT, LOOKUP, DrafterId, GuessRequest, Makes, Place, Proposal, Round
 from gateway.rounds.tuning import PolicyTuning
 from outrider.estimates.acceptance import MAX_DRAFT_COUNT, MAX_TREE_ROWS, AcceptanceRates, TreeGains
 from outrider.estimates.row_costs import Average, RowCosts
-
-
-class ByLoad:
-    """An average for each load, in sessions; loads of the same order share one."""
-
-    def __init__(self) -> None:
-        self._averages: dict[int, Average] = {}
-        self._added: dict[int, int] = {}
-        self._counts: dict[int, int] = {}
-
-    def add(self, load: int, sample: float, now: int = 0) -> None:
-        """Adds a sample; `now` counts whatever samples grow old by."""
-        key = _load_key(load)
-        if key not in self._averages:
-            self._averages[key] = Average()
-        self._averages[key].add(sample)
-        self._added[key] = now
-        self._counts[key] = self._counts.get(key, 0) + 1
-
-    def known(self, load: int) -> bool:
-        """Whether this very load has been seen."""
-        return _load_key(load) in self._averages
-
-    def blend(self, load: int, model: float, now: int, tuning: PolicyTuning) -> float:
-        """The average at this very load where there is one; of what a model says the more, the older it is, and the
-        fewer rounds each session has had: while a load changes, rounds are like nothing that lasts.
-        """
-        key = _load_key(load)
-        if key not in self._averages:
-            return model
-        each = max(load, 1)
-        weight = tuning.memory_rounds / (tuning.memory_rounds + (now - self._added[key]) / each)
-        weight *= self._counts[key] / (self._counts[key] + tuning.trust_rounds * each)
-        return weight * self._averages[key].mean + (1 - weight) * model
-
-    def at(self, load: int, unknown: float = 0.0) -> float:
-        """The average at this load, or at the one that is nearest to it; `unknown` before the first sample."""
-        key = _load_key(load)
-        if key not in self._averages:
-            if not self._averages:
-                return unknown
-            key = min(self._averages, key=lambda each: (abs(each - key), -each))
-        return self._averages[key].mean
-
-
-@cache
-def _load_key(load: int) -> int:
-    return round(2 * math.log2(max(load, 1)))
 
 
 class DrafterEstimates:
@@ -82,6 +36,7 @@ class DrafterEstimates:
         self.levels = RowCosts()  # by the guesses of a tree that were asked for, the forwards that they took
         self.has_depths = False  # whether trees are asked for with a depth, which then is their forwards
         self.depths: dict[int, int] = {}  # the best one by the guesses that are asked for
+        self.recent_count = Average()  # guesses of a round, while most sessions have some
         self.width = Average()  # rows of a session in each
         self.step_us = RowCosts(verify_us)
         self.overhead_us = ByLoad()  # of a round, beside both computations
@@ -122,9 +77,22 @@ class RoundCosts:
         self.load = 1  # sessions on the target, those of other gateways too
         self.num_rounds = 0
         self._tuning = tuning
+        self._measured: dict[tuple[str, Place], Mapping[int, float]] = {}
         self._rows = Average()  # of the target's forwards
-        self._plain_overhead_us = ByLoad()
-        self._look_overhead_us = ByLoad()  # of a round with a lookup's guesses, beside the target's computation
+        self._rounds_since_prompt = math.inf
+        self.plain = PlainCosts(self.verify_us, tuning)
+        self.offers = Offers(tuning.offer_memory)
+        self.late = ByLoad()  # share of guesses that were to end a stretch and came too late for the next token
+
+    def begin(self, target: Mapping[int, float], drafters: Mapping[DrafterId, Mapping[int, float]]) -> None:
+        """Begins with microseconds of forwards by rows, as services measured them before; what is known stays."""
+        if not self.verify_us.known:
+            self.verify_us.begin(target)
+        for drafter, costs in drafters.items():
+            self._measured[drafter.name, drafter.place] = costs
+        for drafter, estimates in self.drafters.items():
+            if not estimates.step_us.known:
+                estimates.step_us.begin(self._measured.get((drafter.name, drafter.place), {}))
 
     def of(self, drafter: DrafterId) -> DrafterEstimates:
         """Estimates of a drafter, which begin when it is first asked about."""
@@ -132,6 +100,7 @@ class RoundCosts:
         if estimates is None:
             counts = self._tuning.chain_counts if drafter.makes is Makes.CHAIN else self._tuning.tree_counts
             estimates = self.drafters[drafter] = DrafterEstimates(counts, drafter.makes, self.verify_us)
+            estimates.step_us.begin(self._measured.get((drafter.name, drafter.place), {}))
         return estimates
 
     def is_known(self, drafter: DrafterId) -> bool:
@@ -146,15 +115,15 @@ class RoundCosts:
         """
         load = self.load
         if not draft_count:
-            return max(self.verify_us.at(load) + self._plain_overhead_us.at(load), 1.0)
+            return self.plain.token_us(load, self.num_rounds)
         estimates = self.of(drafter)
-        share = self._share(estimates)
+        share, overhead_us = self._share(estimates), self._overhead_us(estimates)
         width = 1.0 if estimates.gains is None else max(1.0, estimates.width.mean)
         step_us = estimates.step_us.at(max(width, share * load * width))
         verify_us = self._shared_us(estimates, draft_count)
         num_steps, levels, gains = float(draft_count), 0, estimates.gains
         if gains is not None:
-            fixed_us = max(verify_us + estimates.overhead_us.at(load), 1.0)
+            fixed_us = max(verify_us + overhead_us, 1.0)
             if estimates.has_depths:
                 # The best depth of trees of so many rows.
                 depths = range(1, MAX_DRAFT_COUNT + 1)
@@ -164,7 +133,7 @@ class RoundCosts:
         draft_us = num_steps * step_us
         # Groups are of unequal size, and most answers come from the larger ones.
         num_groups = 1 if share > self._tuning.one_group else 2
-        model_us = max(draft_us + verify_us + estimates.overhead_us.at(load), num_groups * verify_us, 1.0)
+        model_us = max(draft_us + verify_us + overhead_us, num_groups * verify_us, 1.0)
         if estimates.is_unasked:
             # How long such a round took here says nothing, because its verdict may have waited for its reader.
             return model_us
@@ -172,18 +141,49 @@ class RoundCosts:
 
     def verified_us(self, proposal: Proposal, count: int) -> float:
         """Expected microseconds of a round with so many rows of a proposal, now that its drafter has been paid."""
-        spent_us = max(proposal.hop.wait_us, proposal.compute_us) + self._look_overhead_us.at(self.load)
+        spent_us = max(proposal.hop.wait_us, proposal.compute_us) + self.plain.asked_overhead_us(self.load)
         return max(spent_us + self._shared_us(self.of(proposal.learner), count), 1.0)
 
-    def looked_up(self, drafters: Collection[DrafterId], most: int, rival: float) -> LookupCosts:
-        """Costs of a round with up to so many rows of a lookup, beside drafters that are known."""
-        others = self.load - 1
-        # Until there was one it is taken to cost what a round with a draft does beside the computing.
-        asked_us = (self.of(each).overhead_us.at(self.load) for each in drafters)
-        overhead_us = self._look_overhead_us.at(self.load, min(asked_us, default=0.0))
-        rows = 1.0 + (max(others, self._rows.mean * others / self.load) if others else 0.0)
-        verify_us = [max(self.verify_us.at(rows + count), 1.0) for count in range(most + 1)]
-        return LookupCosts(verify_us, overhead_us, self._plain_overhead_us.at(self.load), others, rival)
+    def looked_up(self, most: int, best: GuessCandidate | None, price: float, *, halts: bool) -> LookupCosts:
+        """Costs of a round with up to so many rows of a lookup, beside the best that drafters can do.
+
+        `price` is what a row costs all sessions, in tokens, and `halts` says that a stretch is ended for it.
+        """
+        load, others = self.load, self.load - 1
+        price *= others / load
+        rows = 1.0 + max(others, self._rows.mean * others / load)
+        overhead_us = self.plain.asked_overhead_us(load)
+        round_us = [max(self.verify_us.at(rows + count) + overhead_us, 1.0) for count in range(most + 1)]
+        plain_us = max(self.verify_us.at(rows) + self.plain.overhead_us(load), 1.0)
+        rival = 1 / plain_us
+        if best is not None:
+            rival = max(rival, (best.tokens - price * best.draft_count) / best.cost_us)
+        return LookupCosts(round_us, plain_us, price, rival, self.late.at(load) if halts else 0.0)
+
+    def row_price(self, best: GuessCandidate | None) -> float:
+        """Price of a row in tokens: if all sessions take what lookups offer above it, and nothing below, all together
+        are fastest. 1 where they are fastest without.
+
+        Elsewhere they do the best that drafters can, or decode plainly where that is faster. One session's rows cost
+        all a little time; those of all cost much, because every session has what is worth it to itself alone.
+        """
+        load, overhead_us, plain_us = self.load, self.plain.asked_overhead_us(self.load), self.round_us(ANY_DRAFT, 0)
+        tokens, base_rows, base_us = 1.0, 1.0, plain_us
+        if best is not None and best.speed * plain_us > 1:
+            tokens, base_rows, base_us = best.tokens, 1.0 + best.draft_count, best.cost_us
+        forward_us, price, fastest = self.verify_us.at(load * base_rows), 1.0, tokens / base_us
+        for floor, offer in zip(FLOORS, self.offers.above(), strict=True):
+            if not offer.share:
+                continue
+            # Rounds for a token, with a lookup's guesses and without.
+            looks, others = offer.share / offer.tokens, (1 - offer.share) / tokens
+            rows = (looks * (1 + offer.rows) + others * base_rows) / (looks + others)
+            verify_us = self.verify_us.at(load * rows)
+            spent_us = looks * (verify_us + overhead_us) + others * (base_us - forward_us + verify_us)
+            # Of floors with the same rows above them the highest one.
+            if spent_us * fastest < (1 if price == 1.0 else 1 + 1e-9):
+                price, fastest = floor, 1 / max(spent_us, 1e-9)
+        return price
 
     def lost_us(self, committed: Round) -> float:
         """Microseconds that a round cost all sessions above plain decoding."""
@@ -224,30 +224,38 @@ class RoundCosts:
         self.load = max(verdict.session_count, 1)
         rows = _rows_of(committed)
         self.verify_us.add(rows, verdict.compute_us / max(verdict.forward_count, 1))
+        # Prompts are paid by the token and not by the round: what waited for one says nothing of rounds.
+        self._rounds_since_prompt = 0 if verdict.prompt_row_count else self._rounds_since_prompt + 1
+        if not self._rounds_since_prompt or (verdict.hop.queue_us and self._rounds_since_prompt <= self.load):
+            self._observe_acceptance(committed, session)
+            self.num_rounds += 1
+            return
         self._rows.add(rows)
-        if not proposal.tree:
-            if unasked:
-                self._plain_overhead_us.add(self.load, max(0, committed.round_us - verdict.compute_us))
-        elif proposal.drafter == LOOKUP:
-            queued_us = verdict.hop.queue_us if self.load > 1 else 0
-            self._look_overhead_us.add(self.load, max(0, committed.round_us - verdict.compute_us - queued_us))
-        else:
-            estimates = self.of(proposal.learner)
-            own = session.acceptance.get(proposal.learner) if session else None
-            for acceptance in (estimates.acceptance, *([own] if own else [])):
-                acceptance.observe(committed.accepted_count, verdict.evaluated_count)
-            for part in proposal.parts:
-                # What each would have been worth alone, as far as the tokens show.
-                right = len(part.tree.follow(committed.token_ids))
-                tested = min(right + 1, max(part.tree.depths), len(committed.token_ids))
-                self.of(part.drafter).acceptance.observe(right, tested)
-            if estimates.gains is not None:
-                estimates.gains.observe(proposal.tree.values, committed.accepted_count)
+        self.plain.observe(committed, self.load, self.num_rounds, unasked=unasked)
+        if proposal.tree and proposal.drafter != LOOKUP:
             own_rows = num_drafting * committed.draft_count + max(num_sessions, 1)
             share = rows * max(num_sessions, 1) / (own_rows * self.load)
             # What one session finds among others that decode plainly is not what all would find.
             self._observe_draft(committed, share, unasked=unasked, is_usual=2 * num_drafting >= num_sessions)
+        self._observe_acceptance(committed, session)
         self.num_rounds += 1
+
+    def _observe_acceptance(self, committed: Round, session: SessionEstimates | None) -> None:
+        """Learns how many guesses of a drafter are accepted."""
+        proposal, verdict = committed.proposal, committed.verdict
+        if not proposal.tree or proposal.drafter == LOOKUP:
+            return
+        estimates = self.of(proposal.learner)
+        own = session.acceptance.get(proposal.learner) if session else None
+        for acceptance in (estimates.acceptance, *([own] if own else [])):
+            acceptance.observe(committed.accepted_count, verdict.evaluated_count)
+        for part in proposal.parts:
+            # What each would have been worth alone, as far as the tokens show.
+            right = len(part.tree.follow(committed.token_ids))
+            tested = min(right + 1, max(part.tree.depths), len(committed.token_ids))
+            self.of(part.drafter).acceptance.observe(right, tested)
+        if estimates.gains is not None:
+            estimates.gains.observe(proposal.tree.values, committed.accepted_count)
 
     def _observe_draft(self, committed: Round, share: float, *, unasked: bool, is_usual: bool) -> None:
         """Learns what a drafter's round costs; of a usual one, while most sessions draft, all that is to be had.
@@ -270,13 +278,18 @@ class RoundCosts:
             # Waiting for the forwards of others is in their number; see round_us.
             overhead_us = max(0, overhead_us - verdict.hop.queue_us)
         # And the first round of a stretch is not what the others are.
-        if estimates.is_unasked == unasked and (is_usual or not estimates.overhead_us.known(self.load)):
+        is_alone = not unasked and not estimates.overhead_us.known(self.load)
+        if estimates.is_unasked == unasked and (is_usual or is_alone):
             estimates.overhead_us.add(self.load, overhead_us)
         if is_usual:
             count = min(committed.draft_count, estimates.counts[-1])
             # Deeper ones are never looked at, and a draft may count as it likes.
-            levels = 0 if estimates.gains is None else min(proposal.forward_count, MAX_DRAFT_COUNT + 1)
-            estimates.round_us[count, levels].add(self.load, max(committed.round_us, 1), self.num_rounds)
+            gains = estimates.gains
+            levels = 0 if gains is None else min(proposal.forward_count, MAX_DRAFT_COUNT + 1)
+            estimates.recent_count.add(count)
+            if abs(count - estimates.recent_count.mean) <= 0.5 or gains is not None:
+                # Else most sessions have longer or shorter rounds now, and this one has waited for them.
+                estimates.round_us[count, levels].add(self.load, max(committed.round_us, 1), self.num_rounds)
             estimates.share.add(self.load, min(max(share, self._tuning.least_share), 1.0))
 
     def _shared_us(self, estimates: DrafterEstimates, draft_count: int) -> float:
@@ -284,9 +297,14 @@ class RoundCosts:
         num_rows = self._share(estimates) * self.load * (draft_count + 1)
         return self.verify_us.at(max(draft_count + 1.0, num_rows))
 
+    def _overhead_us(self, estimates: DrafterEstimates) -> float:
+        """Of a round with guesses, beside both computations; of an unasked one that of an unasked token."""
+        unknown_us = self.plain.overhead_us(self.load) if estimates.is_unasked else 0.0
+        return estimates.overhead_us.at(self.load, unknown_us)
+
     def _share(self, estimates: DrafterEstimates) -> float:
         """The part of all sessions' rows that one forward of the target has."""
-        return estimates.share.at(self.load, 1.0) if self.load > 1 else 1.0
+        return estimates.share.at(self.load, 1.0) if self.load > 1 and not estimates.is_unasked else 1.0
 
 
 def _rows_of(committed: Round) -> float:

@@ -27,12 +27,17 @@ class Trial:
     """Whether guesses were worth it when costs were last looked at."""
     allowed: int = 1
     """Sessions that may draft, while it has not been tried what that is like for more of them."""
+    num_rounds: int = 0
+    """Rounds with its guesses."""
     rounds_allowed: int = 0
     """Rounds since that number grew."""
 
-    def ramp(self, num_sessions: int) -> None:
-        """Lets twice as many sessions draft when those that do have had two rounds each."""
+    def ramp(self, num_sessions: int, explorer_rounds: int) -> None:
+        """Lets twice as many sessions draft when those that do have had two rounds each, and explorers take turns."""
         self.rounds_allowed += 1
+        self.num_rounds += 1
+        if self.num_rounds % explorer_rounds == 0:
+            self.explorer = None
         if self.allowed < num_sessions and self.rounds_allowed >= 2 * self.allowed:
             self.rounds_allowed, self.allowed = 0, 2 * self.allowed
 
@@ -75,12 +80,25 @@ class Exploration:
             return drafters[self._num_picked // self._tuning.other_pick % len(drafters)]
         return max(drafters, key=speed)
 
-    def unknown(self, drafters: Iterable[DrafterId], session: SessionEstimates | None) -> DrafterId | None:
-        """A drafter of which nothing is known, for this session to find out."""
+    def unknown(
+        self, drafters: Iterable[DrafterId], session: SessionEstimates | None, hope: Callable[[DrafterId], float]
+    ) -> DrafterId | None:
+        """A drafter of which too little is known, for this session to find out.
+
+        `hope` is how many times as fast as plain decoding its guesses may be, for all that is known.
+        """
         for drafter in drafters:
-            if not self._costs.is_known(drafter) and self.trials[drafter].explorer in {None, session}:
+            trial = self.trials[drafter]
+            if trial.explorer in {None, session} and (
+                not self._costs.is_known(drafter) or self._is_doubtful(drafter, trial, hope)
+            ):
                 return drafter
         return None
+
+    def _is_doubtful(self, drafter: DrafterId, trial: Trial, hope: Callable[[DrafterId], float]) -> bool:
+        """Whether more tests of a drafter that does not look worth it may change that."""
+        wanted = self._tuning.least_tests * min(self._costs.load, self._tuning.most_explorers)
+        return not trial.is_worth and trial.num_rounds < wanted and hope(drafter) > self._tuning.worth_changing
 
     @property
     def other_turn(self) -> int | None:
@@ -124,7 +142,7 @@ class Exploration:
         self._plain_tokens = 0
         self._rounds_without_plain += 1
         self._rounds_since_other += 1
-        self.trials[drafter].ramp(num_sessions)
+        self.trials[drafter].ramp(num_sessions, self._tuning.explorer_rounds)
 
     def decoded_plainly(self, plain_us: float) -> None:
         """Counts an unasked token, which took so long."""

@@ -101,8 +101,11 @@ class RoundPlanner:
         self._max_len = max_len
         self._max_draft_count = max_draft_count
         self._next: Choice | None = None
+        self.choice = Choice(0)
         self._plain_plan = RoundPlan()
         self._unasked = False
+        self._look: Sequence[float] = ()
+        self._halts = False
 
     def __enter__(self) -> Self:
         self._policy.enter(self._session)
@@ -128,6 +131,7 @@ class RoundPlanner:
         `own` is the drafter that the target has for this session now; another target may have none. `look` are the
         values of what a lookup has found, falling.
         """
+        self._look, self._halts = look, False
         if look and len(log) > log.prompt_len and (outstanding or not self._drafting.merges):
             if self._draft_count is None:
                 found = look[: self._max_draft_count]
@@ -138,6 +142,7 @@ class RoundPlanner:
                 look_count = min(self._draft_count, len(look), self._max_draft_count) if alone else 0
             if look_count:
                 self._next, self._unasked = None, outstanding > 0
+                self._halts, self.choice = outstanding > 0, Choice(look_count, drafter=LOOKUP)
                 return RoundPlan((GuessRequest(LOOKUP, look_count),))
         if 2 * outstanding > self._plain_plan.plain_budget > 0:
             # Nothing is sent in the first half of a stretch, so there is nothing to choose at every token.
@@ -152,7 +157,7 @@ class RoundPlanner:
         obstacle = FallbackReason.DRAFT_CONTEXT if past_context else draft.obstacle
         ready = not (is_first or (not own and (outstanding or obstacle)))
         # The room is how deep guesses may lie, and a tree may have more of them.
-        choice = self._next or self._choose(min(limit, 1) * self._max_draft_count, ready=ready)
+        choice = self.choice = self._next or self._choose(min(limit, 1) * self._max_draft_count, ready=ready)
         self._next, self._unasked = None, outstanding > 0
         if choice.draft_count == 0 or limit == 0:
             return self._plain(choice.plain_budget)
@@ -183,6 +188,10 @@ class RoundPlanner:
     def observe(self, committed: Round) -> None:
         """Passes a round on to the policy, except for the prompt's own pass, which costs what the prompt costs."""
         if not committed.is_first:
+            if self._looks:
+                self._policy.costs.offers.add(self._look, len(committed.token_ids))
+            if self._halts:
+                self._policy.costs.late.add(self._policy.costs.load, not committed.proposal.tree)
             # What was asked to end a stretch has been asked; a verdict that came before it has not.
             own = committed.verdict.own
             unasked = self._unasked and (own is not None or not committed.proposal.tree)
@@ -204,8 +213,8 @@ class RoundPlanner:
         if obstacle is not None and num_looked and not is_first and self._drafting.merges:
             return RoundPlan((GuessRequest(LOOKUP, num_looked),))
         if obstacle is not None:
-            past_context = obstacle is FallbackReason.DRAFT_CONTEXT
-            return self._plain(tuning.plain_budget if past_context else tuning.waiting_budget, obstacle, is_first)
+            is_final = obstacle is FallbackReason.DRAFT_CONTEXT or self._remote is None
+            return self._plain(tuning.plain_budget if is_final else tuning.waiting_budget, obstacle, is_first)
         if choice.rounds > 1:
             self._next = replace(choice, rounds=choice.rounds - 1)
         room = self.room(log) if draft.context_len is None else min(self.room(log), draft.context_len - len(log))

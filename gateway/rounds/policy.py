@@ -27,6 +27,8 @@ class SpeculationPolicy:
         self._num_drafting = 0
         # Costs of rounds by drafter and K; they hold for some rounds, because they take long to compute.
         self._round_us: dict[DrafterId, Mapping[int, float]] = {}
+        self._row_price: float | None = None
+        """Price of a row for a lookup, which holds as long."""
         self._num_observed = 0
 
     def session(self, *drafters: DrafterId) -> SessionEstimates:
@@ -76,6 +78,7 @@ class SpeculationPolicy:
         self._num_observed += 1
         if is_new_load or self._num_observed >= max(4, self.costs.load):
             self._round_us.clear()
+            self._row_price = None
             self._num_observed = int(is_new_load)
 
     def choose(self, limit: int, session: SessionEstimates | None = None, *, ready: bool = True) -> Choice:
@@ -96,10 +99,10 @@ class SpeculationPolicy:
         """Everything that a choice for a session depends on now."""
         exploration = self._exploration
         drafters = list(session.drafters) if session else [self._usual_drafter]
-        exploring = exploration.unknown(drafters, session)
-        known = self._known(drafters) if exploring is None else []
+        known = self._known(drafters)
         # First, because they are what guesses are judged by.
         candidates = tuple(each for drafter in known for each in self.candidates(drafter, most, session))
+        exploring = exploration.unknown(drafters, session, self._hope)
         trials = {drafter: exploration.trials[drafter] for drafter in known}
         num_drafting = 0 if session is None or session.is_drafting else self._num_drafting
         return Table(
@@ -111,6 +114,7 @@ class SpeculationPolicy:
             exploration.other_turn,
             exploration.is_probe_due,
             exploration.is_plain_due,
+            needs_plain=self._needs_plain(candidates),
             worth=frozenset(drafter for drafter in known if trials[drafter].is_worth),
             allowed=frozenset(drafter for drafter in known if num_drafting < trials[drafter].allowed),
             looks_ahead=frozenset(
@@ -119,6 +123,21 @@ class SpeculationPolicy:
                 if (gains := self.costs.of(drafter).gains) and gains.num_promises % self.tuning.look_ahead_rounds == 0
             ),
         )
+
+    def _hope(self, drafter: DrafterId) -> float:
+        """How many times as fast as plain decoding guesses may be, if what was seen of them was bad luck."""
+        if drafter.makes is Makes.TREE or drafter not in self._round_us:
+            return 0.0
+        costs, tokens = self._round_us[drafter], self.costs.of(drafter).acceptance.hoped()
+        return max(tokens[count] / us for count, us in costs.items() if count) * costs[0]
+
+    def _needs_plain(self, candidates: Sequence[GuessCandidate]) -> bool:
+        """Whether guesses look so little faster than plain decoding that this must be seen first."""
+        costs = self.costs
+        if costs.load == 1 or not candidates or costs.plain.is_known(costs.load, costs.num_rounds):
+            return False
+        gain = max(each.speed for each in candidates) * costs.round_us(ANY_DRAFT, 0)
+        return 1.0 < gain < self.tuning.sure_gain
 
     def candidates(
         self, drafter: DrafterId, most: int, session: SessionEstimates | None = None
@@ -146,8 +165,11 @@ class SpeculationPolicy:
         `halts` says that a stretch of unasked tokens would have to be ended for it.
         """
         known, most = self._known(session.drafters), self.tuning.tree_counts[-1]
-        rival = max((self._best(each, session).speed for each in known), default=0.0)
-        costs = self.costs.looked_up(known, len(values[:most]), rival)
+        best = max((self._best(each, session) for each in known), key=lambda each: each.speed, default=None)
+        if self._row_price is None:
+            bests = [self._best(each, None) for each in known]
+            self._row_price = self.costs.row_price(max(bests, key=lambda each: each.speed, default=None))
+        costs = self.costs.looked_up(len(values[:most]), best, self._row_price, halts=halts)
         found = lookup_rows(values[:most], costs, self.tuning.halt_gain if halts else 1.0)
         return found if self.costs.verify_us.known else min(found, self.tuning.first_guess)
 

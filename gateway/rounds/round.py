@@ -132,6 +132,7 @@ class Verdict:
     prefix_len: int = 0  # tokens that the target found in its prefix cache when it opened the session
     own: Proposal | None = None  # what the target had proposed to itself, which accepted_rows is about then
     refused_guesses: bool = False  # the target would not take what was guessed, and decided without it
+    prompt_row_count: int = 0  # rows among row_count that read prompts
 
     def about(self, proposal: Proposal) -> Proposal:
         """Proposal that it is about: the one that was sent, unless the target had its own or would not take it."""

@@ -31,6 +31,14 @@ class PolicyTuning:
     measured_budget: int = 2
     """Unasked tokens where only the cost of plain decoding is looked at: the second one had no message before it."""
 
+    plain_rounds: int = 3
+    """Plain tokens of each session before what they cost is known."""
+    plain_age_rounds: int = 500
+    """Rounds of each session after which plain decoding is to be seen again, and tried to be."""
+    plain_patience_rounds: int = 8
+    """Rounds of each session for which that is tried."""
+    sure_gain: float = 1.25
+    """How much faster guesses must look if plain decoding is not to be seen first: costs were measured in passing."""
     plain_probe_rounds: int = 64
     """Speculative rounds between two looks at what plain decoding costs."""
     probe_cost: float = 0.005
@@ -43,6 +51,13 @@ class PolicyTuning:
     """Speculative rounds between two looks at what another drafter costs."""
     other_pick: int = 16
     """One of so many sessions gets another of the target's drafters than the fastest, so that a change is noticed."""
+    explorer_rounds: int = 4
+    """Rounds after which another session goes on finding out about a drafter: texts differ."""
+    least_tests: int = 16
+    """Rounds of a drafter before it is believed that its guesses are not worth it, if a little luck would change that;
+    so many for each of a few sessions."""
+    most_explorers: int = 4
+    """Sessions whose texts are tried so."""
     most_asked: int = 8
     """Sessions that try a drafter of which nothing becomes known: it may never guess anything."""
 
@@ -51,10 +66,12 @@ class PolicyTuning:
     halt_gain: float = 1.1
     """How much faster a lookup must look before a stretch is ended for it: the rest of the stretch is lost."""
 
-    memory_rounds: int = 1000
+    memory_rounds: int = 500
     """Rounds of each session after which half of what rounds took at a load is forgotten: it is seldom seen again."""
     trust_rounds: int = 4
     """Rounds of each session after which half of that is believed: while a load changes, nothing lasts."""
+    offer_memory: float = 0.998
+    """What is left, after another token, of what lookups have offered: it differs from text to text."""
     large_catch_up: int = 16
     """A draft that had to read more tokens than this says nothing about the cost of a step."""
     least_share: float = 0.5

@@ -5,6 +5,7 @@ than others. It is kept by what distinguishes guesses: by depth for chains, by w
 and by what a guess stands on for lookups.
 """
 
+import math
 from collections.abc import Sequence
 
 from outrider.token_tree import TokenTree
@@ -63,6 +64,19 @@ class AcceptanceRates:
             last = min(tally.share(prior, weight), HIGHEST)
             rates.append(last)
         return rates
+
+    @property
+    def num_tested(self) -> float:
+        """Tests of a first guess that are remembered."""
+        return self._depths[0].tested
+
+    def hoped(self) -> list[float]:
+        """Tokens as in `tokens`, if each rate were a standard error higher."""
+        tokens, reached = [1.0], 1.0
+        for rate, tally in zip(self.rates, self._depths, strict=True):
+            reached *= min(rate + math.sqrt(rate * (1 - rate) / (tally.tested + FIRST_WEIGHT)), HIGHEST)
+            tokens.append(tokens[-1] + reached)
+        return tokens
 
     @property
     def mean(self) -> float:

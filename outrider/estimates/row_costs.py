@@ -7,7 +7,7 @@ one for each row gets a line through all. Estimates move, and no outlier rules t
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Protocol
@@ -157,6 +157,24 @@ class RowCosts:
         # Through all entries, without the scale.
         self._line = Line()
         self._num_steps = 0
+
+    def begin(self, costs: Mapping[int, float]) -> None:
+        """Begins with what steps have cost before, by their rows, in place of first impressions.
+
+        Raises ValueError when more than these is known already.
+        """
+        if self.known:
+            raise ValueError("costs of steps are known already")
+        if not costs:
+            return
+        self._rows, self._entries, self._line = [], {}, Line()
+        for rows, cost in sorted(costs.items()):
+            entry = self._entries[rows] = self._metering.entry()
+            for _ in range(NUM_SEEDS):
+                entry.add(cost)
+            self._rows.append(rows)
+            self._line.add(rows, cost)
+        self.known = True
 
     def add(self, rows: float, cost: float) -> None:
         """Adds the cost of a step."""

@@ -1,6 +1,6 @@
-"""What rounds cost by load."""
+"""Averages by load."""
 
-from gateway.rounds.costs import ByLoad
+from gateway.rounds.by_load import ByLoad
 
 
 def test_averages_by_load_remember() -> None:

@@ -48,9 +48,15 @@ ONE, TWO = table(*rows(ANY_DRAFT, 1.2, 1.4)), table(*rows(ANY_DRAFT, 1.2, 1.4), 
 @pytest.mark.parametrize(
     ("situation", "expected"),
     [
-        (replace(ONE, exploring=HEAD), Choice(4, drafter=HEAD, case=Case.EXPLORING)),
-        (replace(ONE, exploring=HEAD, most=2), Choice(2, drafter=HEAD, case=Case.EXPLORING)),
-        (Table(most=32, exploring=TREES), Choice(16, drafter=TREES, depth=4, case=Case.EXPLORING)),
+        (replace(ONE, exploring=HEAD), Choice(4, rounds=TUNING.probe_rounds, drafter=HEAD, case=Case.EXPLORING)),
+        (
+            replace(ONE, exploring=HEAD, most=2),
+            Choice(2, rounds=TUNING.probe_rounds, drafter=HEAD, case=Case.EXPLORING),
+        ),
+        (
+            Table(most=32, exploring=TREES),
+            Choice(16, rounds=TUNING.probe_rounds, drafter=TREES, depth=4, case=Case.EXPLORING),
+        ),
         (Table(), Choice(0, TUNING.short_budget, case=Case.UNKNOWN)),
         (Table(has_drafters=False), Choice(0, TUNING.plain_budget, case=Case.UNKNOWN)),
         (replace(TWO, other_turn=5), Choice(2, rounds=TUNING.probe_rounds, case=Case.OTHER)),
@@ -65,6 +71,8 @@ ONE, TWO = table(*rows(ANY_DRAFT, 1.2, 1.4)), table(*rows(ANY_DRAFT, 1.2, 1.4), 
         (table(*rows(ANY_DRAFT, 0.9, 1.0)), Choice(0, TUNING.short_budget, case=Case.PLAIN_FASTER)),
         (replace(ONE, is_plain_due=True), Choice(0, TUNING.measured_budget, case=Case.PLAIN_LOOK)),
         (replace(ONE, is_plain_due=True, is_ready=False), Choice(2)),
+        (replace(TWO, needs_plain=True), Choice(0, TUNING.short_budget, case=Case.PLAIN_LOOK)),
+        (replace(ONE, needs_plain=True, worth=frozenset()), Choice(0, TUNING.plain_budget, case=Case.NOT_WORTH)),
     ],
 )
 def test_each_case_has_its_choice(situation: Table, expected: Choice) -> None:
@@ -90,15 +98,31 @@ def test_a_table_can_be_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row_us", "num_others", "rival", "gain", "expected"),
-    [(1, 0, 0, 1, 3), (850, 0, 0, 1, 1), (900, 0, 0, 1, 0), (1, 0, 0.01, 1, 0), (300, 9, 0, 1, 0), (1, 0, 0, 4, 0)],
+    ("row_us", "price", "rival", "gain", "expected"),
+    [
+        (1, 0.0, 0.001, 1, 3),
+        (850, 0.0, 0.001, 1, 1),
+        (900, 0.0, 0.001, 1, 0),
+        (1, 0.0, 0.01, 1, 0),
+        (1, 0.75, 0.001, 1, 2),
+        (1, 0.95, 0.001, 1, 0),
+        (1, 0.0, 0.001, 4, 0),
+    ],
 )
 def test_rows_of_a_lookup_must_beat_everything_else(
-    row_us: int, num_others: int, rival: float, gain: float, expected: int
+    row_us: int, price: float, rival: float, gain: float, expected: int
 ) -> None:
-    """Plain decoding, what other sessions pay for them, another drafter, and the rest of a stretch."""
-    costs = LookupCosts([1000.0 + row_us * count for count in range(4)], 50, 10, num_others, rival)
+    """Their own time, another drafter, what other sessions lose by them, and the rest of a stretch."""
+    costs = LookupCosts([1000.0 + row_us * count for count in range(4)], 1000.0, price, rival)
     assert lookup_rows((0.9, 0.8, 0.7), costs, gain) == expected
+
+
+def test_guesses_that_come_too_late_are_worth_less() -> None:
+    """A stretch is ended for them in vain, unless the next token is the one that was guessed."""
+    costs = LookupCosts([1000.0, 1700.0], 1000.0, 0.0, 0.001)
+    assert lookup_rows((0.8,), costs, 1.0) == 1
+    assert lookup_rows((0.8,), costs._replace(late=1.0), 1.0) == 0
+    assert lookup_rows((0.8,), costs._replace(round_us=[1000.0, 1500.0], late=1.0), 1.0) == 1
 
 
 def test_rows_that_cost_more_than_they_keep_are_left_out() -> None:

@@ -9,6 +9,11 @@ from gateway.rounds.tuning import TUNING
 HEAD = DrafterId("head", Place.HOSTED)
 
 
+def no_hope(drafter: DrafterId) -> float:
+    """Says that no luck makes a drafter worth it."""
+    return 0.0
+
+
 def exploration() -> Exploration:
     return Exploration(RoundCosts(TUNING), TUNING)
 
@@ -17,12 +22,31 @@ def test_one_session_finds_out_about_a_drafter() -> None:
     """The others wait until it has, or has ended."""
     made = exploration()
     first, second = SessionEstimates({}), SessionEstimates({})
-    assert made.unknown([HEAD], first) == HEAD
+    assert made.unknown([HEAD], first, no_hope) == HEAD
     made.begin(Choice(4, drafter=HEAD, case=Case.EXPLORING), first)
-    assert made.unknown([HEAD], first) == HEAD
-    assert made.unknown([HEAD, ANY_DRAFT], second) == ANY_DRAFT
+    assert made.unknown([HEAD], first, no_hope) == HEAD
+    assert made.unknown([HEAD, ANY_DRAFT], second, no_hope) == ANY_DRAFT
     made.leave(first)
-    assert made.unknown([HEAD], second) == HEAD
+    assert made.unknown([HEAD], second, no_hope) == HEAD
+
+
+def test_bad_luck_is_told_from_bad_guesses() -> None:
+    """A drafter whose costs are known is tried by several sessions while a little luck would make it worth it."""
+    made = exploration()
+    made._costs.begin({1: 1000.0}, {HEAD: {1: 10.0}})
+    made._costs.of(HEAD)
+    made.trials[HEAD].judge(0.9, TUNING.worth_changing)
+    first, second = SessionEstimates({}), SessionEstimates({})
+    assert made.unknown([HEAD], first, no_hope) is None
+    assert made.unknown([HEAD], first, lambda drafter: 1.2) == HEAD
+    made.begin(Choice(4, drafter=HEAD, case=Case.EXPLORING), first)
+    assert made.unknown([HEAD], second, lambda drafter: 1.2) is None
+    for _ in range(TUNING.probe_rounds):
+        made.drafted(HEAD, 2)
+    assert made.unknown([HEAD], second, lambda drafter: 1.2) == HEAD
+    for _ in range(TUNING.least_tests):
+        made.drafted(HEAD, 2)
+    assert made.unknown([HEAD], second, lambda drafter: 1.2) is None
 
 
 def test_a_probe_is_paid_for_by_plain_tokens() -> None:
@@ -65,7 +89,7 @@ def test_sessions_begin_to_draft_in_ever_larger_groups() -> None:
     trial = Trial()
     allowed = []
     for _ in range(2 + 4 + 8):
-        trial.ramp(num_sessions=5)
+        trial.ramp(num_sessions=5, explorer_rounds=4)
         allowed.append(trial.allowed)
     assert allowed == [1, 2, 2, 2, 2, 4, 4, 4, 4, 4, 4, 4, 4, 8]
     trial.judge(0.99, TUNING.worth_changing)

@@ -1,0 +1,61 @@
+"""Averages by load, because what a round costs depends on how many sessions share the target. Pure."""
+
+import math
+from functools import cache
+
+from gateway.rounds.tuning import PolicyTuning
+from outrider.estimates.row_costs import Average
+
+
+class ByLoad:
+    """An average for each load, in sessions; loads of the same order share one."""
+
+    def __init__(self) -> None:
+        self._averages: dict[int, Average] = {}
+        self._added: dict[int, int] = {}
+        self._counts: dict[int, int] = {}
+
+    def add(self, load: int, sample: float, now: int = 0) -> None:
+        """Adds a sample; `now` counts whatever samples grow old by."""
+        key = load_key(load)
+        if key not in self._averages:
+            self._averages[key] = Average()
+        self._averages[key].add(sample)
+        self._added[key] = now
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    def known(self, load: int) -> bool:
+        """Whether this very load has been seen."""
+        return load_key(load) in self._averages
+
+    def blend(self, load: int, model: float, now: int, tuning: PolicyTuning) -> float:
+        """The average at this very load where there is one; of what a model says the more, the older it is, and the
+        fewer rounds each session has had: while a load changes, rounds are like nothing that lasts.
+        """
+        key = load_key(load)
+        if key not in self._averages:
+            return model
+        each = max(load, 1)
+        weight = tuning.memory_rounds / (tuning.memory_rounds + (now - self._added[key]) / each)
+        weight *= self._counts[key] / (self._counts[key] + tuning.trust_rounds * each)
+        return weight * self._averages[key].mean + (1 - weight) * model
+
+    def count(self, load: int, now: int, most_age: int) -> int:
+        """Samples at this very load; 0 where the last one is that old."""
+        key = load_key(load)
+        return self._counts.get(key, 0) if now - self._added.get(key, now - most_age) < most_age else 0
+
+    def at(self, load: int, unknown: float = 0.0) -> float:
+        """The average at this load, or at the one that is nearest to it; `unknown` before the first sample."""
+        key = load_key(load)
+        if key not in self._averages:
+            if not self._averages:
+                return unknown
+            key = min(self._averages, key=lambda each: (abs(each - key), -each))
+        return self._averages[key].mean
+
+
+@cache
+def load_key(load: int) -> int:
+    """Number of all loads of the same order, two to a doubling."""
+    return round(2 * math.log2(max(load, 1)))

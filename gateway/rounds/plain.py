@@ -1,0 +1,65 @@
+"""Costs of plain decoding, which guesses have to beat: learnt while no session has any. Pure.
+
+Beside guesses a plain token takes longer than it would alone, so what is seen then says too much.
+"""
+
+from gateway.rounds.by_load import ByLoad, load_key
+from gateway.rounds.round import LOOKUP, Round
+from gateway.rounds.tuning import PolicyTuning
+from outrider.estimates.row_costs import RowCosts
+
+
+class PlainCosts:
+    """Costs of tokens without guesses, by load; `now` counts rounds of all sessions."""
+
+    def __init__(self, verify_us: RowCosts, tuning: PolicyTuning) -> None:
+        """`verify_us` is the cost of the target's forwards by their rows."""
+        self._verify_us = verify_us
+        self._tuning = tuning
+        self._token_us = ByLoad()
+        self._overhead_us = ByLoad()
+        self._asked_overhead_us = ByLoad()
+        self._sought: dict[int, int] = {}
+        """Round since when it is tried to see plain decoding at a load."""
+        self._rounds_without_guesses = 0
+
+    def observe(self, committed: Round, load: int, now: int, *, unasked: bool) -> None:
+        """Learns from a round, of which `unasked` says that it came without a message."""
+        proposal, verdict = committed.proposal, committed.verdict
+        self._rounds_without_guesses = 0 if proposal.tree else self._rounds_without_guesses + 1
+        overhead_us = max(0, committed.round_us - verdict.compute_us)
+        if not unasked and (not proposal.tree or proposal.drafter == LOOKUP):
+            self._asked_overhead_us.add(load, max(0, overhead_us - verdict.hop.queue_us * (load > 1)))
+        if proposal.tree or not unasked:
+            return
+        # Whoever was verified with the guesses of another session has had its round since then, or had them beside it.
+        num_rows = verdict.row_count / max(verdict.forward_count, 1)
+        is_pure = self._rounds_without_guesses > 2 * load and num_rows <= load
+        if is_pure:
+            self._token_us.add(load, max(committed.round_us, 1), now)
+        if is_pure or not self._overhead_us.known(load):
+            self._overhead_us.add(load, overhead_us, now)
+
+    def token_us(self, load: int, now: int) -> float:
+        """Expected microseconds of an unasked token, if no session had guesses."""
+        model_us = self._verify_us.at(load) + self._overhead_us.blend(load, 0.0, now, self._tuning)
+        return self._token_us.blend(load, max(model_us, 1.0), now, self._tuning)
+
+    def overhead_us(self, load: int) -> float:
+        """Microseconds of an unasked token beside the target's forward."""
+        return self._overhead_us.at(load)
+
+    def asked_overhead_us(self, load: int) -> float:
+        """The same of a round that is asked and has no draft: of one with a lookup's guesses, and of a first token."""
+        return self._asked_overhead_us.at(load)
+
+    def is_known(self, load: int, now: int) -> bool:
+        """Whether it was seen at this load lately, or cannot be: sessions in long stretches do not all stop."""
+        tuning, key = self._tuning, load_key(load)
+        most_age = tuning.plain_age_rounds * load
+        if self._token_us.count(load, now, most_age) >= tuning.plain_rounds * load:
+            self._sought.pop(key, None)
+            return True
+        if now - self._sought.setdefault(key, now) > most_age:
+            self._sought[key] = now
+        return now - self._sought[key] > tuning.plain_patience_rounds * load
