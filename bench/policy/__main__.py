@@ -1,0 +1,136 @@
+"""`python -m bench.policy`: how far the choice of guesses is from the best one, in simulated worlds that are all known.
+
+Every world is run with the policy, with plain decoding, and with the best of fixed settings for each of its loads,
+which is the oracle. All figures are of a simulation, of everything after a world's first second.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from bench.common import markdown
+from bench.policy.devices import Simulation, World
+from bench.policy.oracle import FixedPlanner, Setting, best
+from bench.policy.worlds import world
+from gateway.rounds.choice import Case
+from gateway.rounds.tuning import TUNING
+from outrider.model_service.settings import available_cpus
+from outrider.process.options import between, run_app, service_app
+
+EXPLORING = frozenset({Case.EXPLORING, Case.OTHER, Case.PROBE, Case.PLAIN_LOOK})
+FIRST_S = 1.0
+WORST_SHOWN = 10
+
+app = service_app()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Result of a world: tokens a second of the policy, of plain decoding and of the best settings."""
+
+    name: str
+    chosen: float
+    plain: float
+    best: float
+    explored: float
+    """Share of the sessions' time in rounds that were to find something out."""
+    settings: str
+
+    @property
+    def regret(self) -> float:
+        """Share of the best speed that was missed; below 0 where changing settings is better than any."""
+        return 1 - self.chosen / self.best
+
+    @property
+    def over_plain(self) -> float:
+        return self.chosen / self.plain
+
+
+def speeds(simulation: Simulation, settings: Sequence[Setting], now: list[Setting]) -> float:
+    """Tokens a second of a world from its first second on, where `now` has a setting at a time."""
+    tokens = seconds = 0.0
+    for setting, (phase_s, num_sessions) in zip(settings, simulation.world.phases, strict=True):
+        now[:] = [setting]
+        simulation.load(num_sessions)
+        left_s = phase_s
+        if not seconds:
+            simulation.run(FIRST_S)
+            simulation.session_us.clear()
+            left_s -= FIRST_S
+        tokens += left_s * simulation.run(left_s)
+        seconds += left_s
+    return tokens / seconds
+
+
+def fixed_speed(simulated: World, settings: Sequence[Setting]) -> float:
+    """Tokens a second of fixed settings, one for each load."""
+    now: list[Setting] = []
+    return speeds(Simulation(simulated, 0, lambda: FixedPlanner(lambda: now[0])), settings, now)
+
+
+def run_world(seed: int, without: str = "") -> Outcome:
+    """Runs the world of a seed, `without` one of PARTS of the policy."""
+    simulated = world(seed)
+    tops = [best(simulated, num_sessions, phase_s) for phase_s, num_sessions in simulated.phases]
+    plain = [Setting()] * len(tops)
+    named = "; ".join(f"{num_sessions}: {top}" for (_, num_sessions), top in zip(simulated.phases, tops, strict=True))
+    slow = fixed_speed(simulated, plain)
+    fast = slow if tops == plain else max(slow, fixed_speed(simulated, tops))
+    simulation = PARTS[without](simulated)
+    chosen = speeds(simulation, plain, [])
+    times = simulation.session_us
+    explored = sum(times[case] for case in EXPLORING) / max(sum(times.values()), 1.0)
+    return Outcome(simulated.name, chosen, slow, fast, explored, named)
+
+
+PARTS: dict[str, Callable[[World], Simulation]] = {
+    "": Simulation,
+    "measured": partial(Simulation, knows_costs=False),
+    "doubt": partial(Simulation, tuning=replace(TUNING, least_tests=0)),
+    "plain": partial(Simulation, tuning=replace(TUNING, sure_gain=0.0)),
+}
+"""The policy whole, and without what services have measured, without tests of what may be bad luck, and without seeing
+plain decoding first."""
+
+
+def summary(outcomes: Sequence[Outcome]) -> list[str]:
+    """Figures of all worlds: mean and median regret, worlds below plain, the worst one, and time explored."""
+    regrets = [each.regret for each in outcomes]
+    return [
+        f"{statistics.mean(regrets):.2%}",
+        f"{statistics.median(regrets):.2%}",
+        f"{sum(each.over_plain < 0.95 for each in outcomes)} of {len(outcomes)}",
+        f"{min(each.over_plain for each in outcomes):.3f}",
+        f"{statistics.mean(each.over_plain for each in outcomes):.2f}",
+        f"{statistics.mean(each.explored for each in outcomes):.2%}",
+    ]
+
+
+@app.command()
+def policy(
+    worlds: Annotated[int, typer.Option(help="Worlds to run.", callback=between(1, 1_000_000))] = 100,
+    first: Annotated[int, typer.Option(help="Seed of the first world.", callback=between(0, 1_000_000))] = 0,
+    without: Annotated[str, typer.Option(help=f"Parts that are left out, by turns: {', '.join(PARTS)[2:]}.")] = "",
+) -> None:
+    """Compares the choice of guesses with the best one and with plain decoding."""
+    rows = []
+    for part in ("", *without.split(",")) if without else ("",):
+        with ProcessPoolExecutor(available_cpus()) as pool:
+            seeds = range(first, first + worlds)
+            outcomes = list(pool.map(partial(run_world, without=part), seeds, chunksize=1))
+        rows.append([part or "nothing", *summary(outcomes)])
+        for each in sorted(outcomes, key=lambda each: each.over_plain)[:WORST_SHOWN]:
+            note = f"{each.over_plain:.3f} of plain, regret {each.regret:.1%}: {each.name} | {each.settings}"
+            sys.stderr.write(note + "\n")
+    columns = ("mean regret", "median", "below 0.95 of plain", "worst over plain", "mean over plain", "explored")
+    print(f"SIMULATED: worlds {first} to {first + worlds - 1}.\n\n{markdown(('without', *columns), rows)}")
+
+
+if __name__ == "__main__":
+    run_app(app)

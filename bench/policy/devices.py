@@ -1,0 +1,614 @@
+"""A simulation of a target, a draft, their gateway and many sessions, on a clock of its own; the policy is real.
+
+A device takes whatever waits for it into its next step, as services do. A draft guesses on its own device, or in the
+target's process, just before the forward that checks. Messages take time on their way and of the gateway's processor.
+Where processes share processors, each is the slower the more of the others are at work.
+"""
+
+import heapq
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from typing import Protocol
+
+from gateway.rounds.choice import Case
+from gateway.rounds.planner import Drafting, DraftOutlook, RoundPlan, RoundPlanner
+from gateway.rounds.policy import SpeculationPolicy
+from gateway.rounds.round import LOOKUP, DrafterId, FallbackReason, HopCost, Place, Proposal, Round, TokenLog, Verdict
+from gateway.rounds.tuning import TUNING, PolicyTuning
+from outrider.parameters import FinishReason
+from outrider.token_tree import TokenTree
+from target_service.gathering import Gathering
+
+PROMPT_LEN = 8
+LOOK_AGAIN_US = 100.0
+MAX_ROWS = 32
+GATEWAY_SHARE = 0.5
+"""Share of the processors that a gateway's one thread takes."""
+
+CostLaw = Callable[[int], float]
+"""Microseconds of a forward over so many rows."""
+
+
+class Planner(Protocol):
+    """Plan of each round of a request: gateway.rounds.planner.RoundPlanner, or one that is told what to do."""
+
+    def __enter__(self) -> object: ...
+    def __exit__(self, *_exit: object) -> None: ...
+    def plan(
+        self, log: TokenLog, outstanding: int, draft: DraftOutlook, own: str = "", look: Sequence[float] = ()
+    ) -> RoundPlan: ...
+    def observe(self, committed: Round) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextKind:
+    """A kind of text: how often guesses about it are right."""
+
+    share: float = 1.0
+    """Share of the requests that it is of."""
+    rates: tuple[float, ...] = (0.7,)
+    """Rates at which each drafter's guesses are accepted, given those before; the first guess is `first` times that."""
+    first: float = 1.0
+    copies: float = 0.0
+    """Chance of each token to begin a passage that repeats what was said before."""
+    copied: float = 0.9
+    """Chance of each token of such a passage to be followed by another one of it."""
+    found: float = 0.0
+    """Chance that a lookup finds something where nothing is repeated."""
+    right: float = 0.3
+    """Chance that such a guess is right."""
+    belief: float = 1.0
+    """What a lookup promises, over what it keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """Costs of a drafter: its steps by their sessions, and where it guesses."""
+
+    drafter: DrafterId
+    step_us: CostLaw
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All that is to be known, and a policy must find out."""
+
+    name: str
+    target_us: CostLaw
+    drafters: tuple[Law, ...]
+    kinds: tuple[TextKind, ...] = (TextKind(),)
+    message_us: float = 600.0
+    """Way of a question and its answer together."""
+    round_us: float = 0.0
+    """Gateway's processor for a round that is asked, and half of that for a token that came unasked."""
+    sharing: float = 0.0
+    """How much slower each device is for another one that is at work; 0 for processors of their own."""
+    drift: float = 0.0
+    """Share by which rates of acceptance go up and down, within ten seconds."""
+    noise: float = 0.03
+    """Share by which a step takes more or less."""
+    lengths: tuple[int, int] = (1 << 30, 1 << 30)
+    """Shortest and longest answers."""
+    prompt_rows: int = 1
+    phases: tuple[tuple[float, int], ...] = ((5.0, 1),)
+    """Seconds, and sessions that are at work during them."""
+    looks: bool = True
+    """Whether a lookup may guess."""
+
+
+@dataclass(eq=False)
+class Job:
+    """Work that a processor does: microseconds that are left, and what happens at its end."""
+
+    left_us: float
+    weight: float
+    end: Callable[[], None]
+    version: int = 0
+
+
+class Processors:
+    """Processors that jobs share; each is slowed down by the others."""
+
+    def __init__(self, simulation: "Simulation", sharing: float) -> None:
+        self._simulation = simulation
+        self._sharing = sharing
+        self._jobs: dict[Job, None] = {}
+        self._since_us = 0.0
+
+    def begin(self, work_us: float, weight: float, end: Callable[[], None]) -> None:
+        """Begins a job that takes so long alone."""
+        if not self._sharing:
+            self._simulation.after(work_us, end)
+            return
+        self._advance()
+        self._jobs[Job(work_us, weight, end)] = None
+        self._foretell()
+
+    def _speed(self, job: Job) -> float:
+        others = sum(each.weight for each in self._jobs) - job.weight
+        return 1 / (1 + self._sharing * others)
+
+    def _advance(self) -> None:
+        passed_us, self._since_us = self._simulation.now_us - self._since_us, self._simulation.now_us
+        for job in self._jobs:
+            job.left_us -= passed_us * self._speed(job)
+
+    def _foretell(self) -> None:
+        for job in self._jobs:
+            job.version += 1
+            left_us = max(job.left_us, 0.0) / self._speed(job)
+            self._simulation.after(left_us, partial(self._end, job, job.version))
+
+    def _end(self, job: Job, version: int) -> None:
+        if job.version != version or job not in self._jobs:
+            return
+        self._advance()
+        del self._jobs[job]
+        self._foretell()
+        job.end()
+
+
+@dataclass(eq=False)
+class Device:
+    """Takes all who wait into its next step."""
+
+    simulation: "Simulation"
+    waiting: dict["SimulatedSession", float] = field(default_factory=dict)
+    """Sessions, and since when they wait."""
+    is_busy: bool = False
+
+    def put(self, session: "SimulatedSession") -> None:
+        """A session waits for the next step."""
+        self.waiting[session] = self.simulation.now_us
+        self.simulation.after(0.0, self.begin)
+
+    def begin(self) -> None:
+        """Begins a step, unless there is one or nothing to do."""
+        if self.is_busy or not self.waiting or self.is_early():
+            return
+        self.is_busy = True
+        batch, self.waiting = self.waiting, {}
+        began_us = self.simulation.now_us
+        for session, since_us in batch.items():
+            session.queue_us = began_us - since_us
+        self.step(list(batch))
+
+    def is_early(self) -> bool:
+        """Whether a step waits for others."""
+        return False
+
+    def step(self, batch: list["SimulatedSession"]) -> None:
+        """Makes one, and then calls `ended`."""
+        raise NotImplementedError
+
+    def work(self, alone_us: float, end: Callable[[float], None]) -> None:
+        """Takes the device so long, were it alone; `end` is told how long it took."""
+        simulation = self.simulation
+        noise, began_us = simulation.world.noise, simulation.now_us
+        alone_us *= simulation.dice.uniform(1 - noise, 1 + noise)
+        simulation.processors.begin(alone_us, 1.0, lambda: end(simulation.now_us - began_us))
+
+
+class DraftDevice(Device):
+    """A draft service: one guess of each session a step."""
+
+    def step(self, batch: list["SimulatedSession"]) -> None:
+        [law] = [each for each in self.simulation.world.drafters if each.drafter.place is Place.REMOTE]
+        self.work(law.step_us(len(batch)), lambda took_us: self._end(batch, took_us))
+
+    def _end(self, batch: list["SimulatedSession"], took_us: float) -> None:
+        self.is_busy = False
+        for session in batch:
+            session.drafted(took_us, len(batch))
+        self.begin()
+
+
+class TargetDevice(Device):
+    """A target service: guesses of a drafter of its own, and a forward over all rows."""
+
+    def __init__(self, simulation: "Simulation") -> None:
+        super().__init__(simulation)
+        self.gathering = Gathering(lambda: simulation.now_us / 1e6)
+
+    def put(self, session: "SimulatedSession") -> None:
+        self.gathering.came(session, self.simulation.now_us / 1e6)
+        super().put(session)
+
+    def is_early(self) -> bool:
+        rows = sum(session.rows for session in self.waiting)
+        is_early = self.gathering.is_worth_waiting(self.waiting, rows)
+        if is_early:
+            self.simulation.after(LOOK_AGAIN_US, self.begin)
+        return is_early
+
+    def step(self, batch: list["SimulatedSession"]) -> None:
+        self.simulation.stepping.update(batch)
+        hosted = {each for each in batch if each.hosted is not None and not each.guesses and each.own_count}
+        for session in hosted:
+            session.own_us, session.own_rows = 0.0, 0
+        self._guess(batch, hosted, 0)
+
+    def _guess(self, batch: list["SimulatedSession"], hosted: set["SimulatedSession"], depth: int) -> None:
+        guessing = [each for each in hosted if each.own_count > depth]
+        if not guessing:
+            for session in hosted:
+                session.guesses = session.own_count
+            rows = sum(each.rows for each in batch)
+            alone_us = self.simulation.world.target_us(rows)
+            self.work(alone_us, lambda took_us: self._end(batch, took_us, rows))
+            return
+        law = next(each for each in self.simulation.world.drafters if each.drafter == guessing[0].hosted)
+
+        def guessed(took_us: float) -> None:
+            for session in guessing:
+                session.own_us += took_us
+                session.own_rows += len(guessing)
+            self._guess(batch, hosted, depth + 1)
+
+        self.work(law.step_us(len(guessing)), guessed)
+
+    def _end(self, batch: list["SimulatedSession"], took_us: float, rows: int) -> None:
+        self.is_busy = False
+        if not any(each.is_prompt for each in batch):
+            self.gathering.costs.add(rows, took_us / 1e6)
+        prompt_rows = sum(each.rows for each in batch if each.is_prompt)
+        for session in batch:
+            session.verified(took_us, rows, prompt_rows)
+            (self.gathering.stayed if session in self.waiting else self.gathering.left)(session)
+        self.begin()
+
+
+class SimulatedSession:
+    """One request: what the gateway and the target know of it."""
+
+    def __init__(self, simulation: "Simulation", planner: Planner, kind: TextKind, length: int, jitter: float) -> None:
+        self.simulation, self.planner, self.kind = simulation, planner, kind
+        self.log = TokenLog((1,) * PROMPT_LEN, lambda: int(simulation.now_us * 1000))
+        self.max_len = min(PROMPT_LEN + length, 1 << 30)
+        self.jitter = jitter
+        self.inbox: deque[Verdict] = deque()
+        self.awaits = False
+        self.ended = False
+        self.plan = RoundPlan()
+        self.proposal = Proposal()
+        # A passage that repeats what was said before: how far a lookup has followed it.
+        self.copying = 0
+        self.look: tuple[float, ...] = ()
+        self.look_chance = 0.0
+        # At the draft.
+        self.left = 0
+        self.draft_us, self.draft_rows = 0.0, 0
+        # At the target.
+        self.target_len = PROMPT_LEN
+        self.limit = self.target_limit = PROMPT_LEN
+        self.guesses = 0
+        self.guess_chance: Callable[[int], float] = lambda depth: 0.0
+        self.own_count = 0
+        self.own_us, self.own_rows = 0.0, 0
+        self.queue_us = 0.0
+        self.is_prompt = True
+        hosted = [each.drafter for each in simulation.world.drafters if each.drafter.place is Place.HOSTED]
+        self.hosted = hosted[0] if hosted else None
+
+    @property
+    def rows(self) -> int:
+        """Rows of its next forward."""
+        return self.simulation.world.prompt_rows if self.is_prompt else 1 + self.guesses
+
+    @property
+    def outstanding(self) -> int:
+        """Tokens that the target may still commit unasked, as the gateway knows."""
+        left = min(self.limit, self.max_len) - len(self.log)
+        return max(left, 0) or int(bool(self.inbox))
+
+    def rate(self, drafter: DrafterId, depth: int) -> float:
+        """Chance of a drafter's guess, counted from 1, if those before it are right."""
+        world, kind = self.simulation.world, self.kind
+        number = [each.drafter.place for each in world.drafters].index(drafter.place)
+        rate = kind.rates[number] * self.jitter * self.simulation.tide
+        return min(rate * (kind.first if depth == 1 else 1.0), 0.995)
+
+    def next_round(self) -> None:
+        """Plans a round, and sends what it needs."""
+        if self.ended or len(self.log) >= self.max_len:
+            self.planner.__exit__(None, None, None)
+            self.ended = True
+            self.simulation.left(self)
+            return
+        self.log.begin_round()
+        self._find()
+        own = self.hosted.name if self.hosted is not None else ""
+        outstanding = self.outstanding
+        self.plan = self.planner.plan(self.log, outstanding, self.simulation.outlook, own, self.look)
+        asked, looked = self.plan.asked(Place.REMOTE), self.plan.asked(Place.LOOKUP)
+        if asked.count:
+            self.left, self.draft_us, self.draft_rows = asked.count, 0.0, 0
+            self._send(lambda: self.simulation.draft.put(self))
+            return
+        self.proposal = Proposal()
+        if looked.count:
+            tree = TokenTree.chain((1,) * looked.count)
+            self.proposal = Proposal(replace(tree, values=self.look[: looked.count]), drafter=LOOKUP)
+        self._ask(outstanding)
+
+    def drafted(self, took_us: float, num_rows: int) -> None:
+        """The draft has made a guess."""
+        self.draft_us += took_us
+        self.draft_rows += num_rows
+        self.left -= 1
+        if self.left:
+            self.simulation.draft.waiting[self] = self.simulation.now_us
+            return
+        asked = self.plan.asked(Place.REMOTE)
+        self.proposal = Proposal(
+            TokenTree.chain((1,) * asked.count),
+            compute_us=int(self.draft_us),
+            forward_count=asked.count,
+            row_count=self.draft_rows,
+            drafter=asked.drafter,
+        )
+        self.simulation.after(self.simulation.world.message_us / 2, lambda: self._ask(self.outstanding))
+
+    def _ask(self, outstanding: int) -> None:
+        """Sends a proposal, or lets the target go on, where there is anything to send."""
+        base_len, proposal, own = len(self.log), self.proposal, self.plan.asked(Place.HOSTED).count
+        budget = self.plan.plain_budget
+        if proposal.tree or not outstanding or (budget and 2 * outstanding <= budget and self.limit < self.max_len):
+            chance = self._chance_of(proposal)
+            limit = base_len + 1 + budget
+            self.limit = limit
+            self._send(lambda: self._arrived(base_len, len(proposal.tree), chance, limit, own))
+        self.awaits = True
+        if self.inbox:
+            self.simulation.after(0.0, self._receive)
+
+    def _chance_of(self, proposal: Proposal) -> Callable[[int], float]:
+        if proposal.drafter == LOOKUP:
+            chance = self.look_chance
+            return lambda depth: chance
+        return lambda depth: self.rate(proposal.drafter, depth)
+
+    def _send(self, arrive: Callable[[], None]) -> None:
+        self.simulation.gateway_work(
+            self.simulation.world.round_us / 2,
+            lambda: self.simulation.after(self.simulation.world.message_us / 2, arrive),
+        )
+
+    def _arrived(self, base_len: int, guesses: int, chance: Callable[[int], float], limit: int, own: int) -> None:
+        """A message is at the target."""
+        target = self.simulation.target
+        self.own_count = own
+        if base_len == self.target_len and (self not in self.simulation.stepping):
+            self.target_limit, self.guesses, self.guess_chance = limit, guesses, chance
+            if self not in target.waiting:
+                target.put(self)
+            return
+        # It had gone on: guesses about the past end that, and a longer stretch goes on.
+        self.target_limit = limit if not guesses else min(self.target_limit, base_len + 1)
+        is_idle = self not in target.waiting and self not in self.simulation.stepping
+        if not guesses and is_idle and self.target_len < min(limit, self.max_len):
+            target.put(self)
+
+    def verified(self, took_us: float, rows: int, prompt_rows: int) -> None:
+        """The target has made a step, and says what it decides."""
+        simulation, guesses, own = self.simulation, self.guesses, None
+        simulation.stepping.discard(self)
+        chance = self.guess_chance
+        if self.own_us and self.hosted is not None and guesses:
+            hosted = self.hosted
+            chance = lambda depth: self.rate(hosted, depth)  # noqa: E731
+            own = Proposal(
+                TokenTree.chain((1,) * guesses),
+                compute_us=int(self.own_us),
+                forward_count=guesses,
+                row_count=self.own_rows,
+                drafter=hosted,
+            )
+        guesses = min(guesses, self.max_len - self.target_len - 1)
+        accepted = 0
+        while accepted < guesses and simulation.dice.random() < chance(accepted + 1):
+            accepted += 1
+        is_last = self.target_len + accepted + 1 >= self.max_len
+        verdict = Verdict(
+            self.target_len,
+            tuple(range(1, accepted + 1)),
+            1,
+            FinishReason.LENGTH if is_last else None,
+            min(accepted + 1, guesses),
+            compute_us=int(took_us),
+            forward_count=1,
+            row_count=rows,
+            prompt_row_count=prompt_rows,
+            session_count=len(simulation.sessions),
+            hop=HopCost(queue_us=int(self.queue_us)),
+            own=own,
+        )
+        self.target_len += accepted + 1
+        simulation.num_tokens += accepted + 1
+        self.guesses, self.own_us, self.is_prompt = 0, 0.0, False
+        if not is_last and self.target_len < min(self.target_limit, self.max_len) and not self.ended:
+            simulation.target.put(self)
+        simulation.after(simulation.world.message_us / 2, lambda: self._came(verdict))
+
+    def _came(self, verdict: Verdict) -> None:
+        """A verdict is at the gateway."""
+        work_us = self.simulation.world.round_us / 2
+
+        def read() -> None:
+            self.inbox.append(verdict)
+            if self.awaits:
+                self._receive()
+
+        self.simulation.gateway_work(work_us, read)
+
+    def _receive(self) -> None:
+        if not self.awaits or not self.inbox:
+            return
+        self.awaits = False
+        verdict = self.inbox.popleft()
+        committed = self.log.commit(self.proposal, verdict)
+        self._follow(committed)
+        self.simulation.committed(self, committed)
+        self.planner.observe(committed)
+        self.next_round()
+
+    def _find(self) -> None:
+        """What a lookup finds now."""
+        dice, kind, world = self.simulation.dice, self.kind, self.simulation.world
+        self.look = ()
+        if not world.looks or len(self.log) == PROMPT_LEN:
+            return
+        if self.copying > 2:
+            self.look_chance, num_rows = kind.copied, MAX_ROWS
+        elif dice.random() < kind.found:
+            self.look_chance, num_rows = kind.right, 4
+        else:
+            return
+        value = min(self.look_chance * kind.belief, 0.98)
+        room = self.max_len - len(self.log) - 1
+        self.look = tuple(value**depth for depth in range(1, min(num_rows, room) + 1))
+
+    def _follow(self, committed: Round) -> None:
+        """Whether the text goes on to repeat something."""
+        dice, kind = self.simulation.dice, self.kind
+        is_look = committed.proposal.drafter == LOOKUP and committed.verdict.evaluated_count > 0
+        if is_look and self.copying > 2 and committed.accepted_count < committed.draft_count:
+            self.copying = 0
+            return
+        for _ in committed.token_ids:
+            if self.copying and (is_look or dice.random() < kind.copied):
+                self.copying += 1
+            else:
+                self.copying = int(dice.random() < kind.copies)
+
+
+class Simulation:
+    """Devices, a gateway and the sessions on them."""
+
+    def __init__(
+        self,
+        world: World,
+        seed: int = 0,
+        new_planner: Callable[[], Planner] | None = None,
+        *,
+        knows_costs: bool = True,
+        tuning: PolicyTuning = TUNING,
+    ) -> None:
+        """`new_planner` plans for a session; without it the policy does, which knows at first what services measure."""
+        self.world = world
+        self.dice = random.Random(f"{world.name} {seed}")
+        self.policy = SpeculationPolicy(tuning)
+        self.session_us: Counter[Case] = Counter()
+        """Microseconds of rounds by the case of their choice."""
+        target, steps = (
+            self._measured(world.target_us),
+            {law.drafter: self._measured(law.step_us) for law in world.drafters},
+        )
+        if knows_costs:
+            self.policy.costs.begin(target, steps)
+        self.processors = Processors(self, world.sharing)
+        self.target, self.draft = TargetDevice(self), DraftDevice(self)
+        self.stepping: set[SimulatedSession] = set()
+        self.now_us = 0.0
+        self.sessions: list[SimulatedSession] = []
+        self.num_wanted = 0
+        self._num_begun, self._seed = 0, seed
+        self.num_tokens = 0
+        self.rounds: list[tuple[float, SimulatedSession, Round]] = []
+        """All rounds, where they are kept."""
+        self.keeps_rounds = False
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._gateway: deque[tuple[float, Callable[[], None]]] = deque()
+        self._gateway_busy = False
+        self._new_planner = new_planner or self._policy_planner
+        has_draft = any(each.drafter.place is Place.REMOTE for each in world.drafters)
+        self.outlook = DraftOutlook(None if has_draft else FallbackReason.DRAFT_ABSENT)
+
+    def _measured(self, law: CostLaw) -> dict[int, float]:
+        """What a service has measured of its model before it serves."""
+        busy = self.dice.uniform(0.9, 1.1)
+        return {1 << power: law(1 << power) * busy * self.dice.uniform(0.95, 1.05) for power in range(8)}
+
+    @property
+    def tide(self) -> float:
+        """Factor of all rates of acceptance now."""
+        return 1 + self.world.drift * math.sin(2 * math.pi * self.now_us / 10e6)
+
+    def _policy_planner(self) -> Planner:
+        drafters = tuple(each.drafter for each in self.world.drafters) + ((LOOKUP,) if self.world.looks else ())
+        return RoundPlanner(self.policy, None, 1 << 30, MAX_ROWS, Drafting(drafters))
+
+    def after(self, delay_us: float, happen: Callable[[], None]) -> None:
+        """Lets something happen later."""
+        heapq.heappush(self._events, (self.now_us + delay_us, next(self._numbers), happen))
+
+    def gateway_work(self, work_us: float, end: Callable[[], None]) -> None:
+        """Takes the gateway's one thread so long, after what it has to do before."""
+        if not work_us:
+            end()
+            return
+        self._gateway.append((work_us, end))
+        if not self._gateway_busy:
+            self._gateway_next()
+
+    def _gateway_next(self) -> None:
+        if not self._gateway:
+            self._gateway_busy = False
+            return
+        self._gateway_busy = True
+        work_us, end = self._gateway.popleft()
+
+        def done() -> None:
+            end()
+            self._gateway_next()
+
+        self.processors.begin(work_us, GATEWAY_SHARE, done)
+
+    def load(self, num_sessions: int) -> None:
+        """So many sessions are at work from now on; others end with their rounds."""
+        self.num_wanted = num_sessions
+        for session in self.sessions[num_sessions:]:
+            session.ended = True
+        while len(self.sessions) < num_sessions:
+            self._begin()
+
+    def left(self, session: SimulatedSession) -> None:
+        """A session has ended; another one takes its place."""
+        if session in self.sessions:
+            self.sessions.remove(session)
+        if len(self.sessions) < self.num_wanted:
+            self._begin()
+
+    def _begin(self) -> None:
+        kinds = self.world.kinds
+        # The same sessions come in the same order, whatever is chosen for them.
+        self._num_begun += 1
+        dice = random.Random(f"{self.world.name} {self._seed} {self._num_begun}")
+        [kind] = dice.choices(kinds, [each.share for each in kinds])
+        planner = self._new_planner()
+        planner.__enter__()
+        session = SimulatedSession(self, planner, kind, dice.randint(*self.world.lengths), dice.uniform(0.92, 1.05))
+        self.sessions.append(session)
+        self.after(self.dice.uniform(0, 5_000), session.next_round)
+
+    def run(self, seconds: float) -> float:
+        """Lets time pass; returns the tokens of a second."""
+        end_us, before = self.now_us + 1e6 * seconds, self.num_tokens
+        while self._events and self._events[0][0] <= end_us:
+            self.now_us, _, happen = heapq.heappop(self._events)
+            happen()
+        self.now_us = end_us
+        return (self.num_tokens - before) / seconds
+
+    def committed(self, session: SimulatedSession, committed: Round) -> None:
+        """Notes a round."""
+        if isinstance(session.planner, RoundPlanner):
+            self.session_us[session.planner.choice.case] += committed.round_us
+        if self.keeps_rounds:
+            self.rounds.append((self.now_us, session, committed))

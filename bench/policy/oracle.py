@@ -1,0 +1,86 @@
+"""The best of fixed settings in a world: what a policy is compared with that knows all from the first moment."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from bench.policy.devices import Planner, Simulation, World
+from gateway.rounds.planner import DraftOutlook, RoundPlan
+from gateway.rounds.round import LOOKUP, DrafterId, GuessRequest, Place, Round, TokenLog
+from gateway.rounds.tuning import TUNING
+
+COUNTS = (1, 2, 3, 4, 6, 8)
+FLOORS = (0.02, 0.1, 0.25, 0.5, 0.75)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A fixed choice: guesses of a drafter a round, and rows of a lookup that promise more than a floor."""
+
+    drafter: DrafterId | None = None
+    draft_count: int = 0
+    floor: float | None = None
+
+    def __str__(self) -> str:
+        named = "plain" if self.drafter is None else f"{self.drafter.name or 'draft'} {self.draft_count}"
+        return named if self.floor is None else f"{named}, lookup above {self.floor:g}"
+
+
+class FixedPlanner:
+    """Plans every round as a setting says."""
+
+    def __init__(self, setting: Callable[[], Setting]) -> None:
+        """Takes what says the setting of the moment."""
+        self._setting = setting
+
+    def __enter__(self) -> Planner:
+        return self
+
+    def __exit__(self, *_exit: object) -> None:
+        """Ends nothing."""
+
+    def plan(
+        self, log: TokenLog, outstanding: int, draft: DraftOutlook, own: str = "", look: Sequence[float] = ()
+    ) -> RoundPlan:
+        setting, is_first = self._setting(), len(log) == log.prompt_len
+        if setting.floor is not None and not is_first:
+            rows = sum(value > setting.floor for value in look)
+            if rows:
+                return RoundPlan((GuessRequest(LOOKUP, rows),))
+        drafter, number = setting.drafter, setting.draft_count
+        if drafter is None or is_first:
+            return RoundPlan((), TUNING.plain_budget if 2 * outstanding <= TUNING.plain_budget else 0)
+        if drafter.place is Place.HOSTED:
+            budget = TUNING.hosted_budget if 2 * outstanding <= TUNING.hosted_budget else 0
+            return RoundPlan((GuessRequest(drafter, number),), budget)
+        return RoundPlan() if outstanding else RoundPlan((GuessRequest(drafter, number),))
+
+    def observe(self, committed: Round) -> None:
+        """Learns nothing."""
+
+
+def speed(world: World, setting: Setting, num_sessions: int, seconds: float, seed: int = 0) -> float:
+    """Tokens a second of a setting with so many sessions, after a fifth of the time."""
+    simulation = Simulation(world, seed, lambda: FixedPlanner(lambda: setting))
+    simulation.load(num_sessions)
+    simulation.run(seconds / 5)
+    return simulation.run(seconds)
+
+
+def best(world: World, num_sessions: int, seconds: float) -> Setting:
+    """The fastest setting under a load that lasts."""
+    plain = Setting()
+    found = {plain: speed(world, plain, num_sessions, seconds)}
+
+    def look(settings: Sequence[Setting]) -> Setting:
+        for setting in settings:
+            if setting not in found:
+                found[setting] = speed(world, setting, num_sessions, seconds)
+        return max(settings, key=found.__getitem__)
+
+    chains = [Setting(law.drafter, number) for law, number in product(world.drafters, COUNTS)]
+    chosen = look([plain, *chains])
+    if world.looks and any(kind.copies or kind.found for kind in world.kinds):
+        for base in {plain, chosen}:
+            look([Setting(base.drafter, base.draft_count, floor) for floor in FLOORS])
+    return max(found, key=found.__getitem__)

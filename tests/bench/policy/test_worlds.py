@@ -1,0 +1,94 @@
+"""The policy in worlds that are all known: against plain decoding, the best settings, and itself without a part."""
+
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from bench.policy.__main__ import PARTS, Outcome, run_world, speeds, summary
+from bench.policy.devices import Law, Planner, Simulation, TextKind, World
+from bench.policy.oracle import FixedPlanner, Setting, best, speed
+from bench.policy.worlds import HOSTED, TABLES, staircase, table, world
+
+QUICK = (6, 8, 12, 13, 16, 20, 24, 33)
+"""Seeds of worlds of several devices, places and loads that take a second each."""
+
+
+def over_plain(seed: int, part: str = "") -> float:
+    """Tokens of the policy after the first second, over those of plain decoding."""
+    simulated = world(seed)
+    plain = [Setting()] * len(simulated.phases)
+    from_fixed = speeds(Simulation(simulated, 0, plain_planner), plain, [])
+    return speeds(PARTS[part](simulated), plain, []) / from_fixed
+
+
+def plain_planner() -> Planner:
+    """Planner that never asks for guesses."""
+    return FixedPlanner(Setting)
+
+
+@pytest.mark.parametrize("seed", QUICK)
+def test_no_world_is_much_slower_than_plain_decoding(seed: int) -> None:
+    """After its first second."""
+    assert over_plain(seed) >= 0.95
+
+
+def test_what_services_have_measured_is_worth_it() -> None:
+    """Without it much of the first second is lost to finding out what does not pay, so this bench can fail."""
+    tokens = dict.fromkeys(("", "measured"), 0.0)
+    for part in tokens:
+        simulation = PARTS[part](world(13))
+        simulation.load(8)
+        tokens[part] = simulation.run(1)
+    assert tokens["measured"] < 0.9 * tokens[""]
+
+
+@pytest.mark.slow
+def test_regret_is_small() -> None:
+    """Over ten worlds at most three hundredths in the mean."""
+    outcomes = [run_world(seed) for seed in range(10)]
+    assert statistics.mean(each.regret for each in outcomes) <= 0.03
+
+
+def test_a_table_goes_through_its_points() -> None:
+    """In lines between and beyond them; a staircase costs what its stairs do."""
+    law = table(TABLES["135m bfloat16"])
+    assert [law(rows) for rows in (1, 4, 6, 64, 128)] == [13_000, 17_000, 22_500, 195_000, 385_000]
+    assert [staircase(100, 10, 4)(rows) for rows in (1, 4, 5)] == [110, 110, 120]
+
+
+def test_the_oracle_knows_when_guesses_pay() -> None:
+    """Those of a sure drafter on a flat device, and none where each row costs what a token does."""
+    sure = (TextKind(rates=(0.9,)),)
+    flat = World("flat", lambda rows: 5_000, (Law(HOSTED, lambda rows: 100),), sure)
+    steep = World("steep", lambda rows: 5_000 * rows, (Law(HOSTED, lambda rows: 100),), sure)
+    assert best(flat, 4, 1.0) == Setting(HOSTED, 8)
+    assert best(steep, 4, 1.0) == Setting()
+
+
+def test_plain_decoding_makes_a_token_a_session_and_forward() -> None:
+    """By hand: four sessions at 10 ms a forward."""
+    steady = World("steady", lambda rows: 10_000, (), noise=0.0)
+    assert speed(steady, Setting(), 4, 2.0) == pytest.approx(400, rel=0.01)
+
+
+def test_a_copied_passage_is_found_by_a_lookup() -> None:
+    """And makes several tokens of a forward."""
+    copies = World("copies", lambda rows: 10_000, (), (TextKind(copies=0.2, copied=0.95),), noise=0.0)
+    assert speed(copies, Setting(floor=0.1), 1, 4.0) > 1.5 * speed(copies, Setting(), 1, 4.0)
+
+
+def test_processors_that_are_shared_slow_each_other_down() -> None:
+    """A gateway at work beside the target makes both slower."""
+    apart = World("apart", lambda rows: 10_000, (), noise=0.0, round_us=2_000)
+    shared = replace(apart, sharing=1.0)
+    assert speed(shared, Setting(), 4, 2.0) < 0.95 * speed(apart, Setting(), 4, 2.0)
+
+
+def test_a_summary_has_the_worst() -> None:
+    """Mean regret, worlds below plain, and the share of time that was explored."""
+    outcomes = [
+        Outcome("one", 90.0, 100.0, 100.0, 0.02, "1: plain"),
+        Outcome("two", 200.0, 100.0, 200.0, 0.0, "1: draft 4"),
+    ]
+    assert summary(outcomes) == ["5.00%", "5.00%", "1 of 2", "0.900", "1.45", "1.00%"]
