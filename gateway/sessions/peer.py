@@ -63,6 +63,7 @@ MAX_BYTES = {"draft": 2 * FRAME_BYTES, "target": MAX_MESSAGE_BYTES}
 MAX_UNASKED = {"draft": 64.0, "target": math.inf}
 MISFIT_LOOK_S = 5.0  # between two looks at a service that does not fit: at one address another may come
 MAX_NAME_LEN, MAX_OFFERS = 1024, 64  # of a model, and drafters
+MAX_ROW_COSTS = 64  # numbers of rows of which a service says what they cost
 DRAFTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 log = structlog.get_logger()
@@ -380,5 +381,8 @@ def _fault_of(answer: pb.GetModelInfoResponse) -> str:
             return f"its {name} is {getattr(answer, name)}"
     if len(answer.drafter_offers) > MAX_OFFERS:
         return f"it offers {len(answer.drafter_offers)} drafters"
+    num_costs = max(len(each.row_costs) for each in (answer, *answer.drafter_offers))
+    if num_costs > MAX_ROW_COSTS:
+        return f"it says what {num_costs} numbers of rows cost, and {MAX_ROW_COSTS} at most are of use"
     odd = next((offer.name for offer in answer.drafter_offers if not DRAFTER_NAME.fullmatch(offer.name)), None)
     return "" if odd is None else f"it offers a drafter {shown(odd)}"

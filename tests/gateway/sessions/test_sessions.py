@@ -404,6 +404,35 @@ async def test_a_service_of_another_version_does_not_fit() -> None:
         await link.close()
 
 
+class Measured(TargetServicer):
+    """Says what some numbers of rows cost, among them some that cannot be."""
+
+    num_costs = 3
+
+    async def GetModelInfo(  # noqa: N802 - the name is the protocol's
+        self, request: model_pb.GetModelInfoRequest, context: object
+    ) -> model_pb.GetModelInfoResponse:
+        answer = await super().GetModelInfo(request, context)
+        for row_count in range(self.num_costs):
+            answer.row_costs.add(row_count=row_count, compute_us=100 * row_count)
+        return answer
+
+
+async def test_costs_of_rows_are_taken_as_far_as_they_can_be() -> None:
+    """No cost of no rows; and a service that says more of them than are of use does not fit."""
+    target = Measured(model_pb.SERVICE_ROLE_TARGET, MarkovModel())
+    async with serving(target) as address:
+        link = ServicePeer("target", address, accept)
+        assert await link.settled(5)
+        assert link.present().row_costs == {1: 100, 2: 200}
+        await link.close()
+        target.num_costs = 65
+        link = ServicePeer("target", address, accept)
+        assert await link.settled(5)
+        assert "it says what 65 numbers of rows cost, and 64 at most are of use" in str(link.mismatch)
+        await link.close()
+
+
 class Recommending(TargetServicer):
     """Recommends a temperature that no request could have."""
 
