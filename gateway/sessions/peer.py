@@ -381,7 +381,7 @@ def _fault_of(answer: pb.GetModelInfoResponse) -> str:
             return f"its {name} is {getattr(answer, name)}"
     if len(answer.drafter_offers) > MAX_OFFERS:
         return f"it offers {len(answer.drafter_offers)} drafters"
-    num_costs = max(len(each.row_costs) for each in (answer, *answer.drafter_offers))
+    num_costs = max([len(answer.row_costs), *(len(each.row_costs) for each in answer.drafter_offers)])
     if num_costs > MAX_ROW_COSTS:
         return f"it says what {num_costs} numbers of rows cost, and {MAX_ROW_COSTS} at most are of use"
     odd = next((offer.name for offer in answer.drafter_offers if not DRAFTER_NAME.fullmatch(offer.name)), None)
