@@ -16,10 +16,11 @@ import typer
 
 from bench.common import markdown
 from bench.policy.devices import Simulation, World
-from bench.policy.oracle import FixedPlanner, Setting, best
+from bench.policy.oracle import FixedChoice, FixedPlanner, best
 from bench.policy.worlds import world
 from gateway.rounds.choice import Case
 from gateway.rounds.tuning import TUNING
+from outrider.errors import InvalidRequest
 from outrider.model_service.settings import available_cpus
 from outrider.process.options import between, run_app, service_app
 
@@ -52,7 +53,7 @@ class Outcome:
         return self.chosen / self.plain
 
 
-def speeds(simulation: Simulation, settings: Sequence[Setting], now: list[Setting]) -> float:
+def speeds(simulation: Simulation, settings: Sequence[FixedChoice], now: list[FixedChoice]) -> float:
     """Tokens a second of a world from its first second on, where `now` has a setting at a time."""
     tokens = seconds = 0.0
     for setting, (phase_s, num_sessions) in zip(settings, simulation.world.phases, strict=True):
@@ -68,9 +69,9 @@ def speeds(simulation: Simulation, settings: Sequence[Setting], now: list[Settin
     return tokens / seconds
 
 
-def fixed_speed(simulated: World, settings: Sequence[Setting]) -> float:
+def fixed_speed(simulated: World, settings: Sequence[FixedChoice]) -> float:
     """Tokens a second of fixed settings, one for each load."""
-    now: list[Setting] = []
+    now: list[FixedChoice] = []
     return speeds(Simulation(simulated, 0, lambda: FixedPlanner(lambda: now[0])), settings, now)
 
 
@@ -78,7 +79,7 @@ def run_world(seed: int, without: str = "") -> Outcome:
     """Runs the world of a seed, `without` one of PARTS of the policy."""
     simulated = world(seed)
     tops = [best(simulated, num_sessions, phase_s) for phase_s, num_sessions in simulated.phases]
-    plain = [Setting()] * len(tops)
+    plain = [FixedChoice()] * len(tops)
     named = "; ".join(f"{num_sessions}: {top}" for (_, num_sessions), top in zip(simulated.phases, tops, strict=True))
     slow = fixed_speed(simulated, plain)
     fast = slow if tops == plain else max(slow, fixed_speed(simulated, tops))
@@ -119,6 +120,9 @@ def policy(
     without: Annotated[str, typer.Option(help=f"Parts that are left out, by turns: {', '.join(PARTS)[2:]}.")] = "",
 ) -> None:
     """Compares the choice of guesses with the best one and with plain decoding."""
+    unknown = next((part for part in without.split(",") if part not in PARTS), None)
+    if unknown is not None:
+        raise InvalidRequest("--without", unknown, f"of {', '.join(PARTS)[2:]}, with commas between")
     rows = []
     for part in ("", *without.split(",")) if without else ("",):
         with ProcessPoolExecutor(available_cpus()) as pool:

@@ -8,6 +8,7 @@ Where processes share processors, each is the slower the more of the others are 
 import heapq
 import math
 import random
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -154,7 +155,7 @@ class Processors:
 
 
 @dataclass(eq=False)
-class Device:
+class Device(ABC):
     """Takes all who wait into its next step."""
 
     simulation: "Simulation"
@@ -182,9 +183,9 @@ class Device:
         """Whether a step waits for others."""
         return False
 
+    @abstractmethod
     def step(self, batch: list["SimulatedSession"]) -> None:
-        """Makes one, and then calls `ended`."""
-        raise NotImplementedError
+        """Makes a step of these sessions, at whose end it is not busy any more."""
 
     def work(self, alone_us: float, end: Callable[[float], None]) -> None:
         """Takes the device so long, were it alone; `end` is told how long it took."""

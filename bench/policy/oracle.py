@@ -14,7 +14,7 @@ FLOORS = (0.02, 0.1, 0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class FixedChoice:
     """A fixed choice: guesses of a drafter a round, and rows of a lookup that promise more than a floor."""
 
     drafter: DrafterId | None = None
@@ -29,7 +29,7 @@ class Setting:
 class FixedPlanner:
     """Plans every round as a setting says."""
 
-    def __init__(self, setting: Callable[[], Setting]) -> None:
+    def __init__(self, setting: Callable[[], FixedChoice]) -> None:
         """Takes what says the setting of the moment."""
         self._setting = setting
 
@@ -59,7 +59,7 @@ class FixedPlanner:
         """Learns nothing."""
 
 
-def speed(world: World, setting: Setting, num_sessions: int, seconds: float, seed: int = 0) -> float:
+def speed(world: World, setting: FixedChoice, num_sessions: int, seconds: float, seed: int = 0) -> float:
     """Tokens a second of a setting with so many sessions, after a fifth of the time."""
     simulation = Simulation(world, seed, lambda: FixedPlanner(lambda: setting))
     simulation.load(num_sessions)
@@ -67,20 +67,20 @@ def speed(world: World, setting: Setting, num_sessions: int, seconds: float, see
     return simulation.run(seconds)
 
 
-def best(world: World, num_sessions: int, seconds: float) -> Setting:
+def best(world: World, num_sessions: int, seconds: float) -> FixedChoice:
     """The fastest setting under a load that lasts."""
-    plain = Setting()
+    plain = FixedChoice()
     found = {plain: speed(world, plain, num_sessions, seconds)}
 
-    def look(settings: Sequence[Setting]) -> Setting:
+    def look(settings: Sequence[FixedChoice]) -> FixedChoice:
         for setting in settings:
             if setting not in found:
                 found[setting] = speed(world, setting, num_sessions, seconds)
         return max(settings, key=found.__getitem__)
 
-    chains = [Setting(law.drafter, number) for law, number in product(world.drafters, COUNTS)]
+    chains = [FixedChoice(law.drafter, number) for law, number in product(world.drafters, COUNTS)]
     chosen = look([plain, *chains])
     if world.looks and any(kind.copies or kind.found for kind in world.kinds):
         for base in {plain, chosen}:
-            look([Setting(base.drafter, base.draft_count, floor) for floor in FLOORS])
+            look([FixedChoice(base.drafter, base.draft_count, floor) for floor in FLOORS])
     return max(found, key=found.__getitem__)

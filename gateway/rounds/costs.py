@@ -16,7 +16,7 @@ from operator import mul
 
 from gateway.rounds.by_load import ByLoad
 from gateway.rounds.choice import GuessCandidate, LookupCosts
-from gateway.rounds.offers import FLOORS, Offers
+from gateway.rounds.offers import FLOORS, LookupOffers
 from gateway.rounds.plain import PlainCosts
 from gateway.rounds.round import ANY_DRAFT, LOOKUP, DrafterId, GuessRequest, Makes, Place, Proposal, Round
 from gateway.rounds.tuning import PolicyTuning
@@ -81,7 +81,7 @@ class RoundCosts:
         self._rows = Average()  # of the target's forwards
         self._rounds_since_prompt = math.inf
         self.plain = PlainCosts(self.verify_us, tuning)
-        self.offers = Offers(tuning.offer_memory)
+        self.offers = LookupOffers(tuning.offer_memory)
         self.late = ByLoad()  # share of guesses that were to end a stretch and came too late for the next token
 
     def begin(self, target: Mapping[int, float], drafters: Mapping[DrafterId, Mapping[int, float]]) -> None:
@@ -226,17 +226,15 @@ class RoundCosts:
         self.verify_us.add(rows, verdict.compute_us / max(verdict.forward_count, 1))
         # Prompts are paid by the token and not by the round: what waited for one says nothing of rounds.
         self._rounds_since_prompt = 0 if verdict.prompt_row_count else self._rounds_since_prompt + 1
-        if not self._rounds_since_prompt or (verdict.hop.queue_us and self._rounds_since_prompt <= self.load):
-            self._observe_acceptance(committed, session)
-            self.num_rounds += 1
-            return
-        self._rows.add(rows)
-        self.plain.observe(committed, self.load, self.num_rounds, unasked=unasked)
-        if proposal.tree and proposal.drafter != LOOKUP:
-            own_rows = num_drafting * committed.draft_count + max(num_sessions, 1)
-            share = rows * max(num_sessions, 1) / (own_rows * self.load)
-            # What one session finds among others that decode plainly is not what all would find.
-            self._observe_draft(committed, share, unasked=unasked, is_usual=2 * num_drafting >= num_sessions)
+        has_waited = bool(verdict.hop.queue_us) and self._rounds_since_prompt <= self.load
+        if self._rounds_since_prompt and not has_waited:
+            self._rows.add(rows)
+            self.plain.observe(committed, self.load, self.num_rounds, unasked=unasked)
+            if proposal.tree and proposal.drafter != LOOKUP:
+                own_rows = num_drafting * committed.draft_count + max(num_sessions, 1)
+                share = rows * max(num_sessions, 1) / (own_rows * self.load)
+                # What one session finds among others that decode plainly is not what all would find.
+                self._observe_draft(committed, share, unasked=unasked, is_usual=2 * num_drafting >= num_sessions)
         self._observe_acceptance(committed, session)
         self.num_rounds += 1
 

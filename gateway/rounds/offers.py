@@ -15,7 +15,7 @@ class Offer(NamedTuple):
     tokens: float
 
 
-class Offers:
+class LookupOffers:
     """Rows that lookups offer, whether they are taken or not, by the floor under their values; recent ones first."""
 
     def __init__(self, memory: float) -> None:

@@ -128,8 +128,7 @@ class SpeculationPolicy:
         """How many times as fast as plain decoding guesses may be, if what was seen of them was bad luck."""
         if drafter.makes is Makes.TREE or drafter not in self._round_us:
             return 0.0
-        costs, tokens = self._round_us[drafter], self.costs.of(drafter).acceptance.hoped()
-        return max(tokens[count] / us for count, us in costs.items() if count) * costs[0]
+        return _gain(self.costs.of(drafter).acceptance.hoped(), self._round_us[drafter])
 
     def _needs_plain(self, candidates: Sequence[GuessCandidate]) -> bool:
         """Whether guesses look so little faster than plain decoding that this must be seen first."""
@@ -148,9 +147,7 @@ class SpeculationPolicy:
         if costs is None:
             costs = {count: self.costs.round_us(drafter, count) for count in (0, *estimates.counts)}
             self._round_us[drafter] = costs
-            usual = estimates.tokens()
-            gain = max(usual[count] / costs[count] for count in estimates.counts) * costs[0]
-            self._exploration.trials[drafter].judge(gain, self.tuning.worth_changing)
+            self._exploration.trials[drafter].judge(_gain(estimates.tokens(), costs), self.tuning.worth_changing)
         tokens, first_depth = estimates.tokens(own), self.tuning.first_tree[1]
         depths = estimates.depths if drafter.makes is Makes.TREE else dict.fromkeys(estimates.counts, 0)
         return [
@@ -210,3 +207,8 @@ class SpeculationPolicy:
         """The most tokens a microsecond with chains of a drafter, or with its trees where it has made some."""
         kinds = [kind for kind in (drafter._replace(makes=each) for each in Makes) if kind in self.costs.drafters]
         return max(self._best(each, None).speed for each in self._known(kinds) or [drafter])
+
+
+def _gain(tokens: Sequence[float], round_us: Mapping[int, float]) -> float:
+    """How many times as fast as plain decoding the best number of guesses is, by what each brings and costs."""
+    return max(tokens[count] / us for count, us in round_us.items() if count) * round_us[0]

@@ -7,7 +7,7 @@ import pytest
 
 from bench.policy.__main__ import PARTS, Outcome, run_world, speeds, summary
 from bench.policy.devices import Law, Planner, Simulation, TextKind, World
-from bench.policy.oracle import FixedPlanner, Setting, best, speed
+from bench.policy.oracle import FixedChoice, FixedPlanner, best, speed
 from bench.policy.worlds import HOSTED, TABLES, staircase, table, world
 
 QUICK = (6, 8, 12, 13, 16, 20, 24, 33)
@@ -17,14 +17,14 @@ QUICK = (6, 8, 12, 13, 16, 20, 24, 33)
 def over_plain(seed: int, part: str = "") -> float:
     """Tokens of the policy after the first second, over those of plain decoding."""
     simulated = world(seed)
-    plain = [Setting()] * len(simulated.phases)
+    plain = [FixedChoice()] * len(simulated.phases)
     from_fixed = speeds(Simulation(simulated, 0, plain_planner), plain, [])
     return speeds(PARTS[part](simulated), plain, []) / from_fixed
 
 
 def plain_planner() -> Planner:
     """Planner that never asks for guesses."""
-    return FixedPlanner(Setting)
+    return FixedPlanner(FixedChoice)
 
 
 @pytest.mark.parametrize("seed", QUICK)
@@ -62,27 +62,27 @@ def test_the_oracle_knows_when_guesses_pay() -> None:
     sure = (TextKind(rates=(0.9,)),)
     flat = World("flat", lambda rows: 5_000, (Law(HOSTED, lambda rows: 100),), sure)
     steep = World("steep", lambda rows: 5_000 * rows, (Law(HOSTED, lambda rows: 100),), sure)
-    assert best(flat, 4, 1.0) == Setting(HOSTED, 8)
-    assert best(steep, 4, 1.0) == Setting()
+    assert best(flat, 4, 1.0) == FixedChoice(HOSTED, 8)
+    assert best(steep, 4, 1.0) == FixedChoice()
 
 
 def test_plain_decoding_makes_a_token_a_session_and_forward() -> None:
     """By hand: four sessions at 10 ms a forward."""
     steady = World("steady", lambda rows: 10_000, (), noise=0.0)
-    assert speed(steady, Setting(), 4, 2.0) == pytest.approx(400, rel=0.01)
+    assert speed(steady, FixedChoice(), 4, 2.0) == pytest.approx(400, rel=0.01)
 
 
 def test_a_copied_passage_is_found_by_a_lookup() -> None:
     """And makes several tokens of a forward."""
     copies = World("copies", lambda rows: 10_000, (), (TextKind(copies=0.2, copied=0.95),), noise=0.0)
-    assert speed(copies, Setting(floor=0.1), 1, 4.0) > 1.5 * speed(copies, Setting(), 1, 4.0)
+    assert speed(copies, FixedChoice(floor=0.1), 1, 4.0) > 1.5 * speed(copies, FixedChoice(), 1, 4.0)
 
 
 def test_processors_that_are_shared_slow_each_other_down() -> None:
     """A gateway at work beside the target makes both slower."""
     apart = World("apart", lambda rows: 10_000, (), noise=0.0, round_us=2_000)
     shared = replace(apart, sharing=1.0)
-    assert speed(shared, Setting(), 4, 2.0) < 0.95 * speed(apart, Setting(), 4, 2.0)
+    assert speed(shared, FixedChoice(), 4, 2.0) < 0.95 * speed(apart, FixedChoice(), 4, 2.0)
 
 
 def test_a_summary_has_the_worst() -> None:

@@ -3,14 +3,14 @@
 import pytest
 
 from gateway.rounds.costs import RoundCosts
-from gateway.rounds.offers import FLOORS, Offers
+from gateway.rounds.offers import FLOORS, LookupOffers
 from gateway.rounds.round import NOTHING, HopCost, Round, Verdict
 from gateway.rounds.tuning import TUNING
 
 
 def test_offers_are_counted_by_what_is_above_a_floor() -> None:
     """Of four tokens, two of which a guess brought: shares are of tokens, rows and tokens of places."""
-    offers = Offers(1.0)
+    offers = LookupOffers(1.0)
     offers.add((0.9, 0.55), 2)
     offers.add((), 1)
     offers.add((0.35,), 1)

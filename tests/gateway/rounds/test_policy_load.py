@@ -3,7 +3,7 @@
 import pytest
 
 from bench.policy.devices import Law, Simulation, TextKind, World
-from bench.policy.oracle import Setting, speed
+from bench.policy.oracle import FixedChoice, speed
 from gateway.rounds.round import ANY_DRAFT
 
 
@@ -52,7 +52,7 @@ def test_it_is_never_much_slower_than_any_fixed_count(world: World, num_sessions
 
 def fixed_speed(world: World, draft_count: int, num_sessions: int) -> float:
     """Tokens a second of a fixed K."""
-    setting = Setting(ANY_DRAFT, draft_count) if draft_count else Setting()
+    setting = FixedChoice(ANY_DRAFT, draft_count) if draft_count else FixedChoice()
     return speed(world, setting, num_sessions, 3)
 
 
