@@ -241,6 +241,9 @@ class ScriptedGateway(GenerationServiceServicer):
         self, text: str, request: pb.GenerateRequest, context: Call, seed: int = 7
     ) -> AsyncIterator[pb.GenerateResponse]:
         self.metadata.append(dict(context.invocation_metadata() or ()))
+        if text == "wait":
+            # The end of the call, wherever it finds this method: a cancellation may come before "Once" is sent.
+            context.add_done_callback(lambda _: self.cancelled.set())
         if text == "refuse":
             await context.abort_with_status(status_of(InvalidRequest("temperature", -1.0, "at least 0")))
         if text == "lose":
@@ -259,15 +262,9 @@ class ScriptedGateway(GenerationServiceServicer):
             return
         yield said((pb.TOKEN_ORIGIN_PLAIN, "Once"))
         if text == "wait":
-            await self._wait_for_cancellation()
+            await asyncio.Event().wait()
         yield said((pb.TOKEN_ORIGIN_ACCEPTED, " upon"), (pb.TOKEN_ORIGIN_CORRECTION, " a"))
         yield pb.GenerateResponse(completion=completion(seed))
-
-    async def _wait_for_cancellation(self) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.cancelled.set()
 
 
 def said(*tokens: tuple[pb.TokenOrigin.ValueType, str]) -> pb.GenerateResponse:
