@@ -131,7 +131,7 @@ def _compared(table: Table, tuning: PolicyTuning) -> Choice:
         if table.is_probe_due:
             return _asked(best, table, Case.PROBE, tuning)
         return Choice(0, tuning.plain_budget, case=Case.NOT_WORTH)
-    if best.drafter not in table.allowed or best.speed * plain_us[best.drafter] <= 1:
+    if best.drafter not in table.allowed or best.speed * plain_us[best.drafter] <= tuning.worth_keeping:
         return Choice(0, tuning.short_budget, case=Case.PLAIN_FASTER)
     if table.needs_plain or (table.is_ready and table.is_plain_due):
         budget = tuning.short_budget if table.needs_plain else tuning.measured_budget

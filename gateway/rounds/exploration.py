@@ -41,9 +41,13 @@ class Trial:
         if self.allowed < num_sessions and self.rounds_allowed >= 2 * self.allowed:
             self.rounds_allowed, self.allowed = 0, 2 * self.allowed
 
-    def judge(self, gain: float, worth_changing: float) -> None:
-        """Looks whether guesses are worth it, which are so many times as fast; else the next time begins with one."""
-        self.is_worth = gain > (1.0 if self.is_worth else worth_changing)
+    def judge(self, gain: float, tuning: PolicyTuning, *, is_sure: bool = True) -> None:
+        """Looks whether guesses are worth it, which are so many times as fast; else the next time begins with one.
+
+        What is not sure ends nothing.
+        """
+        least = tuning.worth_keeping if self.is_worth else tuning.worth_changing
+        self.is_worth = gain > least or (self.is_worth and not is_sure)
         if not self.is_worth:
             self.allowed, self.rounds_allowed = 1, 0
 

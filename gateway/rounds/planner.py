@@ -157,15 +157,17 @@ class RoundPlanner:
         obstacle = FallbackReason.DRAFT_CONTEXT if past_context else draft.obstacle
         ready = not (is_first or (not own and (outstanding or obstacle)))
         # The room is how deep guesses may lie, and a tree may have more of them.
-        choice = self.choice = self._next or self._choose(min(limit, 1) * self._max_draft_count, ready=ready)
+        choice = self._next or self._choose(min(limit, 1) * self._max_draft_count, ready=ready)
         self._next, self._unasked = None, outstanding > 0
-        if choice.draft_count == 0 or limit == 0:
+        asks = choice.draft_count > 0 and limit > 0
+        if asks and choice.drafter.place is not Place.HOSTED and obstacle is None and (outstanding or is_first):
+            # Choosing waits for the end of the stretch, or for the prompt's own pass.
+            return RoundPlan(fallback_reason=None if is_first else self._plain_plan.fallback_reason)
+        self.choice = choice
+        if not asks:
             return self._plain(choice.plain_budget)
         if choice.drafter.place is Place.HOSTED:
             return self._hosted_plan(choice, limit, is_hosting, is_first)
-        if obstacle is None and (outstanding or is_first):
-            # Choosing waits for the end of the stretch, or for the prompt's own pass.
-            return RoundPlan(fallback_reason=None if is_first else self._plain_plan.fallback_reason)
         return self._draft_plan(choice, log, draft, obstacle, len(look))
 
     def complete(self, plan: RoundPlan, drafted: Proposal, found: Proposal) -> Proposal:

@@ -6,6 +6,7 @@ costs.py for what is compared, choice.py for how, and exploration.py for what is
 One policy serves all requests of a gateway, because they share the machines that it measures.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from gateway.rounds.choice import Choice, GuessCandidate, Table, choose, fastest, lookup_rows, rows_to_verify
@@ -73,7 +74,9 @@ class SpeculationPolicy:
         if unasked and not proposal.tree:
             self._exploration.decoded_plainly(self.costs.round_us(ANY_DRAFT, 0))
         elif is_drafted or proposal.fallback_reason:
-            self._exploration.pay(self.costs.lost_us(committed))
+            is_probe = is_drafted and not self._exploration.trials[proposal.learner].is_worth
+            least_us = self.tuning.probe_loss * committed.round_us if is_probe else -math.inf
+            self._exploration.pay(max(self.costs.lost_us(committed), least_us))
         is_new_load = self.costs.load != load
         self._num_observed += 1
         if is_new_load or self._num_observed >= max(4, self.costs.load):
@@ -132,11 +135,16 @@ class SpeculationPolicy:
 
     def _needs_plain(self, candidates: Sequence[GuessCandidate]) -> bool:
         """Whether guesses look so little faster than plain decoding that this must be seen first."""
-        costs = self.costs
-        if costs.load == 1 or not candidates or costs.plain.is_known(costs.load, costs.num_rounds):
+        if not candidates or self._knows_plain:
             return False
-        gain = max(each.speed for each in candidates) * costs.round_us(ANY_DRAFT, 0)
+        gain = max(each.speed for each in candidates) * self.costs.round_us(ANY_DRAFT, 0)
         return 1.0 < gain < self.tuning.sure_gain
+
+    @property
+    def _knows_plain(self) -> bool:
+        """Whether it was seen what plain decoding costs at this load; alone it is what a forward costs."""
+        costs = self.costs
+        return costs.load == 1 or costs.plain.is_known(costs.load, costs.num_rounds)
 
     def candidates(
         self, drafter: DrafterId, most: int, session: SessionEstimates | None = None
@@ -147,7 +155,8 @@ class SpeculationPolicy:
         if costs is None:
             costs = {count: self.costs.round_us(drafter, count) for count in (0, *estimates.counts)}
             self._round_us[drafter] = costs
-            self._exploration.trials[drafter].judge(_gain(estimates.tokens(), costs), self.tuning.worth_changing)
+            gain = _gain(estimates.tokens(), costs)
+            self._exploration.trials[drafter].judge(gain, self.tuning, is_sure=self._knows_plain)
         tokens, first_depth = estimates.tokens(own), self.tuning.first_tree[1]
         depths = estimates.depths if drafter.makes is Makes.TREE else dict.fromkeys(estimates.counts, 0)
         return [

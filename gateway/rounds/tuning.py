@@ -39,10 +39,12 @@ class PolicyTuning:
     """Rounds of each session for which that is tried."""
     sure_gain: float = 1.25
     """How much faster guesses must look if plain decoding is not to be seen first: costs were measured in passing."""
-    plain_probe_rounds: int = 64
+    plain_probe_rounds: int = 128
     """Speculative rounds between two looks at what plain decoding costs."""
     probe_cost: float = 0.005
     """Share of the time that probes, which look for a faster draft, may cost."""
+    probe_loss: float = 0.5
+    """Share of a probe's rounds that counts as lost at least: so few of all rounds are probes, whatever they cost."""
     probe_tokens: tuple[int, int] = (32, 2048)
     """Plain tokens between two probes: at least so many, and for each session at most."""
     probe_rounds: int = 4
@@ -61,8 +63,10 @@ class PolicyTuning:
     most_asked: int = 8
     """Sessions that try a drafter of which nothing becomes known: it may never guess anything."""
 
-    worth_changing: float = 1.03
+    worth_changing: float = 1.06
     """How much faster guesses must look before sessions that decode plainly begin with them, or they would swing."""
+    worth_keeping: float = 1.02
+    """The same before they end with them: costs are known within some hundredths, and a round's gap is longer."""
     halt_gain: float = 1.1
     """How much faster a lookup must look before a stretch is ended for it: the rest of the stretch is lost."""
 

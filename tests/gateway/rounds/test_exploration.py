@@ -35,7 +35,7 @@ def test_bad_luck_is_told_from_bad_guesses() -> None:
     made = exploration()
     made._costs.begin({1: 1000.0}, {HEAD: {1: 10.0}})
     made._costs.of(HEAD)
-    made.trials[HEAD].judge(0.9, TUNING.worth_changing)
+    made.trials[HEAD].judge(0.9, TUNING)
     first, second = SessionEstimates({}), SessionEstimates({})
     assert made.unknown([HEAD], first, no_hope) is None
     assert made.unknown([HEAD], first, lambda drafter: 1.2) == HEAD
@@ -92,9 +92,22 @@ def test_sessions_begin_to_draft_in_ever_larger_groups() -> None:
         trial.ramp(num_sessions=5, explorer_rounds=4)
         allowed.append(trial.allowed)
     assert allowed == [1, 2, 2, 2, 2, 4, 4, 4, 4, 4, 4, 4, 4, 8]
-    trial.judge(0.99, TUNING.worth_changing)
+    trial.judge(1.01, TUNING)
     assert (trial.is_worth, trial.allowed) == (False, 1)
-    trial.judge(1.02, TUNING.worth_changing)
+    trial.judge(1.05, TUNING)
     assert not trial.is_worth
-    trial.judge(1.04, TUNING.worth_changing)
+    trial.judge(1.07, TUNING)
     assert trial.is_worth
+    trial.judge(1.03, TUNING)
+    assert trial.is_worth
+
+
+def test_guesses_end_only_when_plain_decoding_was_seen() -> None:
+    """What a model of plain decoding says ends nothing, and begins nothing that is not clearly worth it."""
+    trial = Trial()
+    trial.judge(0.9, TUNING, is_sure=False)
+    assert trial.is_worth
+    trial.judge(0.9, TUNING)
+    assert not trial.is_worth
+    trial.judge(1.05, TUNING, is_sure=False)
+    assert not trial.is_worth
