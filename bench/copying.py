@@ -1,6 +1,7 @@
-"""What lookups bring to answers that copy from their prompts, to questions and to stories, in one run. No gate.
+"""What lookups and `auto` bring to answers that copy from their prompts, to questions and to stories. No gate.
 
     python -m bench.copying --address HOST:PORT --corpus TALES.txt [--questions SPEC_BENCH.jsonl] [--turns 10]
+    python -m bench.copying --address HOST:PORT --everyday 60
 
 The copy set is made from the corpus: texts to repeat, to copy with one word replaced, and to quote one paragraph of. A
 gateway with lookups must serve at the address. Each prompt is answered plainly, by lookups alone and by whatever the
@@ -30,16 +31,19 @@ from bench.common import (
     read_timed,
     revision,
     rotated,
+    spread,
 )
 from outrider.cli import options
 from outrider.client import ChatMessage, Client, GenerationOptions, InvalidRequest, Speculation
-from outrider.process.options import grouped, run_app, service_app
+from outrider.process.options import between, grouped, run_app, service_app
 
 TIMEOUT_S = 300.0
 PLAIN, LOOKUP, AUTO, WITHOUT = "plain", "lookup", "auto", "auto without lookup"
 REPEAT, EDIT, EXTRACT = "repeat", "edit", "extract"
 MIN_CHARS, MAX_CHARS = 250, 600  # of a passage
-COLUMNS = ("lookup over plain", "auto over plain", "auto over auto without")
+COLUMNS = ("lookup over plain", "auto over plain", "lowest quarter of it", "auto over auto without")
+# What people ask an assistant, written for this measurement.
+EVERYDAY = tuple(Path(__file__).with_name("everyday.txt").read_text(encoding="utf-8").splitlines())
 NAMES = ("king", "man", "girl", "mother", "house", "bird", "horse", "wood")
 
 
@@ -154,15 +158,18 @@ def render(found: Found) -> str:
 
 
 def _row(kind: str, taken: dict[str, list[Timed]]) -> list[str]:
+    def ratios_of(slow: str, fast: str) -> list[float]:
+        pairs = zip(taken[slow], taken[fast], strict=True) if {slow, fast} <= taken.keys() else ()
+        return [one.token_us / other.token_us for one, other in pairs]
+
     def ratio(slow: str, fast: str) -> str:
-        if fast not in taken or slow not in taken:
-            return ""
-        pairs = zip(taken[slow], taken[fast], strict=True)
-        return interval(one.token_us / other.token_us for one, other in pairs).show(".2f")
+        found = ratios_of(slow, fast)
+        return interval(found).show(".2f") if found else ""
 
     mean = {name: sum(each.tokens_a_round for each in some) / len(some) for name, some in taken.items()}
     plain_ms = interval(each.token_us / 1e3 for each in taken[PLAIN]).show(".2f")
-    ratios = [ratio(PLAIN, LOOKUP), ratio(PLAIN, AUTO), ratio(WITHOUT, AUTO)]
+    lowest = f"{spread(ratios_of(PLAIN, AUTO)).low:.2f}"
+    ratios = [ratio(PLAIN, LOOKUP), ratio(PLAIN, AUTO), lowest, ratio(WITHOUT, AUTO)]
     return [kind, str(len(taken[PLAIN])), plain_ms, *ratios, f"{mean[LOOKUP]:.2f}", f"{mean[AUTO]:.2f}"]
 
 
@@ -179,6 +186,7 @@ def copying(  # noqa: PLR0913, one parameter for each option is how typer declar
     ] = None,
     turns: Annotated[int, typer.Option(help="Prompts of each kind.", min=1)] = 10,
     stories: Annotated[int, typer.Option(help="Openings of stories to go on with.", min=0)] = 0,
+    everyday: Annotated[int, typer.Option(help="Everyday questions to ask.", callback=between(0, len(EVERYDAY)))] = 0,
     tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="Of all answers; their seed is 1.", min=0)] = 0.0,
     has_draft: Annotated[bool, typer.Option("--has-draft", help="There is a draft service beside the lookup.")] = False,
@@ -186,12 +194,13 @@ def copying(  # noqa: PLR0913, one parameter for each option is how typer declar
 ) -> None:
     """Shows what lookups bring to answers that copy from their prompts, to questions and to stories."""
     prompts = [Prompt("story", text, is_chat=False) for text in OPENINGS[:stories]]
+    prompts += [Prompt("everyday", text) for text in EVERYDAY[:everyday]]
     if corpus is not None:
         prompts += copy_set(corpus.read_text(encoding="utf-8").splitlines(), turns)
     if spec_bench is not None:
         prompts += questions(spec_bench, turns)
     if not prompts:
-        raise InvalidRequest("--stories", stories, "more than 0 without --corpus and --questions")
+        raise InvalidRequest("--stories", stories, "more than 0 without --everyday, --corpus and --questions")
     with Client(address, api_key=connection.api_key, tls=connection.tls(address)) as client:
         # The first ones are to warm up: the policy learns what everything costs.
         length = Length(tokens, temperature)
