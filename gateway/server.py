@@ -171,7 +171,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
         undo.pop_all()
     working: dict[str, Callable[[], Awaitable[None]]] = {
         "readiness": partial(server.follow, lambda: backend.target.info is not None),
-        "audit": partial(backend.audit.run, lambda request, target: decode(request, backend, target)),
+        "audit": partial(backend.audit.run, lambda request, target: decode(request, backend, target)[1]),
         "weights": backend.target.tell_left_out,
         "memory": give_back_memory,
     }

@@ -1,14 +1,16 @@
 """Backend of the gateway: the services, the lookup, and the choice of who guesses for a request."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from gateway.generation.audit import ShadowAudit
 from gateway.generation.request import CheckedRequest, Offers
 from gateway.lookup.guesses import LookupGuesses, LookupSources
-from gateway.rounds.planner import Drafting
+from gateway.rounds.choice import Table
+from gateway.rounds.explanation import Outlook, compared, explained
+from gateway.rounds.planner import Drafting, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import LOOKUP, DrafterId, Makes, Place
+from gateway.rounds.round import ANY_DRAFT, LOOKUP, DrafterId, Makes, Place
 from gateway.sessions.draft import DrafterSeat
 from gateway.sessions.peer import ModelInfo
 from gateway.sessions.replicas import Replicas, Targets
@@ -16,6 +18,7 @@ from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.text.tokenizer import Tokenizer
 from outrider.parameters import Rule
 from outrider.process.upkeep import Upkeep
+from outrider.token_tree import TreeShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +64,14 @@ class Backend:
 
     def drafting(self, request: CheckedRequest, target: ModelInfo) -> Drafting:
         """Choice of the drafters that guess for a request, and of what they make."""
-        names, rule, shape = request.drafters, request.spec.acceptance.rule, request.shape
+        rule = request.spec.acceptance.rule
         if request.draft_count == 0:
             return Drafting((), rule=rule)
+        return self._drafting(target, request.drafters, rule, request.shape)
+
+    def _drafting(
+        self, target: ModelInfo, names: Sequence[str] = (), rule: Rule = Rule.MATCH, shape: TreeShape | None = None
+    ) -> Drafting:
         offers, remotes = self.offers(target), [name for name in names if name != LOOKUP.name]
         self._begin_policy(target)
         # Of several that make one proposal none is in the target's process.
@@ -86,6 +94,30 @@ class Backend:
         if self.lookup is not None and (not names or LOOKUP.name in names):
             drafters.append(LOOKUP)
         return Drafting(tuple(drafters), shape, merges=len(names) > 1, rule=rule)
+
+    def outlook(self, limit: int) -> Outlook:
+        """What the policy knows now, and would choose for a session with up to so many guesses that names nothing.
+
+        It is asked of a copy, so that no round is another one because somebody looked.
+        """
+        observed = replace(self, policy=self.policy.copied())
+        policy, target = observed.policy, self.target.info
+        drafting = Drafting(()) if target is None else observed._drafting(target)
+        is_draft_up = self.draft is not None and self.draft.info is not None
+        drafters = tuple(each for each in drafting.drafters if is_draft_up or each.place is not Place.REMOTE)
+        # Where there is none, a lookup stands for none: of it the policy learns nothing before it has found something.
+        planner = RoundPlanner(policy, None, 0, limit, replace(drafting, drafters=drafters or (LOOKUP,)))
+        choice = explained(planner.preview())
+        known = policy.session(*policy.costs.drafters)
+        table = policy.choose(limit, known, ready=False).table
+        load = policy.costs.load
+        return {
+            "acceptance_rate": policy.acceptance_rate,
+            "load": load,
+            "plain_us": policy.costs.round_us(ANY_DRAFT, 0),
+            "row_price": policy.row_price(known) * (load - 1) / load,
+            "choice": {**choice, "drafters": compared(table) if isinstance(table, Table) else []},
+        }
 
     def _begin_policy(self, target: ModelInfo) -> None:
         """Tells the policy what services have measured of their models."""

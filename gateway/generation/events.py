@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from gateway.rounds.choice import Choice
 from gateway.rounds.round import Proposal, Round, TokenOrigin
 from outrider.answer import CompletionFacts, Delta, DrafterFigures, PromptToken, SpeculationFigures
 from outrider.parameters import FinishReason, TokenLogprob
@@ -69,6 +70,8 @@ class RoundEvent:
     elapsed_us: int = 0  # when the tokens were there, since the gateway received the request
     deltas: tuple[Delta, ...] = ()
     """New pieces of the answer, in order; only content unless the request said how its answer is to be read."""
+    choice: Choice | None = None
+    """What its guesses came from; rounds of a stretch come from the same one, and beams from none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

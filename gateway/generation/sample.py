@@ -13,6 +13,7 @@ from gateway.generation.checks import check_request
 from gateway.generation.events import CompletionEvent, Event, GuessFacts, RejectedGuess, RoundEvent, SampleCounts
 from gateway.generation.request import CheckedRequest, GenerationRequest, new_seed
 from gateway.generation.transcript import StopScanner, Transcript
+from gateway.rounds.choice import Choice
 from gateway.rounds.planner import Drafting, RoundPlanner
 from gateway.rounds.round import Place, Round, TokenLog
 from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
@@ -58,7 +59,7 @@ class RequestContext:
         transcript = Transcript(tokenizer.detokenizer(), scanner, tells_guesses, reader, min_tokens)
         counts = SampleCounts()
         async with aclosing(_rounds(request, backend, self.target)) as rounds:
-            async for committed in rounds:
+            async for committed, choice in rounds:
                 elapsed_us = self.elapsed_us
                 yield RoundEvent(
                     tokens=transcript.take(committed),
@@ -69,6 +70,7 @@ class RequestContext:
                     prompt_tokens=await _prompt_tokens(request, tokenizer, committed),
                     rejected=_rejected(tokenizer, committed) if tells_guesses else (),
                     elapsed_us=elapsed_us,
+                    choice=choice,
                 )
                 if transcript.finish_reason is not None:
                     break
@@ -123,13 +125,16 @@ async def prepare(request: GenerationRequest, backend: Backend) -> RequestContex
     return RequestContext(checked, backend, target, started_ns)
 
 
-async def _rounds(request: CheckedRequest, backend: Backend, target: ModelInfo) -> AsyncGenerator[Round, None]:
-    """`decode`, whose errors name the constraint as the client did."""
+async def _rounds(
+    request: CheckedRequest, backend: Backend, target: ModelInfo
+) -> AsyncGenerator[tuple[Round, Choice], None]:
+    """`decode`, each round with the choice that it came from; errors name the constraint as the client did."""
     constraint = request.constraint
-    async with aclosing(decode(request, backend, target)) as rounds:
+    planner, decoded = decode(request, backend, target)
+    async with aclosing(decoded) as rounds:
         try:
             async for committed in rounds:
-                yield committed
+                yield committed, planner.choice
         except GrammarRefused as error:
             raise error if constraint is None else constraint.refused(error) from None
         except NoTokenLeft as error:
@@ -162,9 +167,11 @@ def _rejected(tokenizer: Tokenizer, committed: Round) -> tuple[RejectedGuess, ..
     return tuple(map(RejectedGuess, token_ids, texts, [GuessFacts.of(proposal, row) for row in rows]))
 
 
-def decode(request: CheckedRequest, backend: Backend, target: ModelInfo) -> AsyncGenerator[Round, None]:
-    """The rounds of a checked request, over sessions of its own: on this target or a replica of it, and on the drafts,
-    which read the prompt at once where they will be asked.
+def decode(
+    request: CheckedRequest, backend: Backend, target: ModelInfo
+) -> tuple[RoundPlanner, AsyncGenerator[Round, None]]:
+    """The planner of a checked request and its rounds, over sessions of its own: on this target or a replica of it, and
+    on the drafts, which read the prompt at once where they will be asked.
     """
     drafting = backend.drafting(request, target)
     spec = replace(request.spec, seed=noise_seed(request, drafting), trace_context=telemetry.carrier())
@@ -184,9 +191,8 @@ def decode(request: CheckedRequest, backend: Backend, target: ModelInfo) -> Asyn
         for replicas, seat in backend.drafts_for(request, drafting)
     ]
     lookup = backend.lookup_for(request, drafting, target.max_draft_count)
-    if not sessions:
-        return speculate(log, planner, verifying, AbsentDraftSession(), lookup)
-    return speculate(log, planner, verifying, sessions[0] if len(sessions) == 1 else DraftTeam(sessions), lookup)
+    draft = (sessions[0] if len(sessions) == 1 else DraftTeam(sessions)) if sessions else AbsentDraftSession()
+    return planner, speculate(log, planner, verifying, draft, lookup)
 
 
 def noise_seed(request: CheckedRequest, drafting: Drafting) -> int:

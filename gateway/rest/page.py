@@ -36,6 +36,8 @@ from gateway.rest.figures import Sampling
 from gateway.rest.guard import entrance_of
 from gateway.rest.settings import RestSettings
 from gateway.rest.sse import EventStream, typed
+from gateway.rounds.choice import Choice
+from gateway.rounds.explanation import explained
 from gateway.sessions.replicas import Replicas
 from gateway.text.chat_template import RenderedPrompt
 from outrider.answer import reasoning_of
@@ -97,6 +99,8 @@ class PageRequest(GenerationFields):
     ] = None
     probabilities: bool = False
     """Whether tokens come with the target's log-probability."""
+    explain: bool = False
+    """Whether rounds come with what their number of guesses was chosen from."""
     n: Unserved = None
     use_beam_search: Unserved = None
     return_token_ids: Unserved = None
@@ -142,7 +146,7 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
             logprob_count=logprob_count,
             reading=reading,
         )
-        frames = event_frames(frontend, generation, names, entrance_of(request))
+        frames = event_frames(frontend, generation, names, entrance_of(request), explains=body.explain)
         stream = EventStream(frames, settings.keep_alive_s, settings.client_stall_s)
         await stream.begin(request.receive)
         return stream
@@ -171,13 +175,19 @@ def read_files() -> dict[str, WebFile]:
 
 
 async def event_frames(
-    frontend: Frontend, request: GenerationRequest, names: Mapping[str, str], enter: Entrance | None
+    frontend: Frontend,
+    request: GenerationRequest,
+    names: Mapping[str, str],
+    enter: Entrance | None,
+    *,
+    explains: bool = False,
 ) -> AsyncGenerator[bytes, None]:
     """The events of a request. What is wrong before it has its place is raised, in the route's `names` of fields; what
-    goes wrong later is an event.
+    goes wrong later is an event. With `explains` a round has its choice, unless it is that of the round before.
     """
     started_ns = time.perf_counter_ns()
     is_open = False
+    last: Choice | None = None
     try:
         async with frontend.open([request], enter) as generation:
             target, checked = frontend.backend.target.present(), generation.requests[0]
@@ -196,7 +206,12 @@ async def event_frames(
             yield _frame("opened", opened)
             async for _, event in generation.events:
                 if isinstance(event, RoundEvent):
-                    yield _frame("round", _round_view(event, (time.perf_counter_ns() - started_ns) // 1000))
+                    view = _round_view(event, (time.perf_counter_ns() - started_ns) // 1000)
+                    # The prompt's own pass comes before any choice.
+                    is_first = event.committed is None or event.committed.is_first
+                    if explains and not is_first and event.choice is not None and event.choice is not last:
+                        last, view["choice"] = event.choice, explained(event.choice)
+                    yield _frame("round", view)
                 else:
                     yield _frame("completion", _completion_view(event))
     except OutriderError as error:
@@ -257,11 +272,11 @@ def _completion_view(event: CompletionEvent) -> dict[str, Any]:
 
 
 def status_view(frontend: Frontend, grpc_port: int) -> dict[str, Any]:
-    """State of the services at this moment, and the policy's draft length, from what the gateway knows already."""
-    target, draft, policy = frontend.backend.target, frontend.backend.draft, frontend.backend.policy
-    limit = policy.tuning.chain_counts[-1]
+    """State of the services at this moment, and what the policy knows, from what the gateway knows already."""
+    target, draft = frontend.backend.target, frontend.backend.draft
+    limit = frontend.backend.policy.tuning.tree_counts[-1]
     limit = limit if target.info is None else min(limit, target.info.max_draft_count)
-    has_draft = (draft is not None and draft.info is not None) or bool(target.info and target.info.drafters)
+    outlook = frontend.backend.outlook(limit)
     return {
         "gateway": {
             "up": True,
@@ -281,10 +296,9 @@ def status_view(frontend: Frontend, grpc_port: int) -> dict[str, Any]:
         "target": _service_view(target),
         "draft": _service_view(draft),
         "policy": {
-            # Without "ready" the question leaves the policy as it is.
-            "draft_count": policy.choose(limit if has_draft else 0, ready=False).draft_count,
-            "acceptance_rate": policy.acceptance_rate,
+            "draft_count": outlook["choice"]["draft_count"],
             "max_draft_count": limit,
+            **outlook,
         },
     }
 

@@ -4,12 +4,12 @@ Numbers of guesses are compared by tokens a microsecond; see costs.py. Whatever 
 is known of the other side alive; see exploration.py.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from gateway.rounds.round import ANY_DRAFT, DrafterId, Makes
+from gateway.rounds.round import ANY_DRAFT, LOOKUP, DrafterId, Makes
 from gateway.rounds.tuning import PolicyTuning
 
 
@@ -32,7 +32,7 @@ class GuessCandidate(NamedTuple):
 
 
 class Case(Enum):
-    """Case of a choice, in the order in which they are looked at; see `choose`."""
+    """Case of a choice: first those of `choose`, in its order, then those that no table of drafters decides."""
 
     EXPLORING = 1
     UNKNOWN = 2
@@ -42,6 +42,9 @@ class Case(Enum):
     PLAIN_FASTER = 6
     PLAIN_LOOK = 7
     BEST = 8
+    FIXED = 9
+    NO_ROOM = 10
+    LOOKUP = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class Choice:
     drafter: DrafterId = ANY_DRAFT
     depth: int = 0
     case: Case = Case.BEST
+    table: "Table | LookupTable | None" = field(default=None, compare=False, repr=False)
+    """What it was chosen from, as that was then; explanation.py puts it into words when a user asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +89,6 @@ class Table:
     looks_ahead: frozenset[DrafterId] = frozenset()
     """Drafters whose next tree is larger and deeper than the best one."""
 
-    def __str__(self) -> str:
-        """The candidates, a line each, for people."""
-        return "\n".join(
-            f"{'/'.join(each.drafter)} {each.draft_count:2}: {each.tokens:.2f} tokens, {each.cost_us:.0f} us"
-            for each in self.candidates
-        )
-
 
 def fastest(candidates: Sequence[GuessCandidate]) -> GuessCandidate:
     """The candidate of the most tokens a microsecond; of equal ones that with the most guesses."""
@@ -112,9 +110,10 @@ def choose(table: Table, tuning: PolicyTuning) -> Choice:
     if table.exploring is not None:
         count, depth = tuning.first_tree if table.exploring.makes is Makes.TREE else (tuning.first_guess, 0)
         rounds = tuning.probe_rounds
-        return Choice(min(count, table.most), 0, rounds, table.exploring, depth, Case.EXPLORING)
+        return Choice(min(count, table.most), 0, rounds, table.exploring, depth, Case.EXPLORING, table)
     if not table.candidates:
-        return Choice(0, tuning.short_budget if table.has_drafters else tuning.plain_budget, case=Case.UNKNOWN)
+        budget = tuning.short_budget if table.has_drafters else tuning.plain_budget
+        return Choice(0, budget, case=Case.UNKNOWN, table=table)
     return _compared(table, tuning)
 
 
@@ -130,12 +129,12 @@ def _compared(table: Table, tuning: PolicyTuning) -> Choice:
     if best.drafter not in table.worth:
         if table.is_probe_due:
             return _asked(best, table, Case.PROBE, tuning)
-        return Choice(0, tuning.plain_budget, case=Case.NOT_WORTH)
+        return Choice(0, tuning.plain_budget, case=Case.NOT_WORTH, table=table)
     if best.drafter not in table.allowed or best.speed * plain_us[best.drafter] <= tuning.worth_keeping:
-        return Choice(0, tuning.short_budget, case=Case.PLAIN_FASTER)
+        return Choice(0, tuning.short_budget, case=Case.PLAIN_FASTER, table=table)
     if table.needs_plain or (table.is_ready and table.is_plain_due):
         budget = tuning.short_budget if table.needs_plain else tuning.measured_budget
-        return Choice(0, budget, case=Case.PLAIN_LOOK)
+        return Choice(0, budget, case=Case.PLAIN_LOOK, table=table)
     return _asked(best, table, Case.BEST, tuning)
 
 
@@ -145,7 +144,7 @@ def _asked(candidate: GuessCandidate, table: Table, case: Case, tuning: PolicyTu
     rounds = 1 if case is Case.BEST else tuning.probe_rounds
     if drafter.makes is Makes.TREE and (rounds > 1 or drafter in table.looks_ahead):
         count, depth = min(2 * count, table.most), min(depth + 1, tuning.chain_counts[-1])
-    return Choice(count, rounds=rounds, drafter=drafter, depth=depth, case=case)
+    return Choice(count, rounds=rounds, drafter=drafter, depth=depth, case=case, table=table)
 
 
 class LookupCosts(NamedTuple):
@@ -163,16 +162,38 @@ class LookupCosts(NamedTuple):
     """Chance that the next token has been decided before guesses are there; what was found may still be of use then."""
 
 
+class LookupTable(NamedTuple):
+    """Everything that a lookup's choice depends on: falling values of the rows that were found, and what they cost."""
+
+    values: Sequence[float]
+    costs: LookupCosts
+    gain: float
+    """How many times better they must be than whatever else there is."""
+
+    @property
+    def candidates(self) -> tuple[GuessCandidate, ...]:
+        """Numbers of rows that were compared; their tokens are less by what the other sessions lose."""
+        rounds = enumerate(_lookup_rounds(self.values, self.costs), start=1)
+        return tuple(GuessCandidate(LOOKUP, count, tokens, cost_us) for count, (tokens, cost_us) in rounds)
+
+
+def _lookup_rounds(values: Sequence[float], costs: LookupCosts) -> Iterator[tuple[float, float]]:
+    """Tokens, less what the other sessions lose, and microseconds of a round with one row, with two, and so on."""
+    tokens, late = 0.0, costs.late
+    for value, round_us in zip(values, costs.round_us[1:], strict=True):
+        tokens += value - costs.price
+        kept = (1 - late + late * values[0]) * tokens
+        yield 1 + late + kept, round_us + late * costs.plain_us
+
+
 def lookup_rows(values: Sequence[float], costs: LookupCosts, gain: float) -> int:
     """Number of rows, whose values fall, that are `gain` times better than whatever else there is; 0 for none.
 
     Better is what brings the session the most tokens a microsecond, less what the others lose by its rows meanwhile.
     """
-    best, found, tokens, late = costs.rival * gain, 0, 0.0, costs.late
-    for count, (value, round_us) in enumerate(zip(values, costs.round_us[1:], strict=True), start=1):
-        tokens += value - costs.price
-        kept = (1 - late + late * values[0]) * tokens
-        speed = (1 + late + kept) / (round_us + late * costs.plain_us)
+    best, found = costs.rival * gain, 0
+    for count, (tokens, cost_us) in enumerate(_lookup_rounds(values, costs), start=1):
+        speed = tokens / cost_us
         if speed > best:
             best, found = speed, count
     return found

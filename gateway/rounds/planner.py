@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from gateway.rounds.choice import Choice
+from gateway.rounds.choice import Case, Choice
 from gateway.rounds.merging import cut, merged
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import (
@@ -102,6 +102,7 @@ class RoundPlanner:
         self._max_draft_count = max_draft_count
         self._next: Choice | None = None
         self.choice = Choice(0)
+        """What the last round came from; all rounds of a stretch come from the same."""
         self._plain_plan = RoundPlan()
         self._unasked = False
         self._look: Sequence[float] = ()
@@ -116,8 +117,12 @@ class RoundPlanner:
 
     def expects_draft(self) -> bool:
         """Whether the draft should read the prompt at once, while the target does."""
-        choice = self._choose(self._max_draft_count, ready=False)
+        choice = self.preview()
         return choice.draft_count > 0 and choice.drafter in self._remotes
+
+    def preview(self) -> Choice:
+        """What the first round after the prompt would be, if it were chosen now."""
+        return self._choose(self._max_draft_count, ready=False)
 
     def room(self, log: TokenLog) -> int:
         """Greatest depth of a proposal: the request's last token is the target's alone."""
@@ -133,17 +138,18 @@ class RoundPlanner:
         """
         self._look, self._halts = look, False
         if look and len(log) > log.prompt_len and (outstanding or not self._drafting.merges):
+            # Of a fixed number the draft makes them where there is one, and then the target's own drafter.
+            is_alone = self._remote is None and not self._is_hosting
+            looked: Choice | None = None
             if self._draft_count is None:
                 found = look[: self._max_draft_count]
-                look_count = self._policy.look_count(found, self._session, halts=outstanding > 0)
-            else:
-                # Of a fixed number the draft makes them where there is one, and then the target's own drafter.
-                alone = self._remote is None and not self._is_hosting
-                look_count = min(self._draft_count, len(look), self._max_draft_count) if alone else 0
-            if look_count:
+                looked = self._policy.choose_lookup(found, self._session, halts=outstanding > 0)
+            elif is_alone and (look_count := min(self._draft_count, len(look), self._max_draft_count)):
+                looked = Choice(look_count, drafter=LOOKUP, case=Case.FIXED)
+            if looked is not None:
                 self._next, self._unasked = None, outstanding > 0
-                self._halts, self.choice = outstanding > 0, Choice(look_count, drafter=LOOKUP)
-                return RoundPlan((GuessRequest(LOOKUP, look_count),))
+                self._halts, self.choice = outstanding > 0, looked
+                return RoundPlan((GuessRequest(LOOKUP, looked.draft_count),))
         if 2 * outstanding > self._plain_plan.plain_budget > 0:
             # Nothing is sent in the first half of a stretch, so there is nothing to choose at every token.
             self._unasked = True
@@ -277,4 +283,5 @@ class RoundPlanner:
             self._policy.mark(self._session, is_drafting=self._draft_count > 0)
         # The draft service remains what it is for where there are two devices.
         drafter, *_ = *self._remotes, *(self._hosteds if self._is_hosting else ()), ANY_DRAFT
-        return Choice(self._draft_count, 0 if self._draft_count else self._policy.tuning.plain_budget, drafter=drafter)
+        budget = 0 if self._draft_count else self._policy.tuning.plain_budget
+        return Choice(self._draft_count, budget, drafter=drafter, case=Case.FIXED)

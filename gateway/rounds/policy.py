@@ -8,8 +8,20 @@ One policy serves all requests of a gateway, because they share the machines tha
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Self
 
-from gateway.rounds.choice import Choice, GuessCandidate, Table, choose, fastest, lookup_rows, rows_to_verify
+from gateway.rounds.choice import (
+    Case,
+    Choice,
+    GuessCandidate,
+    LookupTable,
+    Table,
+    choose,
+    fastest,
+    lookup_rows,
+    rows_to_verify,
+)
 from gateway.rounds.costs import RoundCosts, SessionEstimates
 from gateway.rounds.exploration import Exploration
 from gateway.rounds.round import ANY_DRAFT, LOOKUP, DrafterId, Makes, Proposal, Round
@@ -91,7 +103,9 @@ class SpeculationPolicy:
         ends before its turn must not take it from the others.
         """
         most = min(limit, self.tuning.tree_counts[-1])
-        choice = choose(self._table(most, session, is_ready=ready), self.tuning) if most > 0 else Choice(0)
+        choice = Choice(0, case=Case.NO_ROOM)
+        if most > 0:
+            choice = choose(self._table(most, session, is_ready=ready), self.tuning)
         if ready:
             self._exploration.begin(choice, session)
             if session is not None:
@@ -165,25 +179,35 @@ class SpeculationPolicy:
             if count <= most
         ]
 
-    def look_count(self, values: Sequence[float], session: SessionEstimates, *, halts: bool) -> int:
-        """Number of rows of a lookup, whose values fall, that are worth more than whatever else there is; 0 for none.
+    def choose_lookup(self, values: Sequence[float], session: SessionEstimates, *, halts: bool) -> Choice | None:
+        """The rows of a lookup, whose values fall, that are worth more than whatever else there is; None for none.
 
         `halts` says that a stretch of unasked tokens would have to be ended for it.
         """
-        known, most = self._known(session.drafters), self.tuning.tree_counts[-1]
+        known, values = self._known(session.drafters), values[: self.tuning.tree_counts[-1]]
         best = max((self._best(each, session) for each in known), key=lambda each: each.speed, default=None)
+        costs = self.costs.looked_up(len(values), best, self.row_price(session), halts=halts)
+        table = LookupTable(values, costs, self.tuning.halt_gain if halts else 1.0)
+        found = lookup_rows(*table)
+        count = found if self.costs.verify_us.known else min(found, self.tuning.first_guess)
+        return Choice(count, drafter=LOOKUP, case=Case.LOOKUP, table=table) if count else None
+
+    def row_price(self, session: SessionEstimates) -> float:
+        """Price of a row for a lookup, in tokens that all sessions lose; it holds as long as the costs of rounds do."""
         if self._row_price is None:
-            bests = [self._best(each, None) for each in known]
+            bests = [self._best(each, None) for each in self._known(session.drafters)]
             self._row_price = self.costs.row_price(max(bests, key=lambda each: each.speed, default=None))
-        costs = self.costs.looked_up(len(values[:most]), best, self._row_price, halts=halts)
-        found = lookup_rows(values[:most], costs, self.tuning.halt_gain if halts else 1.0)
-        return found if self.costs.verify_us.known else min(found, self.tuning.first_guess)
+        return self._row_price
 
     def cut_count(self, proposal: Proposal) -> int:
         """Number of rows of a tree, the most valuable ones, to be verified, now that its drafter has been paid."""
         gains = self.costs.of(proposal.learner).gains
         correction = 1.0 if gains is None else gains.correction
         return rows_to_verify(proposal.tree.values, correction, lambda count: self.costs.verified_us(proposal, count))
+
+    def copied(self) -> Self:
+        """A copy for an observer: a question also notes costs and what is due, so that asking this one changes it."""
+        return deepcopy(self, {id(each): each for each in (self.tuning, *self._sessions)})
 
     @property
     def acceptance_rate(self) -> float:

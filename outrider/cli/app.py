@@ -12,6 +12,7 @@ from outrider.cli import bench, datastore, options
 from outrider.cli.chat.command import Chat, chatting
 from outrider.cli.convert_head import run_converter
 from outrider.cli.doctor.command import examine_gateway, examine_machine
+from outrider.cli.doctor.policy import show_policy
 from outrider.cli.generate import check_chat, check_request, generation, read_prompt
 from outrider.cli.local_stack import Stack, choose_models
 from outrider.cli.modules import run_module
@@ -25,6 +26,7 @@ from outrider.errors import InvalidRequest, ModelRefused
 from outrider.model_files.generation_defaults import OperatorDefaults
 from outrider.model_files.model_names import embedded_model
 from outrider.model_service.settings import Dtype, available_cpus, check_model
+from outrider.process.children import HOST
 from outrider.process.options import grouped, listed, options_of, refuse_together
 from outrider.process.streams import unfailing
 from outrider.rpc.channels import check_address
@@ -178,8 +180,7 @@ def _stack_alone(models: options.Models, hosted: options.HostedOptions, turn: op
 @grouped
 def doctor(
     *,
-    address: options.GatewayAddress = None,
-    rest_address: options.RestAddress = None,
+    examined: options.ExaminedOptions,
     quick: options.Quick = False,
     as_json: options.JsonReport = False,
     no_draft: options.NoDraft = False,
@@ -188,22 +189,28 @@ def doctor(
     connection: options.ConnectionOptions,
 ) -> None:
     """Checks this machine and a pair of models, or a running gateway, and says what to change."""
+    address, rest_address = examined.address, examined.rest_address
+    here = {"--quick": quick or None, "--no-draft": no_draft or None}
+    if examined.policy:
+        refuse_together("--policy", examined.policy, {"--address": address} | here | options_of(models))
+        place = rest_address or f"{HOST}:{machine.rest_port}"
+        check_address("--rest-address", place)
+        raise typer.Exit(show_policy(place, connection.api_key, connection.tls(place), as_json=as_json))
     tls = connection.tls(address)
     if address is None:
         if rest_address is not None:
             raise InvalidRequest("--rest-address", rest_address, "given with --address")
         not_fetched = ""
         try:
-            examined: Stack | ModelRefused = _stack(
+            stack: Stack | ModelRefused = _stack(
                 models, machine, options.HostedOptions(), has_draft=not no_draft, fetches=False
             )
             if models.target is None:
                 not_fetched = choose_pair(models.pair, fetches=False).reason
         except ModelRefused as error:
             # One of the findings.
-            examined = error
-        raise typer.Exit(examine_machine(examined, not_fetched, connection.api_key, quick=quick, as_json=as_json))
-    here = {"--quick": quick or None, "--no-draft": no_draft or None}
+            stack = error
+        raise typer.Exit(examine_machine(stack, not_fetched, connection.api_key, quick=quick, as_json=as_json))
     refuse_together("--address", address, here | options_of(models))
     check_address("--address", address)
     if rest_address is not None:

@@ -131,12 +131,27 @@ Address = Annotated[
     ),
 ]
 Json = Annotated[bool, _shown("--json", help="Print one JSON object at the end instead of the text.")]
-GatewayAddress = Annotated[
-    Text, typer.Option(help="Gateway to check, instead of this machine.", metavar="HOST:PORT", show_default=False)
-]
-RestAddress = Annotated[
-    Text, typer.Option(help="Where that gateway answers REST, which tells its version.", metavar="HOST:PORT")
-]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExaminedOptions:
+    """Options of a gateway that runs, and is looked at in the place of this machine."""
+
+    address: Annotated[
+        Text, typer.Option(help="Gateway to check, instead of this machine.", metavar="HOST:PORT", show_default=False)
+    ] = None
+    rest_address: Annotated[
+        Text, typer.Option(help="Where that gateway answers REST, which tells its version.", metavar="HOST:PORT")
+    ] = None
+    policy: Annotated[
+        Switch,
+        typer.Option(
+            "--policy",
+            help="Print what a running gateway expects of guesses, and would choose. It is asked at --rest-address, or "
+            "on this machine at --rest-port.",
+            show_default=False,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

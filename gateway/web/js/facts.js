@@ -6,11 +6,13 @@ function rows(run, token) {
   const round = run.rounds[token.round];
   const guessed = token.row !== null;
   const drafter = guessed ? token.drafter : round.drafter;
+  const choice = run.choices[token.round];
   const pass = token.round === 0 ? "the prompt's pass" : `${token.round}, ${round.accepted_count} of ${round.draft_count} guesses kept`;
   const found = [
     ["Token", `${visible(token.text)} (id ${token.token_id})`],
     ["Origin", MEANINGS[token.origin]],
     ["Round", pass],
+    ...(choice === null ? [] : [["Why so many", choice.reason]]),
     ["Position", String(token.position)],
     ["Target probability", probability(token.logprob) ?? "not asked for"],
     ["Draft probability", probability(token.draft_logprob) ?? (token.origin === "accepted" ? "not told" : "none: not its guess")],

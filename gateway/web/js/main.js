@@ -105,7 +105,7 @@ class Page {
     if (this.busy || !at("ask").reportValidity()) return;
     const asked = this.composer.asked(this.view, false);
     if (asked === null) return;
-    const request = { ...asked, ...this.settings.request(), probabilities: true };
+    const request = { ...asked, ...this.settings.request(), probabilities: true, explain: true };
     request.speculation.return_rounds = true;
     this.begin([request]);
     await this.follow(this.lanes[0]);

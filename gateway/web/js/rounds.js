@@ -4,6 +4,7 @@ import { count, guesser, plural, time, visible, why } from "./format.js";
 import { Seen } from "./painter.js";
 import { parts } from "./run.js";
 import { drawTree, made, replaced, signs } from "./trees.js";
+import { whyButton } from "./why.js";
 
 const MOST_ROWS = 400;
 
@@ -47,8 +48,9 @@ export class RoundsView {
 
   row(round) {
     const row = document.createElement("li");
+    const choice = this.run.choices[round.index];
     row.append(
-      made("span", "number", round.index === 0 ? "prompt" : count(round.index)),
+      choice === null ? made("span", "number", round.index === 0 ? "prompt" : count(round.index)) : whyButton(round, choice, row),
       pips(round),
       said(round),
       this.bar(round),

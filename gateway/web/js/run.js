@@ -11,6 +11,7 @@ export class Run {
     this.stopped = false;
     this.tokens = [];
     this.rounds = [];
+    this.choices = [];
     this.events = [];
     this.rest = "";
     this.thought = "";
@@ -68,6 +69,8 @@ export class Run {
     round.index = index;
     round.branches = branches(round);
     this.rounds.push(round);
+    // One that comes without has that of the round before.
+    this.choices.push(round.choice ?? this.choices.at(-1) ?? null);
     this.thought += round.reasoning ?? "";
     if (round.new_numerics_id) this.numericsIds.push(round.new_numerics_id);
     for (const [place, token] of round.tokens.entries()) {

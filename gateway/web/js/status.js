@@ -53,6 +53,7 @@ export class Status {
     else this.service("draft", draft.up, !draft.configured ? "none" : draft.up ? "up" : "away", draft.up ? draft.model : draft.reason);
     const choice = policy.draft_count === 0 ? "0, plain" : plural(policy.draft_count, "guess");
     this.service("policy", null, choice, `of late ${percent(policy.acceptance_rate)} accepted`);
+    this.list.querySelector('[data-service="policy"]').title = policy.choice.reason;
     this.tell(this.warning());
   }
 

@@ -1,6 +1,7 @@
 """The page's files and its own API, without a browser: headers, events in order, and errors that name the field."""
 
 import json
+import pickle
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -198,6 +199,43 @@ async def test_status_tells_who_is_there(stack: MarkovStack, client: httpx.Async
     assert status["gateway"]["running"] == status["gateway"]["waiting"] == 0
     assert stack.gateway.backend.target.peers[0].address not in response.text
     assert response.headers["cache-control"] == "no-store"
+
+
+async def test_status_says_what_the_policy_knows(stack: MarkovStack, client: httpx.AsyncClient) -> None:
+    """Of a new session: the load, the choice with its reason, and every drafter's candidates."""
+    policy = (await client.get("/page/status")).json()["policy"]
+    assert (policy["choice"]["case"], policy["choice"]["drafters"]) == ("exploring", [])
+    for seed in range(8):
+        await events(client, {"prompt": "fox sea", "seed": seed, "max_tokens": 64})
+    policy = (await client.get("/page/status")).json()["policy"]
+    assert (policy["load"], policy["row_price"]) == (1, 0.0)
+    assert policy["plain_us"] > 0
+    assert policy["draft_count"] == policy["choice"]["draft_count"]
+    [drafter] = policy["choice"]["drafters"]
+    assert [each["draft_count"] for each in drafter["candidates"]] == list(range(1, 9))
+
+
+async def test_looking_at_the_status_changes_no_choice(stack: MarkovStack, client: httpx.AsyncClient) -> None:
+    """Before the first request and after some, the policy is bit by bit the same after a look."""
+    for seed in range(3):
+        before = pickle.dumps(stack.gateway.backend.policy)
+        for _ in range(2):
+            assert (await client.get("/page/status")).status_code == 200
+        assert pickle.dumps(stack.gateway.backend.policy) == before
+        await events(client, {"prompt": "fox sea", "seed": seed, "max_tokens": 64})
+
+
+async def test_rounds_are_explained_on_demand(client: httpx.AsyncClient) -> None:
+    """A round has its choice where the page asks, unless it is that of the round before; the prompt's pass has none."""
+    body = {"prompt": "fox sea", "seed": 9, "max_tokens": 64}
+    assert not any("choice" in data for _, data in await events(client, body))
+    found = [data for name, data in await events(client, {**body, "explain": True}) if name == "round"]
+    assert "choice" not in found[0]
+    assert "choice" in found[1]
+    assert all(each["choice"]["reason"].endswith(".") for each in found if "choice" in each)
+    fixed = {**body, "explain": True, "speculation": {"draft_count": 2}}
+    cases = [data["choice"]["case"] for name, data in await events(client, fixed) if "choice" in data]
+    assert set(cases) == {"fixed"}
 
 
 async def test_every_file_has_the_policy_and_a_tag(client: httpx.AsyncClient) -> None:

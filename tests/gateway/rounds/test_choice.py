@@ -91,12 +91,6 @@ def test_trees_that_look_ahead_are_larger_and_deeper() -> None:
     assert probe == Choice(6, rounds=TUNING.probe_rounds, drafter=TREES, depth=4, case=Case.PROBE)
 
 
-def test_a_table_can_be_read() -> None:
-    """A line for each candidate."""
-    lines = str(table(*rows(HEAD, 1.5))).splitlines()
-    assert lines == ["head/hosted/chain  0: 1.00 tokens, 1 us", "head/hosted/chain  1: 3.00 tokens, 2 us"]
-
-
 @pytest.mark.parametrize(
     ("row_us", "price", "rival", "gain", "expected"),
     [

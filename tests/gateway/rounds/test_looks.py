@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from gateway.rounds.choice import fastest
+from gateway.rounds.costs import SessionEstimates
 from gateway.rounds.planner import Drafting, DraftOutlook, RoundPlan, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import (
@@ -93,6 +94,12 @@ class Machine:
         return max(speeds, key=speeds.__getitem__)
 
 
+def num_rows(policy: SpeculationPolicy, values: list[float], session: SessionEstimates) -> int:
+    """Rows of a lookup that a policy chooses."""
+    choice = policy.choose_lookup(values, session, halts=False)
+    return 0 if choice is None else choice.draft_count
+
+
 STAIRCASE = [1000.0 + 10 * row for row in range(6)] + [1900.0 + 10 * row for row in range(12)]
 
 
@@ -103,13 +110,13 @@ def test_an_edge_behind_six_rows_is_found_within_200_rounds(alpha: float) -> Non
     session = machine.policy.session()
     values = [alpha ** (depth + 1) for depth in range(16)]
     for number in range(200):
-        count = machine.policy.look_count(values, session, halts=False)
+        count = num_rows(machine.policy, values, session)
         if count == 0:
             machine.plain(2)
         # Now and then what is found is shorter or longer than what is best.
         machine.look(machine.noise.randint(1, 16) if number % 4 == 0 else count or 1, alpha)
         machine.plain(1)
-    found, best = machine.policy.look_count(values, session, halts=False), machine.best(alpha, 16)
+    found, best = num_rows(machine.policy, values, session), machine.best(alpha, 16)
     tokens = [sum(alpha**depth for depth in range(count + 1)) for count in (found, best)]
     costs = [machine.cost(count + 1) + (machine.asked_us if count else 20) for count in (found, best)]
     assert tokens[0] / costs[0] >= 0.97 * tokens[1] / costs[1]

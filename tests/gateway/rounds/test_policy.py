@@ -1,5 +1,6 @@
 """The choice of K on machines whose costs are known exactly."""
 
+import pickle
 import random
 from dataclasses import dataclass, field
 
@@ -146,3 +147,19 @@ def test_one_outlier_changes_little() -> None:
     machine.message_us = 60_000_000
     machine.round(4)
     assert machine.policy.costs.round_us(ANY_DRAFT, 4) < 1.5 * before
+
+
+def test_an_observed_policy_chooses_what_it_would_have_chosen() -> None:
+    """A copy is asked after every round, as a page does; the choices are those of a policy that is not observed."""
+    alone, watched = Machine(alpha=0.7), Machine(alpha=0.7)
+    for _ in range(120):
+        alone.run(1)
+        watched.run(1)
+        before = pickle.dumps(watched.policy)
+        copy = watched.policy.copied()
+        known = copy.session(*copy.costs.drafters)
+        copy.choose(8, known, ready=False)
+        copy.row_price(known)
+        assert pickle.dumps(watched.policy) == before
+    assert alone.counts == watched.counts
+    assert len(set(alone.counts)) > 1

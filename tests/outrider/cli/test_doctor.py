@@ -4,6 +4,8 @@ import asyncio
 import io
 import json
 import os
+import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -29,7 +31,9 @@ from outrider.cli.doctor.checks import (
     who_answers,
     with_answer,
 )
+from outrider.cli.doctor.policy import policy_of, print_policy
 from outrider.cli.doctor.report import Finding, Report, Status, exit_code, failed, ok, skipped, summary, warning
+from outrider.cli.output import console_for
 from outrider.client import GeneratedToken, Origin, Result, Round, SpeculationFigures
 from outrider.client.events import Sample
 from outrider.process.children import Launch, ServiceFailed, ServiceProcess
@@ -241,6 +245,43 @@ async def test_a_running_gateway_passes(stack: RunningStack) -> None:
         ("self test", Status.OK),
     ]
     assert "Asked 'What is the capital of France?' with its own settings, the model answers" in found[-1].sentence
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_policy_of_a_running_gateway_is_shown(stack: RunningStack) -> None:
+    """Its choice with the reason, and a row for each number of guesses; looking changes nothing of it."""
+    assert stack.gateway is not None
+    for seed in range(3):
+        await stack.client.generate("Once upon a time", max_tokens=48, seed=seed).result()
+    before = pickle.dumps(stack.gateway.backend.policy)
+    found = await policy_of(stack.gateway.rest_address)
+    assert isinstance(found, dict)
+    shown = io.StringIO()
+    print_policy(console_for(shown), found)
+    lines = shown.getvalue().splitlines()
+    assert lines[0].startswith("On the target: 1 session. A token of plain decoding takes ")
+    assert lines[2] == found["choice"]["reason"]
+    counts = [line.split()[0] for line in lines if re.match(r" +[0-9]+ ", line)]
+    assert counts[:8] == [str(count) for count in range(1, 9)]
+    assert pickle.dumps(stack.gateway.backend.policy) == before
+
+
+async def test_a_policy_is_asked_of_gateways_alone(free_port: int) -> None:
+    """Where none answers REST, the exit code says that it is unavailable, and the sentence where it was looked for."""
+    found = await policy_of(f"127.0.0.1:{free_port}")
+    assert isinstance(found, Finding)
+    assert (found.exit_code, str(free_port) in found.sentence) == (69, True)
+
+
+def test_the_policy_of_no_gateway_is_an_error(free_port: int) -> None:
+    """In one sentence on stderr, with nothing on stdout; an option that starts something has no place beside it."""
+    for words, code, said in (
+        (("--rest-port", str(free_port)), 69, f"127.0.0.1:{free_port}"),
+        (("--quick",), 64, "left out with --policy"),
+    ):
+        ran = subprocess.run([*COMMAND, "--policy", *words], capture_output=True, text=True, check=False)
+        assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (code, "", 1)
+        assert said in ran.stderr
 
 
 @pytest.mark.asyncio(loop_scope="module")
