@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gateway.generation.audit import ShadowAudit
+from gateway.generation.policies import Policies
 from gateway.generation.request import CheckedRequest, Offers
 from gateway.lookup.guesses import LookupGuesses, LookupSources
 from gateway.rounds.planner import Drafting
@@ -29,7 +30,7 @@ class Backend:
     tokenizer: Tokenizer
     target: Targets
     drafts: Mapping[str, Replicas]
-    policy: SpeculationPolicy
+    policies: Policies
     draft_deadline: DraftDeadline
     target_timeouts: TargetTimeouts
     audit: ShadowAudit
@@ -44,6 +45,10 @@ class Backend:
     def draft(self) -> Replicas | None:
         """The draft that guesses where none is named; None when none is configured."""
         return next(iter(self.drafts.values()), None)
+
+    def policy(self, target: ModelInfo) -> SpeculationPolicy:
+        """The policy of a target."""
+        return self.policies.of(target, {name: replicas.info for name, replicas in self.drafts.items()})
 
     def offers(self, target: ModelInfo) -> Offers:
         """The drafters that requests may name: remote ones are each draft, and the drafters of the first one."""
@@ -65,7 +70,6 @@ class Backend:
         if request.draft_count == 0:
             return Drafting((), rule=rule)
         offers, remotes = self.offers(target), [name for name in names if name != LOOKUP.name]
-        self._begin_policy(target)
         # Of several that make one proposal none is in the target's process.
         fitting = [name for name in (names or target.drafters) if Place.HOSTED in offers.places(name, rule, shape)]
         hosted = [DrafterId(name, Place.HOSTED) for name in fitting if len(names) < 2]
@@ -73,7 +77,7 @@ class Backend:
             # A draft service that offers the same name may guess as well, where it can do what is asked for.
             remotes = [name for name in remotes if Place.REMOTE in offers.places(name, rule, shape)]
         elif hosted:
-            hosted = [self.policy.pick(hosted)]
+            hosted = [self.policy(target).pick(hosted)]
         drafters = [each._replace(makes=_makes(each.name in target.tree_drafters)) for each in hosted]
         if self.drafts and (remotes or not names):
             # All of them make trees, or else the first draft's own choice does.
@@ -86,15 +90,6 @@ class Backend:
         if self.lookup is not None and (not names or LOOKUP.name in names):
             drafters.append(LOOKUP)
         return Drafting(tuple(drafters), shape, merges=len(names) > 1, rule=rule)
-
-    def _begin_policy(self, target: ModelInfo) -> None:
-        """Tells the policy what services have measured of their models."""
-        measured = {DrafterId(name, Place.HOSTED): costs for name, costs in target.drafter_costs.items()}
-        for name, replicas in self.drafts.items():
-            if replicas.info is not None:
-                measured |= {DrafterId(each): costs for each, costs in replicas.info.drafter_costs.items()}
-                measured[DrafterId(name)] = replicas.info.row_costs
-        self.policy.costs.begin(target.row_costs, measured)
 
     def lookup_for(self, request: CheckedRequest, drafting: Drafting, max_rows: int) -> LookupGuesses:
         """The lookup of a request, whose proposals have at most max_rows rows."""

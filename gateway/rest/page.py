@@ -258,7 +258,7 @@ def _completion_view(event: CompletionEvent) -> dict[str, Any]:
 
 def status_view(frontend: Frontend, grpc_port: int) -> dict[str, Any]:
     """State of the services at this moment, and the policy's draft length, from what the gateway knows already."""
-    target, draft, policy = frontend.backend.target, frontend.backend.draft, frontend.backend.policy
+    target, draft, policy = frontend.backend.target, frontend.backend.draft, frontend.backend.policies.latest
     limit = policy.tuning.chain_counts[-1]
     limit = limit if target.info is None else min(limit, target.info.max_draft_count)
     has_draft = (draft is not None and draft.info is not None) or bool(target.info and target.info.drafters)
