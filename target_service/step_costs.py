@@ -1,70 +1,75 @@
 """Costs of a head's steps by their rows, measured before it serves, so that a gateway knows them from the start.
 
-What is measured are whole proposals, counted as the gateway counts those of rounds: a step's share of the time that its
-sessions are charged, with the draws, and its share of the rows. Most rows of a step have logits that a guess is drawn
-from, and those that only read what was accepted have none; so there are proposals of both kinds.
+What is measured are proposals of several sessions, one row of each in a step, and counted is what the gateway counts of
+those in rounds: the time that a session is charged, draws included, and the rows, both by step.
 """
 
+import secrets
 import time
-from itertools import product
 from typing import Any
 
 import torch
 
 from outrider.drafters.drafter import Drafter, GuessLimits, HostedSession, guess
-from outrider.engine.batching import Feed
-from outrider.engine.runner import ForwardCounts, ModelRunner
+from outrider.engine.cache import BLOCK_SIZE
+from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 from outrider.parameters import SamplingParameters, SessionSpec
+from outrider.token_tree import EMPTY
 
 BUDGET_S = 0.2
 """Time within which proposals are made: a gateway learns of more rows while it serves."""
-NUM_SESSIONS = (1, 2, 4, 8, 16, 32)
-READ_COUNTS = (3, 1)
-"""Tokens that a session reads before it guesses: its last one and two more that were accepted, or just that one."""
-DRAFT_COUNT = 4
-TURNS = 2
-"""Proposals of each kind, of which the faster counts: what else runs makes some slower, and none faster."""
+MOST_SESSIONS = 32
+SHARED_BLOCKS = 8
+"""Blocks of text before the guesses: attention to it is a part of a step, and reading it once is enough."""
+DRAFT_COUNT = 2
+TURNS = 3
+"""Proposals of each number of sessions, of which the middle one counts, as of the first ones while serving."""
 
 
 def measure_steps(
     head: Drafter[Any], target: ModelRunner, sampling: SamplingParameters, budget_s: float = BUDGET_S
 ) -> dict[int, int]:
-    """Microseconds of a step of a head by its rows, as far as they fit its cache and the time.
+    """Microseconds of a step of a head by its rows: 1, 2, 4 and so on, as far as they fit its cache and the time.
 
-    Runs on the calling thread, before the target serves. Leaves no session, and forwards that are not counted.
+    Runs on the calling thread, before the target serves. Leaves no session, and nothing that another one could find.
     """
     found: dict[int, int] = {}
     if head.runner is None:
         # Its guesses are rows of the target's own forwards.
         return found
     torch.set_num_threads(target.torch_threads)
-    token_ids = tuple((101 * number) % target.vocabulary_size for number in range(max(READ_COUNTS)))
-    sources = {count: target.open(token_ids[:count], 1) for count in READ_COUNTS}
+    pool, context_len = head.runner.pool, min(target.context_len, head.runner.context_len)
+    num_shared = min(SHARED_BLOCKS, context_len // (2 * BLOCK_SIZE), target.pool.num_blocks // 2, pool.num_blocks // 4)
+    most = min(MOST_SESSIONS, pool.num_blocks // (num_shared + 1))
+    source = target.open([0] * (num_shared * BLOCK_SIZE + 1), 1)
+    salt, num_sessions, spent_s = secrets.token_bytes(32), 1, 0.0
     try:
-        # What a head reads is there, and both have touched their weights for the first time.
-        target.forward([*map(Feed, sources.values())])
-        target.finish()
-        _step(head, sources[1], sampling, 1)
-        began_s = kind_s = time.perf_counter()
-        for num_sessions, read_count in product(NUM_SESSIONS, READ_COUNTS):
-            now_s = time.perf_counter()
-            # One kind takes about twice as long as the last but one.
-            is_late = now_s + 2 * (now_s - kind_s) > began_s + budget_s
-            if is_late or num_sessions > head.runner.pool.num_blocks:
-                break
-            kind_s = now_s
-            us, rows = min(_step(head, sources[read_count], sampling, num_sessions) for _ in range(TURNS))
-            if rows:
-                found[rows] = us
+        source.reserve()
+        # What lies there makes no difference to what a step costs, as long as it is numbers.
+        slots = torch.from_numpy(source.table.slots(0, len(source))).to(target.device)
+        for kept in (target.cache.features, *target.cache.keys, *target.cache.values):
+            kept[slots] = 0
+        source.advance(len(source) - 1, EMPTY)
+        # Reads the text, which is shared from then on, and touches all weights for the first time.
+        _step(head, source, salt, sampling, 1)
+        end_s = time.perf_counter() + budget_s
+        # Twice as many take up to twice as long.
+        while num_sessions <= most and time.perf_counter() + 2 * spent_s < end_s:
+            started_s = time.perf_counter()
+            turns = sorted(_step(head, source, salt, sampling, num_sessions) for _ in range(TURNS))
+            step_us, num_rows = turns[TURNS // 2]
+            if num_rows:
+                found[num_rows] = step_us
+            num_sessions, spent_s = 2 * num_sessions, time.perf_counter() - started_s
     finally:
-        for session in sources.values():
-            session.free()
-        target.forward_counts = ForwardCounts()
+        source.free()
     return found
 
 
-def _step(head: Drafter[Any], source: Session, sampling: SamplingParameters, num_sessions: int) -> tuple[int, int]:
+def _step(
+    head: Drafter[Any], source: Session, salt: bytes, sampling: SamplingParameters, num_sessions: int
+) -> tuple[int, int]:
     """Microseconds and rows of a step of so many sessions that guess after the target's; 0 where there is no guess."""
     spec = SessionSpec(
         token_ids=tuple(source.token_ids),
@@ -75,7 +80,7 @@ def _step(head: Drafter[Any], source: Session, sampling: SamplingParameters, num
         eos_token_ids=frozenset(),
         stop_token_ids=frozenset(),
     )
-    hosted = [HostedSession.of(head, spec, None, None) for _ in range(num_sessions)]
+    hosted = [HostedSession.of(head, spec, None, salt) for _ in range(num_sessions)]
     for each in hosted:
         each.propose(source, GuessLimits(DRAFT_COUNT))
     guess(hosted, [each.part for each in hosted])

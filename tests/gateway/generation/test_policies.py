@@ -18,7 +18,7 @@ REMOTE = DrafterId("draft")
 
 
 def learn(policy: SpeculationPolicy, compute_us: int, numerics_id: str, count: int = 100) -> None:
-    """Tells a policy of plain tokens whose forwards took so long."""
+    """Lets a policy learn from plain tokens, with forwards that took so long."""
     verdict = Verdict(5, (), 1, None, 0, compute_us, 1, 1, 1, hop=HopCost(), numerics_id=numerics_id)
     for _ in range(count):
         policy.observe(Round(NOTHING, verdict, (1,), (), compute_us), unasked=True)
@@ -65,7 +65,7 @@ def test_the_same_target_started_again_is_known() -> None:
     assert again.costs.verify_us.at(1) == pytest.approx(8000, rel=0.02)
 
 
-def test_a_draft_that_comes_later_is_told_of() -> None:
+def test_measurements_of_a_draft_that_comes_later_are_known() -> None:
     """Whichever target is there."""
     policies = Policies()
     assert not policies.of(FAST, {REMOTE.name: None}).costs.is_known(REMOTE)
@@ -74,7 +74,7 @@ def test_a_draft_that_comes_later_is_told_of() -> None:
 
 
 def test_few_targets_are_remembered() -> None:
-    """Those that were there last."""
+    """The ones that were there last."""
     policies = Policies()
     first = policies.of(FAST, {})
     for number in range(MOST_POLICIES):

@@ -23,14 +23,14 @@ PATIENT_S = 600.0
 
 @pytest.fixture
 def target(folder: Path) -> ModelRunner:
-    return ModelRunner.load(str(folder), dtype="float32", kv_tokens=4096)
+    return ModelRunner.load(str(folder), dtype="float32", kv_tokens=8192)
 
 
 def test_steps_of_a_feature_head_are_measured_by_their_rows(target: ModelRunner) -> None:
-    """One row of each session, and half as many more where accepted tokens are read; nothing stays."""
+    """One row of each session; nothing stays."""
     head = host_head(target, random_head(target), "")
     found = measure_steps(head, target, SamplingParameters(), PATIENT_S)
-    assert sorted(found) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48]
+    assert list(found) == [1, 2, 4, 8, 16, 32]
     assert all(us >= 1 for us in found.values())
     assert target.forward_counts.num_rows == 0
     check_empty(target.pool)
@@ -51,10 +51,10 @@ def medusa(folder: Path) -> tuple[Path, Path]:
 def test_steps_of_other_heads_are_measured_too(tmp_path: Path, write: Callable[[Path], tuple[Path, Path]]) -> None:
     """Of a chain of heads, and of an adapter with the target's lower layers below it."""
     model, folder = write(tmp_path)
-    target = ModelRunner.load(str(model), dtype="float32", kv_tokens=4096)
+    target = ModelRunner.load(str(model), dtype="float32", kv_tokens=8192)
     head = load_head(target, str(folder), "float32")
     found = measure_steps(head, target, SamplingParameters(), PATIENT_S)
-    assert {1, 2, 4, 8, 16, 32} <= found.keys()
+    assert list(found) == [1, 2, 4, 8, 16, 32]
     check_empty(target.pool)
 
 
@@ -63,4 +63,4 @@ def test_it_ends_where_cache_or_time_do(folder: Path, target: ModelRunner) -> No
     assert measure_steps(host_head(target, random_head(target), ""), target, SamplingParameters(), 0.0) == {}
     small = ModelRunner.load(str(folder), dtype="float32", kv_tokens=64)
     found = measure_steps(host_head(small, random_head(small), ""), small, SamplingParameters(), PATIENT_S)
-    assert max(found) == 6
+    assert max(found) == 2
