@@ -28,8 +28,11 @@ class Policies:
     def of(self, target: ModelInfo, drafts: Mapping[str, ModelInfo | None]) -> SpeculationPolicy:
         """The policy of a target, which knows what that and the drafts have measured of their models."""
         identity = target.model_hash, target.numerics_id
-        self.latest, told = self._known.pop(identity, None) or (self._new_policy(target.numerics_id), [])
-        instances = [target.instance_id, *(info and info.instance_id for info in drafts.values())]
+        instances = [None if info is None else info.instance_id for info in (target, *drafts.values())]
+        if identity in self._known:
+            self.latest, told = self._known.pop(identity)
+        else:
+            self.latest, told = self._new_policy(target.numerics_id), []
         if told != instances:
             self.latest.costs.begin(target.row_costs, _measured(target, drafts))
         # Last, as the one that was asked for last.
