@@ -250,7 +250,7 @@ class Watched:
             refusals.add_metric([surface], count)
         yield refusals
         meaning = "K: draft tokens a round that the policy would ask for."
-        yield GaugeMetricFamily(PREFIX + "current_draft_tokens", meaning, backend.policy.best_count)
+        yield GaugeMetricFamily(PREFIX + "current_draft_tokens", meaning, backend.policies.latest.best_count)
         memories = backend.lookup.memories if backend.lookup is not None else None
         meaning = "Bytes of what finished requests said, to look guesses up in."
         yield GaugeMetricFamily(PREFIX + "lookup_memory_bytes", meaning, memories.num_bytes if memories else 0)

@@ -19,6 +19,7 @@ from gateway.generation.admission import Admission
 from gateway.generation.audit import ShadowAudit
 from gateway.generation.backend import Backend
 from gateway.generation.frontend import Frontend, ModelNames
+from gateway.generation.policies import Policies
 from gateway.generation.sample import decode
 from gateway.grpc.keys import KeyInterceptor, accounts_of
 from gateway.grpc.servicer import generation_service
@@ -30,7 +31,6 @@ from gateway.metrics import GatewayMetrics
 from gateway.rest.app import build_app
 from gateway.rest.server import RunningRest, serve_rest
 from gateway.rest.settings import RestSettings
-from gateway.rounds.policy import SpeculationPolicy
 from gateway.sessions.peer import ModelInfo, ServicePeer
 from gateway.sessions.replicas import Replicas, Targets
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
@@ -221,7 +221,7 @@ def _backend(
         tokenizer=tokenizer,
         target=target,
         drafts=drafts,
-        policy=SpeculationPolicy(),
+        policies=Policies(),
         draft_deadline=DraftDeadline(settings.draft_deadline_min_s, settings.draft_deadline_max_s),
         target_timeouts=TargetTimeouts(
             stall_s=settings.target_stall_seconds, rebuild_budget_s=settings.rebuild_budget_seconds

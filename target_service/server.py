@@ -25,10 +25,12 @@ from outrider.model_service.leases import LeaseTable
 from outrider.model_service.outbox import Outboxes
 from outrider.model_service.server import LoadedModel, RunningModelService, describe, load_model_aside, serve_model
 from outrider.model_service.settings import MAX_THREADS, Listen, ModelServiceSettings, check_model
+from outrider.parameters import SamplingParameters
 from outrider.process.options import Setting, within
 from target_service.servicer import TargetServicer
 from target_service.sessions import TargetSessions
 from target_service.states import UNACKNOWLEDGED_WINDOW, TargetState
+from target_service.step_costs import measure_steps
 from target_service.verifier import TargetTask, Verifier
 
 log = structlog.get_logger()
@@ -71,9 +73,10 @@ async def start(settings: TargetSettings) -> RunningModelService:
     if settings.lookahead:
         drafters.append(ProbeDrafter(model.runner, LOOKAHEAD, Lookahead))
     if settings.head:
-        drafters.append(
-            await asyncio.to_thread(load_head, model.runner, settings.head, settings.dtype, settings.draft_threads)
-        )
+        head = await asyncio.to_thread(load_head, model.runner, settings.head, settings.dtype, settings.draft_threads)
+        drafters.append(head)
+        sampling = model.recommended.defaults.under(SamplingParameters())
+        hosted_costs[head.name] = await asyncio.to_thread(measure_steps, head, model.runner, sampling)
     if settings.draft_model:
         draft = await load_model_aside(replace(settings, model=settings.draft_model, threads=settings.draft_threads))
         difference = model.vocabulary.difference(draft.vocabulary)
@@ -111,7 +114,7 @@ async def start_with(
 ) -> RunningModelService:
     """Serves models that are loaded already, some of them as drafters in this process; the settings' are not.
 
-    `hosted_costs` are microseconds of the forwards of such models by their rows, where they were measured.
+    `hosted_costs` are microseconds of the steps of such models by their rows, where they were measured.
     """
     # What a draft's files recommend is not used.
     for fault in model.recommended.faults:

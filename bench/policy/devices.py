@@ -503,7 +503,7 @@ class Simulation:
         """`new_planner` plans for a session; without it the policy does, which knows at first what services measure."""
         self.world = world
         self.dice = random.Random(f"{world.name} {seed}")
-        self.policy = SpeculationPolicy(tuning)
+        self.policy = SpeculationPolicy(tuning=tuning)
         self.session_us: Counter[Case] = Counter()
         """Microseconds of rounds by the case of their choice."""
         target, steps = (

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gateway.generation.audit import ShadowAudit
+from gateway.generation.policies import Policies
 from gateway.generation.request import CheckedRequest, Offers
 from gateway.lookup.guesses import LookupGuesses, LookupSources
 from gateway.rounds.choice import Table
@@ -32,7 +33,7 @@ class Backend:
     tokenizer: Tokenizer
     target: Targets
     drafts: Mapping[str, Replicas]
-    policy: SpeculationPolicy
+    policies: Policies
     draft_deadline: DraftDeadline
     target_timeouts: TargetTimeouts
     audit: ShadowAudit
@@ -47,6 +48,10 @@ class Backend:
     def draft(self) -> Replicas | None:
         """The draft that guesses where none is named; None when none is configured."""
         return next(iter(self.drafts.values()), None)
+
+    def policy(self, target: ModelInfo) -> SpeculationPolicy:
+        """The policy of a target."""
+        return self.policies.of(target, {name: replicas.info for name, replicas in self.drafts.items()})
 
     def offers(self, target: ModelInfo) -> Offers:
         """The drafters that requests may name: remote ones are each draft, and the drafters of the first one."""
@@ -67,13 +72,17 @@ class Backend:
         rule = request.spec.acceptance.rule
         if request.draft_count == 0:
             return Drafting((), rule=rule)
-        return self._drafting(target, request.drafters, rule, request.shape)
+        return self._drafting(target, self.policy(target), request.drafters, rule, request.shape)
 
     def _drafting(
-        self, target: ModelInfo, names: Sequence[str] = (), rule: Rule = Rule.MATCH, shape: TreeShape | None = None
+        self,
+        target: ModelInfo,
+        policy: SpeculationPolicy,
+        names: Sequence[str] = (),
+        rule: Rule = Rule.MATCH,
+        shape: TreeShape | None = None,
     ) -> Drafting:
         offers, remotes = self.offers(target), [name for name in names if name != LOOKUP.name]
-        self._begin_policy(target)
         # Of several that make one proposal none is in the target's process.
         fitting = [name for name in (names or target.drafters) if Place.HOSTED in offers.places(name, rule, shape)]
         hosted = [DrafterId(name, Place.HOSTED) for name in fitting if len(names) < 2]
@@ -81,7 +90,7 @@ class Backend:
             # A draft service that offers the same name may guess as well, where it can do what is asked for.
             remotes = [name for name in remotes if Place.REMOTE in offers.places(name, rule, shape)]
         elif hosted:
-            hosted = [self.policy.pick(hosted)]
+            hosted = [policy.pick(hosted)]
         drafters = [each._replace(makes=_makes(each.name in target.tree_drafters)) for each in hosted]
         if self.drafts and (remotes or not names):
             # All of them make trees, or else the first draft's own choice does.
@@ -100,9 +109,9 @@ class Backend:
 
         It is asked of a copy, so that no round is another one because somebody looked.
         """
-        observed = replace(self, policy=self.policy.copied())
-        policy, target = observed.policy, self.target.info
-        drafting = Drafting(()) if target is None else observed._drafting(target)
+        target = self.target.info
+        policy = (self.policies.latest if target is None else self.policy(target)).copied()
+        drafting = Drafting(()) if target is None else self._drafting(target, policy)
         is_draft_up = self.draft is not None and self.draft.info is not None
         drafters = tuple(each for each in drafting.drafters if is_draft_up or each.place is not Place.REMOTE)
         # Where there is none, a lookup stands for none: of it the policy learns nothing before it has found something.
@@ -118,15 +127,6 @@ class Backend:
             "row_price": policy.row_price(known) * (load - 1) / load,
             "choice": {**choice, "drafters": compared(table) if isinstance(table, Table) else []},
         }
-
-    def _begin_policy(self, target: ModelInfo) -> None:
-        """Tells the policy what services have measured of their models."""
-        measured = {DrafterId(name, Place.HOSTED): costs for name, costs in target.drafter_costs.items()}
-        for name, replicas in self.drafts.items():
-            if replicas.info is not None:
-                measured |= {DrafterId(each): costs for each, costs in replicas.info.drafter_costs.items()}
-                measured[DrafterId(name)] = replicas.info.row_costs
-        self.policy.costs.begin(target.row_costs, measured)
 
     def lookup_for(self, request: CheckedRequest, drafting: Drafting, max_rows: int) -> LookupGuesses:
         """The lookup of a request, whose proposals have at most max_rows rows."""

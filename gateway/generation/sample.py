@@ -176,7 +176,7 @@ def decode(
     drafting = backend.drafting(request, target)
     spec = replace(request.spec, seed=noise_seed(request, drafting), trace_context=telemetry.carrier())
     log, session_id = TokenLog(spec.token_ids), secrets.token_bytes(16)
-    planner = RoundPlanner(backend.policy, request.draft_count, spec.max_len, target.max_draft_count, drafting)
+    planner = RoundPlanner(backend.policy(target), request.draft_count, spec.max_len, target.max_draft_count, drafting)
     timeouts, model_hash = backend.target_timeouts, target.model_hash
     hosted = drafting.at(Place.HOSTED)
     verifying = RemoteTargetSession(

@@ -274,7 +274,7 @@ def _completion_view(event: CompletionEvent) -> dict[str, Any]:
 def status_view(frontend: Frontend, grpc_port: int) -> dict[str, Any]:
     """State of the services at this moment, and what the policy knows, from what the gateway knows already."""
     target, draft = frontend.backend.target, frontend.backend.draft
-    limit = frontend.backend.policy.tuning.tree_counts[-1]
+    limit = frontend.backend.policies.latest.tuning.tree_counts[-1]
     limit = limit if target.info is None else min(limit, target.info.max_draft_count)
     outlook = frontend.backend.outlook(limit)
     return {

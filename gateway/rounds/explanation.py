@@ -18,7 +18,7 @@ REASONS = {
     Case.OTHER: "It is the turn of a drafter that was not the fastest, because that may have changed.",
     Case.PROBE: "Guesses were not worth their cost, and it is time to look whether they are now.",
     Case.NOT_WORTH: "Guesses are not worth their cost at this load, so tokens are decoded plainly in long stretches.",
-    Case.PLAIN_FASTER: "Of this session's own guesses too few are kept for any number of them to be clearly faster than plain decoding.",
+    Case.PLAIN_FASTER: "Of this session's own guesses too few are kept to be clearly faster than plain decoding.",
     Case.PLAIN_LOOK: "It is time to look what plain decoding costs, because guesses are measured by that.",
     Case.BEST: "No other number of guesses is expected to make as many tokens a second.",
     Case.FIXED: "The request itself names the number of guesses.",

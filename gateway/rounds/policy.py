@@ -3,7 +3,7 @@
 The best K has the most tokens a microsecond when all sessions take it, which is the goodput of the whole device; see
 costs.py for what is compared, choice.py for how, and exploration.py for what is tried beside it.
 
-One policy serves all requests of a gateway, because they share the machines that it measures.
+One policy serves all requests of a gateway to a target, because they share the machines that it measures.
 """
 
 import math
@@ -32,8 +32,10 @@ from outrider.estimates.acceptance import AcceptanceRates
 class SpeculationPolicy:
     """Learns from every round of the gateway; `choose` answers for one round of one session."""
 
-    def __init__(self, tuning: PolicyTuning = TUNING) -> None:
+    def __init__(self, numerics_id: str = "", tuning: PolicyTuning = TUNING) -> None:
+        """With numerics, rounds of a target of others, to which a session has moved, teach nothing."""
         self.tuning = tuning
+        self._numerics_id = numerics_id
         self.costs = RoundCosts(tuning)
         self._exploration = Exploration(self.costs, tuning)
         self._sessions: dict[SessionEstimates, None] = {}
@@ -76,6 +78,8 @@ class SpeculationPolicy:
 
     def observe(self, committed: Round, session: SessionEstimates | None = None, *, unasked: bool) -> None:
         """Learns from a round that is not a session's first one; unasked ones came without a message from here."""
+        if self._numerics_id and self._numerics_id != committed.verdict.numerics_id:
+            return
         load, proposal, num_sessions = self.costs.load, committed.proposal, len(self._sessions)
         self.costs.observe(
             committed, session, unasked=unasked, num_sessions=num_sessions, num_drafting=self._num_drafting

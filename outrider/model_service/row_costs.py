@@ -18,7 +18,7 @@ TURNS = 3
 def measure_rows(runner: ModelRunner, budget_s: float = BUDGET_S) -> dict[int, int]:
     """Microseconds of a forward by its rows: 1, 2, 4 and so on, as far as they fit the model and the time.
 
-    Runs on the calling thread, before any other forward. Leaves no session, and forwards that are not counted.
+    Runs on the calling thread, before the model serves. Leaves no session, and forwards that are not counted.
     """
     torch.set_num_threads(runner.torch_threads)
     found: dict[int, int] = {}

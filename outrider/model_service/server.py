@@ -58,7 +58,7 @@ class LoadedModel:
     """Microseconds of a forward by its rows; empty where that was not measured."""
 
     async def measured(self) -> "LoadedModel":
-        """The model with the costs of its forwards, of which it must not have made any."""
+        """The model with the costs of its forwards, before it serves."""
         return replace(self, row_costs=await asyncio.to_thread(measure_rows, self.runner))
 
     def set_threads(self) -> None:

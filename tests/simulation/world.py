@@ -29,6 +29,7 @@ from gateway.generation.admission import Admission
 from gateway.generation.audit import ShadowAudit
 from gateway.generation.backend import Backend
 from gateway.generation.frontend import Frontend
+from gateway.generation.policies import Policies
 from gateway.grpc.servicer import generation_service
 from gateway.metrics import GatewayMetrics
 from gateway.rounds.choice import Choice
@@ -186,7 +187,8 @@ class World:
         target, drafts = Targets([link("target", each) for each in TARGETS]), {"": Replicas([link("draft", DRAFT)])}
         timeouts = TargetTimeouts(rebuild_budget_s=BUDGET_S)
         audit = ShadowAudit(0.0, CollectorRegistry())
-        backend = Backend(models().tokenizer, target, drafts, self._policy, DraftDeadline(), timeouts, audit)
+        policies = Policies(lambda numerics_id: self._policy)
+        backend = Backend(models().tokenizer, target, drafts, policies, DraftDeadline(), timeouts, audit)
         server = Server(self._loop, GATEWAY, wrap=self._with_await_points)
         metrics = GatewayMetrics(CollectorRegistry())
         door = Frontend(backend, Admission(64, 64), metrics, ChatTemplate(), "model")

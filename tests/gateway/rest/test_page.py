@@ -218,10 +218,10 @@ async def test_status_says_what_the_policy_knows(stack: MarkovStack, client: htt
 async def test_looking_at_the_status_changes_no_choice(stack: MarkovStack, client: httpx.AsyncClient) -> None:
     """Before the first request and after some, the policy is bit by bit the same after a look."""
     for seed in range(3):
-        before = pickle.dumps(stack.gateway.backend.policy)
+        before = pickle.dumps(stack.gateway.backend.policies.latest)
         for _ in range(2):
             assert (await client.get("/page/status")).status_code == 200
-        assert pickle.dumps(stack.gateway.backend.policy) == before
+        assert pickle.dumps(stack.gateway.backend.policies.latest) == before
         await events(client, {"prompt": "fox sea", "seed": seed, "max_tokens": 64})
 
 

@@ -50,7 +50,7 @@ async def test_a_name_that_both_services_offer_is_two_drafters(monkeypatch: pyte
         listed = await stack.generate(**REQUEST, draft_count=3, drafters=["last", "lookup"])
         chosen = await stack.generate(**REQUEST, draft_count=None, drafter="last")
         assert stack.gateway is not None
-        learnt = {each.place for each in stack.gateway.backend.policy.costs.drafters if each.name == "last"}
+        learnt = {each.place for each in stack.gateway.backend.policies.latest.costs.drafters if each.name == "last"}
         assert learnt == {Place.REMOTE, Place.HOSTED}
         await stack.stop_draft()
         draft = stack.gateway.backend.draft

@@ -253,7 +253,7 @@ async def test_the_policy_of_a_running_gateway_is_shown(stack: RunningStack) -> 
     assert stack.gateway is not None
     for seed in range(3):
         await stack.client.generate("Once upon a time", max_tokens=48, seed=seed).result()
-    before = pickle.dumps(stack.gateway.backend.policy)
+    before = pickle.dumps(stack.gateway.backend.policies.latest)
     found = await policy_of(stack.gateway.rest_address)
     assert isinstance(found, dict)
     shown = io.StringIO()
@@ -263,7 +263,7 @@ async def test_the_policy_of_a_running_gateway_is_shown(stack: RunningStack) -> 
     assert lines[2] == found["choice"]["reason"]
     counts = [line.split()[0] for line in lines if re.match(r" +[0-9]+ ", line)]
     assert counts[:8] == [str(count) for count in range(1, 9)]
-    assert pickle.dumps(stack.gateway.backend.policy) == before
+    assert pickle.dumps(stack.gateway.backend.policies.latest) == before
 
 
 async def test_a_policy_is_asked_of_gateways_alone(free_port: int) -> None:

@@ -281,6 +281,7 @@ async def test_a_service_says_what_its_head_is_and_holds(tmp_path: Path) -> None
         assert (offer.name, offer.model_name, len(offer.model_hash)) == ("medusa", "medusa", 32)
         assert offer.weight_bytes == 4 * sum(tensor.numel() for tensor in load_file(head / HEAD_FILES[0]).values())
         assert offer.block_count == offer.free_block_count == info.block_count
+        assert offer.row_costs
         assert running.metrics is not None
         answer = await asyncio.to_thread(urllib.request.urlopen, f"http://{running.metrics.address}/metrics")
         found = families(answer.read().decode())["outrider_drafter_kv_blocks_free"].samples
