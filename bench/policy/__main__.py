@@ -15,7 +15,9 @@ from typing import Annotated
 import typer
 
 from bench.common import markdown
+from bench.load.summary import percentile
 from bench.policy.devices import Simulation, World
+from bench.policy.former import files_of, former_simulation
 from bench.policy.oracle import FixedChoice, FixedPlanner, best
 from bench.policy.worlds import world
 from gateway.rounds.choice import Case
@@ -40,8 +42,10 @@ class Outcome:
     plain: float
     best: float
     explored: float
-    """Share of the sessions' time in rounds that were to find something out."""
+    """Share of the sessions' time in rounds that were to find something out; 0 where that is not known."""
     settings: str
+    gap: float = 1.0
+    """The time between two messages of a session that 99 of 100 do not exceed, over that of plain decoding."""
 
     @property
     def regret(self) -> float:
@@ -63,31 +67,38 @@ def speeds(simulation: Simulation, settings: Sequence[FixedChoice], now: list[Fi
         if not seconds:
             simulation.run(FIRST_S)
             simulation.session_us.clear()
+            simulation.gaps_us.clear()
             left_s -= FIRST_S
         tokens += left_s * simulation.run(left_s)
         seconds += left_s
     return tokens / seconds
 
 
-def fixed_speed(simulated: World, settings: Sequence[FixedChoice]) -> float:
-    """Tokens a second of fixed settings, one for each load."""
+def fixed_speed(simulated: World, settings: Sequence[FixedChoice]) -> tuple[float, float]:
+    """Tokens a second of fixed settings, one for each load, and their p99 gap."""
     now: list[FixedChoice] = []
-    return speeds(Simulation(simulated, 0, lambda: FixedPlanner(lambda: now[0])), settings, now)
+    simulation = Simulation(simulated, 0, lambda: FixedPlanner(lambda: now[0]))
+    return speeds(simulation, settings, now), percentile(simulation.gaps_us, 0.99)
 
 
-def run_world(seed: int, without: str = "") -> Outcome:
-    """Runs the world of a seed, `without` one of PARTS of the policy."""
-    simulated = world(seed)
+def run_world(
+    number: int, makers: Sequence[Callable[[World], Simulation]], made: Callable[[int], World] = world
+) -> list[Outcome]:
+    """Runs the world that is made of a number with each of these choices."""
+    simulated = made(number)
     tops = [best(simulated, num_sessions, phase_s) for phase_s, num_sessions in simulated.phases]
     plain = [FixedChoice()] * len(tops)
     named = "; ".join(f"{num_sessions}: {top}" for (_, num_sessions), top in zip(simulated.phases, tops, strict=True))
-    slow = fixed_speed(simulated, plain)
-    fast = slow if tops == plain else max(slow, fixed_speed(simulated, tops))
-    simulation = PARTS[without](simulated)
-    chosen = speeds(simulation, plain, [])
-    times = simulation.session_us
-    explored = sum(times[case] for case in EXPLORING) / max(sum(times.values()), 1.0)
-    return Outcome(simulated.name, chosen, slow, fast, explored, named)
+    slow, slow_gap_us = fixed_speed(simulated, plain)
+    fast = slow if tops == plain else max(slow, fixed_speed(simulated, tops)[0])
+    outcomes = []
+    for maker in makers:
+        simulation = maker(simulated)
+        chosen, times = speeds(simulation, plain, []), simulation.session_us
+        explored = sum(times[case] for case in EXPLORING) / max(sum(times.values()), 1.0)
+        gap = percentile(simulation.gaps_us, 0.99) / slow_gap_us
+        outcomes.append(Outcome(simulated.name, chosen, slow, fast, explored, named, gap))
+    return outcomes
 
 
 PARTS: dict[str, Callable[[World], Simulation]] = {
@@ -101,15 +112,18 @@ plain decoding first."""
 
 
 def summary(outcomes: Sequence[Outcome]) -> list[str]:
-    """Figures of all worlds: mean and median regret, worlds below plain, the worst one, and time explored."""
+    """Figures of all worlds: regret, worlds below plain and the worst one, time explored, mean and worst p99 gap."""
     regrets = [each.regret for each in outcomes]
+    explored = statistics.mean(each.explored for each in outcomes)
     return [
         f"{statistics.mean(regrets):.2%}",
         f"{statistics.median(regrets):.2%}",
         f"{sum(each.over_plain < 0.95 for each in outcomes)} of {len(outcomes)}",
         f"{min(each.over_plain for each in outcomes):.3f}",
         f"{statistics.mean(each.over_plain for each in outcomes):.2f}",
-        f"{statistics.mean(each.explored for each in outcomes):.2%}",
+        f"{explored:.2%}" if explored else "-",
+        f"{statistics.mean(each.gap for each in outcomes):.2f}",
+        f"{max(each.gap for each in outcomes):.2f}",
     ]
 
 
@@ -118,22 +132,29 @@ def policy(
     worlds: Annotated[int, typer.Option(help="Worlds to run.", callback=between(1, 1_000_000))] = 100,
     first: Annotated[int, typer.Option(help="Seed of the first world.", callback=between(0, 1_000_000))] = 0,
     without: Annotated[str, typer.Option(help=f"Parts that are left out, by turns: {', '.join(PARTS)[2:]}.")] = "",
+    old: Annotated[str, typer.Option(help="A commit whose choice is run beside this one.", metavar="COMMIT")] = "",
 ) -> None:
     """Compares the choice of guesses with the best one and with plain decoding."""
     unknown = next((part for part in without.split(",") if part not in PARTS), None)
     if unknown is not None:
         raise InvalidRequest("--without", unknown, f"of {', '.join(PARTS)[2:]}, with commas between")
+    makers = {"whole": PARTS[""]}
+    makers |= {f"without {part}": PARTS[part] for part in without.split(",") if part}
+    if old:
+        files_of(old)
+        makers[old] = partial(former_simulation, old)
+    with ProcessPoolExecutor(available_cpus()) as pool:
+        seeds = range(first, first + worlds)
+        found = list(pool.map(partial(run_world, makers=tuple(makers.values())), seeds, chunksize=1))
     rows = []
-    for part in ("", *without.split(",")) if without else ("",):
-        with ProcessPoolExecutor(available_cpus()) as pool:
-            seeds = range(first, first + worlds)
-            outcomes = list(pool.map(partial(run_world, without=part), seeds, chunksize=1))
-        rows.append([part or "nothing", *summary(outcomes)])
+    for name, outcomes in zip(makers, zip(*found, strict=True), strict=True):
+        rows.append([name, *summary(outcomes)])
         for each in sorted(outcomes, key=lambda each: each.over_plain)[:WORST_SHOWN]:
             note = f"{each.over_plain:.3f} of plain, regret {each.regret:.1%}: {each.name} | {each.settings}"
-            sys.stderr.write(note + "\n")
-    columns = ("mean regret", "median", "below 0.95 of plain", "worst over plain", "mean over plain", "explored")
-    print(f"SIMULATED: worlds {first} to {first + worlds - 1}.\n\n{markdown(('without', *columns), rows)}")
+            sys.stderr.write(f"{name}: {note}\n")
+    columns = ["choice", "mean regret", "median", "below 0.95 of plain", "worst over plain", "mean over plain"]
+    columns += ["explored", "mean p99 gap over plain", "worst"]
+    print(f"SIMULATED: worlds {first} to {first + worlds - 1}.\n\n{markdown(columns, rows)}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from target_service.gathering import Gathering
 
 PROMPT_LEN = 8
 LOOK_AGAIN_US = 100.0
-MAX_ROWS = 32
+MAX_ROWS, MAX_LEN = 32, 1 << 30
 GATEWAY_SHARE = 0.5
 """Share of the processors that a gateway's one thread takes."""
 
@@ -93,13 +93,18 @@ class World:
     """Share by which rates of acceptance go up and down, within ten seconds."""
     noise: float = 0.03
     """Share by which a step takes more or less."""
-    lengths: tuple[int, int] = (1 << 30, 1 << 30)
+    lengths: tuple[int, int] = (MAX_LEN, MAX_LEN)
     """Shortest and longest answers."""
     prompt_rows: int = 1
     phases: tuple[tuple[float, int], ...] = ((5.0, 1),)
     """Seconds, and sessions that are at work during them."""
     looks: bool = True
     """Whether a lookup may guess."""
+
+    @property
+    def may_guess(self) -> tuple[DrafterId, ...]:
+        """Drafters and lookups that may guess."""
+        return (*(law.drafter for law in self.drafters), *((LOOKUP,) if self.looks else ()))
 
 
 @dataclass(eq=False)
@@ -270,7 +275,7 @@ class SimulatedSession:
     def __init__(self, simulation: "Simulation", planner: Planner, kind: TextKind, length: int, jitter: float) -> None:
         self.simulation, self.planner, self.kind = simulation, planner, kind
         self.log = TokenLog((1,) * PROMPT_LEN, lambda: int(simulation.now_us * 1000))
-        self.max_len = min(PROMPT_LEN + length, 1 << 30)
+        self.max_len = min(PROMPT_LEN + length, MAX_LEN)
         self.jitter = jitter
         self.inbox: deque[Verdict] = deque()
         self.awaits = False
@@ -499,19 +504,23 @@ class Simulation:
         *,
         knows_costs: bool = True,
         tuning: PolicyTuning = TUNING,
+        policy: type[SpeculationPolicy] = SpeculationPolicy,
     ) -> None:
         """`new_planner` plans for a session; without it the policy does, which knows at first what services measure."""
         self.world = world
         self.dice = random.Random(f"{world.name} {seed}")
-        self.policy = SpeculationPolicy(tuning)
+        self.policy = policy(tuning)
         self.session_us: Counter[Case] = Counter()
         """Microseconds of rounds by the case of their choice."""
-        target, steps = (
+        self.gaps_us: list[int] = []
+        """Times between two messages with tokens, as the reader of a stream sees them."""
+        self.measured = (
             self._measured(world.target_us),
             {law.drafter: self._measured(law.step_us) for law in world.drafters},
         )
+        """What services have measured before they serve: the target, and steps of drafters."""
         if knows_costs:
-            self.policy.costs.begin(target, steps)
+            self.policy.costs.begin(*self.measured)
         self.processors = Processors(self, world.sharing)
         self.target, self.draft = TargetDevice(self), DraftDevice(self)
         self.stepping: set[SimulatedSession] = set()
@@ -542,8 +551,7 @@ class Simulation:
         return 1 + self.world.drift * math.sin(2 * math.pi * self.now_us / 10e6)
 
     def _policy_planner(self) -> Planner:
-        drafters = tuple(each.drafter for each in self.world.drafters) + ((LOOKUP,) if self.world.looks else ())
-        return RoundPlanner(self.policy, None, 1 << 30, MAX_ROWS, Drafting(drafters))
+        return RoundPlanner(self.policy, None, MAX_LEN, MAX_ROWS, Drafting(self.world.may_guess))
 
     def after(self, delay_us: float, happen: Callable[[], None]) -> None:
         """Lets something happen later."""
@@ -609,6 +617,8 @@ class Simulation:
 
     def committed(self, session: SimulatedSession, committed: Round) -> None:
         """Notes a round."""
+        if not committed.is_first:
+            self.gaps_us.append(committed.gap_us)
         if isinstance(session.planner, RoundPlanner):
             self.session_us[session.planner.choice.case] += committed.round_us
         if self.keeps_rounds:

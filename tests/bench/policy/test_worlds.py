@@ -46,7 +46,7 @@ def test_what_services_have_measured_is_worth_it() -> None:
 @pytest.mark.slow
 def test_regret_is_small() -> None:
     """Over five worlds at most three hundredths in the mean."""
-    outcomes = [run_world(seed) for seed in range(5)]
+    outcomes = [run_world(seed, [Simulation])[0] for seed in range(5)]
     assert statistics.mean(each.regret for each in outcomes) <= 0.03
 
 
@@ -86,9 +86,18 @@ def test_processors_that_are_shared_slow_each_other_down() -> None:
 
 
 def test_a_summary_has_the_worst() -> None:
-    """Mean regret, worlds below plain, and the share of time that was explored."""
+    """Mean regret, worlds below plain, the share of time that was explored, and gaps."""
     outcomes = [
         Outcome("one", 90.0, 100.0, 100.0, 0.02, "1: plain"),
-        Outcome("two", 200.0, 100.0, 200.0, 0.0, "1: draft 4"),
+        Outcome("two", 200.0, 100.0, 200.0, 0.0, "1: draft 4", 2.0),
     ]
-    assert summary(outcomes) == ["5.00%", "5.00%", "1 of 2", "0.900", "1.45", "1.00%"]
+    assert summary(outcomes) == ["5.00%", "5.00%", "1 of 2", "0.900", "1.45", "1.00%", "1.50", "2.00"]
+
+
+def test_gaps_are_those_between_messages() -> None:
+    """Plain decoding at 10 ms a forward has one token each 10 ms, and none between."""
+    steady = World("steady", lambda rows: 10_000, (), noise=0.0)
+    simulation = Simulation(steady, 0, plain_planner)
+    simulation.load(1)
+    simulation.run(2.0)
+    assert statistics.median(simulation.gaps_us) == pytest.approx(10_000, rel=0.01)
