@@ -6,22 +6,24 @@ which is the oracle. All figures are of a simulation, of everything after a worl
 
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from bench.common import markdown
+from bench.common import markdown, parse_numbers, writable
 from bench.load.summary import percentile
 from bench.policy.devices import Simulation, World
 from bench.policy.former import files_of, former_simulation
+from bench.policy.jump import draw
 from bench.policy.oracle import FixedChoice, FixedPlanner, best
-from bench.policy.worlds import world
+from bench.policy.parts import PARTS
+from bench.policy.worlds import h100, world
 from gateway.rounds.choice import Case
-from gateway.rounds.tuning import TUNING
 from outrider.errors import InvalidRequest
 from outrider.model_service.settings import available_cpus
 from outrider.process.options import between, run_app, service_app
@@ -101,16 +103,6 @@ def run_world(
     return outcomes
 
 
-PARTS: dict[str, Callable[[World], Simulation]] = {
-    "": Simulation,
-    "measured": partial(Simulation, knows_costs=False),
-    "doubt": partial(Simulation, tuning=replace(TUNING, least_tests=0)),
-    "plain": partial(Simulation, tuning=replace(TUNING, sure_gain=0.0)),
-}
-"""The policy whole, and without what services have measured, without tests of what may be bad luck, and without seeing
-plain decoding first."""
-
-
 def summary(outcomes: Sequence[Outcome]) -> list[str]:
     """Figures of all worlds: regret, worlds below plain and the worst one, time explored, mean and worst p99 gap."""
     regrets = [each.regret for each in outcomes]
@@ -127,34 +119,75 @@ def summary(outcomes: Sequence[Outcome]) -> list[str]:
     ]
 
 
+def run_all(
+    numbers: Sequence[int], makers: Mapping[str, Callable[[World], Simulation]], made: Callable[[int], World]
+) -> dict[str, Sequence[Outcome]]:
+    """Outcomes of worlds that are made of numbers, by choice."""
+    with ProcessPoolExecutor(available_cpus()) as pool:
+        found = list(pool.map(partial(run_world, makers=tuple(makers.values()), made=made), numbers, chunksize=1))
+    return dict(zip(makers, zip(*found, strict=True), strict=True))
+
+
+def seeded(found: Mapping[str, Sequence[Outcome]]) -> str:
+    """A line for each choice, of all worlds together; the worst ones are written to standard error."""
+    for name, outcomes in found.items():
+        for each in sorted(outcomes, key=lambda each: each.over_plain)[:WORST_SHOWN]:
+            note = f"{each.over_plain:.3f} of plain, regret {each.regret:.1%}: {each.name} | {each.settings}"
+            sys.stderr.write(f"{name}: {note}\n")
+    columns = ["choice", "mean regret", "median", "below 0.95 of plain", "worst over plain", "mean over plain"]
+    columns += ["explored", "mean p99 gap over plain", "worst"]
+    return markdown(columns, [[name, *summary(outcomes)] for name, outcomes in found.items()])
+
+
+def by_streams(found: Mapping[str, Sequence[Outcome]]) -> str:
+    """A line for each number of streams and choice."""
+    columns = ("streams", "choice", "plain, tokens/s", "over plain", "best over plain", "best", "p99 gap over plain")
+    rows = []
+    for outcomes in zip(*found.values(), strict=True):
+        for name, each in zip(found, outcomes, strict=True):
+            streams, _, best = each.settings.partition(": ")
+            figures = (f"{each.plain:.0f}", f"{each.over_plain:.2f}", f"{each.best / each.plain:.2f}")
+            rows.append([streams, name, *figures, best, f"{each.gap:.2f}"])
+    return markdown(columns, rows)
+
+
 @app.command()
 def policy(
     worlds: Annotated[int, typer.Option(help="Worlds to run.", callback=between(1, 1_000_000))] = 100,
     first: Annotated[int, typer.Option(help="Seed of the first world.", callback=between(0, 1_000_000))] = 0,
     without: Annotated[str, typer.Option(help=f"Parts that are left out, by turns: {', '.join(PARTS)[2:]}.")] = "",
     old: Annotated[str, typer.Option(help="A commit whose choice is run beside this one.", metavar="COMMIT")] = "",
+    streams: Annotated[
+        str, typer.Option(help="Instead of seeds: an 8B model on an H100 with so many sessions.", metavar="N,...")
+    ] = "",
+    gateway_us: Annotated[
+        float, typer.Option(help="Of --streams: the gateway's time a round.", callback=between(0, 10_000))
+    ] = 230.0,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Instead of seeds: a jump of the load as SVG.", metavar="FILE", callback=writable),
+    ] = None,
 ) -> None:
     """Compares the choice of guesses with the best one and with plain decoding."""
     unknown = next((part for part in without.split(",") if part not in PARTS), None)
     if unknown is not None:
         raise InvalidRequest("--without", unknown, f"of {', '.join(PARTS)[2:]}, with commas between")
-    makers = {"whole": PARTS[""]}
-    makers |= {f"without {part}": PARTS[part] for part in without.split(",") if part}
+    makers = {"whole": PARTS[""]} | {f"without {part}": PARTS[part] for part in without.split(",") if part}
     if old:
         files_of(old)
         makers[old] = partial(former_simulation, old)
-    with ProcessPoolExecutor(available_cpus()) as pool:
-        seeds = range(first, first + worlds)
-        found = list(pool.map(partial(run_world, makers=tuple(makers.values())), seeds, chunksize=1))
-    rows = []
-    for name, outcomes in zip(makers, zip(*found, strict=True), strict=True):
-        rows.append([name, *summary(outcomes)])
-        for each in sorted(outcomes, key=lambda each: each.over_plain)[:WORST_SHOWN]:
-            note = f"{each.over_plain:.3f} of plain, regret {each.regret:.1%}: {each.name} | {each.settings}"
-            sys.stderr.write(f"{name}: {note}\n")
-    columns = ["choice", "mean regret", "median", "below 0.95 of plain", "worst over plain", "mean over plain"]
-    columns += ["explored", "mean p99 gap over plain", "worst"]
-    print(f"SIMULATED: worlds {first} to {first + worlds - 1}.\n\n{markdown(columns, rows)}")
+    if plot is not None:
+        picture, lines = draw()
+        plot.write_text(picture, encoding="utf-8")
+        print("\n".join(("SIMULATED", *lines)))
+        return
+    if streams:
+        loads = parse_numbers("--streams", streams, int, 1, 1024)
+        found = run_all(loads, makers, partial(h100, gateway_us=gateway_us))
+        print(f"SIMULATED: an 8B model on an H100, {gateway_us:g} us of the gateway a round.\n\n{by_streams(found)}")
+        return
+    found = run_all(range(first, first + worlds), makers, world)
+    print(f"SIMULATED: worlds {first} to {first + worlds - 1}.\n\n{seeded(found)}")
 
 
 if __name__ == "__main__":

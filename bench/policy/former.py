@@ -88,7 +88,7 @@ class FormerPlanner:
     def plan(
         self, log: TokenLog, outstanding: int, draft: DraftOutlook, own: str = "", look: Sequence[float] = ()
     ) -> RoundPlan:
-        plan = self._planner.plan(log, outstanding, draft, own, look)
+        plan = self._plan = self._planner.plan(log, outstanding, draft, own, look)
         guesses = [
             GuessRequest(self._drafters[place], count, shape)
             for place, count, shape in (
@@ -99,6 +99,10 @@ class FormerPlanner:
         ]
         looked = [GuessRequest(LOOKUP, plan.look_count)] if plan.look_count else []
         return RoundPlan((*guesses, *looked), plan.plain_budget)
+
+    def complete(self, plan: RoundPlan, drafted: Proposal, found: Proposal) -> Proposal:
+        completed: Proposal = self._planner.complete(self._plan, _named(drafted), _named(found))
+        return replace(completed, drafter=found.drafter if found.tree else drafted.drafter)
 
     def observe(self, committed: Round) -> None:
         verdict, proposal = committed.verdict, committed.proposal

@@ -43,6 +43,8 @@ class RoundPlanner:
         if outstanding:
             return RoundPlan(0)
         return RoundPlan(0, look_count=len(look)) if look else RoundPlan(2)
+    def complete(self, plan, drafted, found):
+        return found if found.tree else drafted
     def observe(self, committed):
         self.seen.add(committed.proposal.drafter)
 """,

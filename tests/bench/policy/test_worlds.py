@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from bench.policy.__main__ import PARTS, Outcome, run_world, speeds, summary
-from bench.policy.devices import Law, Planner, Simulation, TextKind, World
+from bench.policy.__main__ import Outcome, run_world, speeds, summary
+from bench.policy.devices import Law, Planner, Simulation, TextKind, World, grown
 from bench.policy.oracle import FixedChoice, FixedPlanner, best, speed
-from bench.policy.worlds import HOSTED, TABLES, staircase, table, world
+from bench.policy.parts import PARTS
+from bench.policy.worlds import HOSTED, TABLES, h100, staircase, table, world
+from gateway.rounds.round import Makes
 
 QUICK = (6, 8, 12, 13, 16, 20, 24, 33)
 """Seeds of worlds of several devices, places and loads that take a second each."""
@@ -101,3 +103,31 @@ def test_gaps_are_those_between_messages() -> None:
     simulation.load(1)
     simulation.run(2.0)
     assert statistics.median(simulation.gaps_us) == pytest.approx(10_000, rel=0.01)
+
+
+def test_a_tree_has_the_most_valuable_rows() -> None:
+    """Of two choices a depth: the path of first choices, and second ones where they are worth more than deeper ones."""
+    tree = grown((0.5, 0.4), (0.5, 0.4), 4, 2)
+    assert [round(value, 2) for value in tree.values] == [0.5, 0.4, 0.25, 0.2]
+    assert (tree.token_ids, max(tree.depths)) == ((1, 2, 1, 2), 2)
+    assert len(grown((0.5, 0.4), (0.5, 0.4), 32, 2)) == 6
+
+
+def test_trees_keep_what_they_promise() -> None:
+    """On a flat device they are the best choice, and their values what the target keeps."""
+    drafter = HOSTED._replace(makes=Makes.TREE)
+    kind = TextKind(rates=(0.6,), spread=0.3)
+    flat = World("flat", lambda rows: 5_000, (Law(drafter, lambda rows: 100),), (kind,), looks=False)
+    assert best(flat, 4, 1.0).depth
+    simulation = Simulation(flat)
+    simulation.keeps_rounds = True
+    simulation.load(16)
+    simulation.run(2.0)
+    trees = [(session, each) for _, session, each in simulation.rounds if each.proposal.tree.values]
+    promised = sum(session.jitter * sum(each.proposal.tree.values) for session, each in trees)
+    assert sum(each.accepted_count for _, each in trees) == pytest.approx(promised, rel=0.05)
+
+
+def test_an_h100_decodes_as_fast_as_its_preset_says() -> None:
+    """One session: some 6.4 ms a step, and what a message takes of the gateway is hidden by none."""
+    assert speed(h100(1), FixedChoice(), 1, 2.0) == pytest.approx(1e6 / h100(1).target_us(1), rel=0.1)
