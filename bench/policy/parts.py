@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from bench.policy.devices import Simulation, World
+from bench.policy.devices import Simulation
 from gateway.rounds.costs import SessionEstimates
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import DrafterId
@@ -40,7 +40,7 @@ class Equals(SpeculationPolicy):
         return session
 
 
-PARTS: dict[str, Callable[[World], Simulation]] = {
+PARTS: dict[str, Callable[..., Simulation]] = {
     "": Simulation,
     # What services have measured before they serve.
     "measured": partial(Simulation, knows_costs=False),
@@ -50,8 +50,6 @@ PARTS: dict[str, Callable[[World], Simulation]] = {
     "plain": partial(Simulation, tuning=replace(TUNING, sure_gain=0.0)),
     # Looks whether guesses that were not worth it are now.
     "probes": partial(Simulation, tuning=replace(TUNING, probe_tokens=(NEVER, NEVER))),
-    # Looks at drafters that are not the fastest.
-    "others": partial(Simulation, tuning=replace(TUNING, other_probe_rounds=NEVER)),
     # What a row of a lookup costs all sessions.
     "price": partial(Simulation, policy=FreeRows),
     # What is known of all sessions, for one that begins.
