@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from bench.policy.__main__ import Outcome, run_world, speeds, summary
+from bench.policy.__main__ import Outcome, by_streams, run_world, speeds, summary
 from bench.policy.devices import Law, Planner, Simulation, TextKind, World, grown
 from bench.policy.oracle import FixedChoice, FixedPlanner, best, speed
 from bench.policy.parts import PARTS
@@ -181,3 +181,12 @@ def test_trees_keep_what_they_promise() -> None:
 def test_an_h100_decodes_as_fast_as_its_preset_says() -> None:
     """One session: some 6.4 ms a step, and what a message takes of the gateway is hidden by none."""
     assert speed(h100(1), FixedChoice(), 1, 2.0) == pytest.approx(1e6 / h100(1).target_us(1), rel=0.1)
+
+
+def test_streams_have_a_line_for_each_choice() -> None:
+    """With the best fixed setting of their load."""
+    fast, slow = (Outcome("64", tokens, 100.0, 130.0, 0.0, "64: draft 4", 1.25) for tokens in (120.0, 90.0))
+    assert by_streams({"whole": [fast], "old": [slow]}).splitlines()[2:] == [
+        "| 64 | whole | 100 | 1.20 | 1.30 | draft 4 | 1.25 |",
+        "| 64 | old | 100 | 0.90 | 1.30 | draft 4 | 1.25 |",
+    ]
