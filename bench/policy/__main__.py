@@ -177,9 +177,9 @@ def policy(
         files_of(old)
         makers[old] = partial(former_simulation, old)
     if plot is not None:
-        picture, lines = draw()
+        picture, followed = draw()
         plot.write_text(picture, encoding="utf-8")
-        print("\n".join(("SIMULATED", *lines)))
+        print(f"SIMULATED: {followed}.")
         return
     if streams:
         loads = parse_numbers("--streams", streams, int, 1, 1024)

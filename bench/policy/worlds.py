@@ -140,8 +140,9 @@ CHAT_TOKENS = 600
 def h100(num_sessions: int, gateway_us: float = 230.0) -> World:
     """An 8B model on an H100 that chats with so many sessions, with a 1B draft on another one: presets of `sim:`.
 
-    The gateway is one process, whose time is that of K = 4 in docs/measurements/2026-11-22-load.md, as is its half for
-    a token that came unasked. Three of four texts find little in a lookup, the others copy from their prompts.
+    The gateway is one process that takes 345 us for a round with the draft service and 115 us for a token that came
+    unasked; measured were 343 and 119, see docs/measurements/2026-11-22-load.md. Three of four texts find little in a
+    lookup, the others copy from their prompts.
     """
 
     def step_us(model: SimulatedModel, sessions: float, rows: int) -> float:
