@@ -328,7 +328,7 @@ class SimulatedSession:
         self.look_chance = 0.0
         self.ease = 1.0
         """Factor of a drafter's errors in this round."""
-        # At whoever drafts: what it makes, and rows of its steps.
+        # At the drafter: its guesses, and rows of its steps.
         self.guessed = EMPTY
         self.levels: tuple[int, ...] = ()
         self.left = 0

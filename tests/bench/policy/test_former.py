@@ -68,7 +68,7 @@ def test_todays_files_choose_as_today() -> None:
 
 
 def test_a_drafter_may_be_a_name() -> None:
-    """Its plan is read as one of today, and rounds are told it with names."""
+    """Its plan is read as one of today, and rounds name their drafters."""
     flat = World("flat", lambda rows: 5_000, (Law(ANY_DRAFT, lambda rows: 100),), (TextKind(), TextKind(found=0.5)))
     simulation = simulation_with(*import_files(NAMED, "former_named"), flat)
     simulation.keeps_rounds = True
