@@ -6,20 +6,24 @@ which is the oracle. All figures are of a simulation, of everything after a worl
 
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from bench.common import markdown
+from bench.common import markdown, parse_numbers, writable
+from bench.load.summary import percentile
 from bench.policy.devices import Simulation, World
+from bench.policy.former import files_of, former_simulation
+from bench.policy.jump import draw
 from bench.policy.oracle import FixedChoice, FixedPlanner, best
-from bench.policy.worlds import world
+from bench.policy.parts import PARTS
+from bench.policy.worlds import h100, world
 from gateway.rounds.choice import Case
-from gateway.rounds.tuning import TUNING
 from outrider.errors import InvalidRequest
 from outrider.model_service.settings import available_cpus
 from outrider.process.options import between, run_app, service_app
@@ -40,8 +44,10 @@ class Outcome:
     plain: float
     best: float
     explored: float
-    """Share of the sessions' time in rounds that were to find something out."""
+    """Share of the sessions' time in rounds that were to find something out; 0 where that is not known."""
     settings: str
+    gap: float = 1.0
+    """The time between two messages of a session that 99 of 100 do not exceed, over that of plain decoding."""
 
     @property
     def regret(self) -> float:
@@ -63,54 +69,86 @@ def speeds(simulation: Simulation, settings: Sequence[FixedChoice], now: list[Fi
         if not seconds:
             simulation.run(FIRST_S)
             simulation.session_us.clear()
+            simulation.gaps_us.clear()
             left_s -= FIRST_S
         tokens += left_s * simulation.run(left_s)
         seconds += left_s
     return tokens / seconds
 
 
-def fixed_speed(simulated: World, settings: Sequence[FixedChoice]) -> float:
-    """Tokens a second of fixed settings, one for each load."""
+def fixed_speed(simulated: World, settings: Sequence[FixedChoice]) -> tuple[float, float]:
+    """Tokens a second of fixed settings, one for each load, and their p99 gap."""
     now: list[FixedChoice] = []
-    return speeds(Simulation(simulated, 0, lambda: FixedPlanner(lambda: now[0])), settings, now)
+    simulation = Simulation(simulated, 0, lambda: FixedPlanner(lambda: now[0]))
+    return speeds(simulation, settings, now), percentile(simulation.gaps_us, 0.99)
 
 
-def run_world(seed: int, without: str = "") -> Outcome:
-    """Runs the world of a seed, `without` one of PARTS of the policy."""
-    simulated = world(seed)
+def run_world(
+    number: int, makers: Sequence[Callable[[World], Simulation]], made: Callable[[int], World] = world
+) -> list[Outcome]:
+    """Runs the world that is made of a number with each of these choices."""
+    simulated = made(number)
     tops = [best(simulated, num_sessions, phase_s) for phase_s, num_sessions in simulated.phases]
     plain = [FixedChoice()] * len(tops)
     named = "; ".join(f"{num_sessions}: {top}" for (_, num_sessions), top in zip(simulated.phases, tops, strict=True))
-    slow = fixed_speed(simulated, plain)
-    fast = slow if tops == plain else max(slow, fixed_speed(simulated, tops))
-    simulation = PARTS[without](simulated)
-    chosen = speeds(simulation, plain, [])
-    times = simulation.session_us
-    explored = sum(times[case] for case in EXPLORING) / max(sum(times.values()), 1.0)
-    return Outcome(simulated.name, chosen, slow, fast, explored, named)
-
-
-PARTS: dict[str, Callable[[World], Simulation]] = {
-    "": Simulation,
-    "measured": partial(Simulation, knows_costs=False),
-    "doubt": partial(Simulation, tuning=replace(TUNING, least_tests=0)),
-    "plain": partial(Simulation, tuning=replace(TUNING, sure_gain=0.0)),
-}
-"""The policy whole, and without what services have measured, without tests of what may be bad luck, and without seeing
-plain decoding first."""
+    slow, slow_gap_us = fixed_speed(simulated, plain)
+    fast = slow if tops == plain else max(slow, fixed_speed(simulated, tops)[0])
+    outcomes = []
+    for maker in makers:
+        simulation = maker(simulated)
+        chosen, times = speeds(simulation, plain, []), simulation.session_us
+        explored = sum(times[case] for case in EXPLORING) / max(sum(times.values()), 1.0)
+        gap = percentile(simulation.gaps_us, 0.99) / slow_gap_us
+        outcomes.append(Outcome(simulated.name, chosen, slow, fast, explored, named, gap))
+    return outcomes
 
 
 def summary(outcomes: Sequence[Outcome]) -> list[str]:
-    """Figures of all worlds: mean and median regret, worlds below plain, the worst one, and time explored."""
+    """Figures of all worlds: regret, worlds below plain and the worst one, time explored, mean and worst p99 gap."""
     regrets = [each.regret for each in outcomes]
+    explored = statistics.mean(each.explored for each in outcomes)
     return [
         f"{statistics.mean(regrets):.2%}",
         f"{statistics.median(regrets):.2%}",
         f"{sum(each.over_plain < 0.95 for each in outcomes)} of {len(outcomes)}",
         f"{min(each.over_plain for each in outcomes):.3f}",
         f"{statistics.mean(each.over_plain for each in outcomes):.2f}",
-        f"{statistics.mean(each.explored for each in outcomes):.2%}",
+        f"{explored:.2%}" if explored else "-",
+        f"{statistics.mean(each.gap for each in outcomes):.2f}",
+        f"{max(each.gap for each in outcomes):.2f}",
     ]
+
+
+def run_all(
+    numbers: Sequence[int], makers: Mapping[str, Callable[[World], Simulation]], made: Callable[[int], World]
+) -> dict[str, Sequence[Outcome]]:
+    """Outcomes of worlds that are made of numbers, by choice."""
+    with ProcessPoolExecutor(available_cpus()) as pool:
+        found = list(pool.map(partial(run_world, makers=tuple(makers.values()), made=made), numbers, chunksize=1))
+    return dict(zip(makers, zip(*found, strict=True), strict=True))
+
+
+def seeded(found: Mapping[str, Sequence[Outcome]]) -> str:
+    """A line for each choice, of all worlds together; the worst ones are written to standard error."""
+    for name, outcomes in found.items():
+        for each in sorted(outcomes, key=lambda each: each.over_plain)[:WORST_SHOWN]:
+            note = f"{each.over_plain:.3f} of plain, regret {each.regret:.1%}: {each.name} | {each.settings}"
+            sys.stderr.write(f"{name}: {note}\n")
+    columns = ["choice", "mean regret", "median", "below 0.95 of plain", "worst over plain", "mean over plain"]
+    columns += ["explored", "mean p99 gap over plain", "worst"]
+    return markdown(columns, [[name, *summary(outcomes)] for name, outcomes in found.items()])
+
+
+def by_streams(found: Mapping[str, Sequence[Outcome]]) -> str:
+    """A line for each number of streams and choice."""
+    columns = ("streams", "choice", "plain, tokens/s", "over plain", "best over plain", "best", "p99 gap over plain")
+    rows = []
+    for outcomes in zip(*found.values(), strict=True):
+        for name, each in zip(found, outcomes, strict=True):
+            streams, _, best = each.settings.partition(": ")
+            figures = (f"{each.plain:.0f}", f"{each.over_plain:.2f}", f"{each.best / each.plain:.2f}")
+            rows.append([streams, name, *figures, best, f"{each.gap:.2f}"])
+    return markdown(columns, rows)
 
 
 @app.command()
@@ -118,22 +156,38 @@ def policy(
     worlds: Annotated[int, typer.Option(help="Worlds to run.", callback=between(1, 1_000_000))] = 100,
     first: Annotated[int, typer.Option(help="Seed of the first world.", callback=between(0, 1_000_000))] = 0,
     without: Annotated[str, typer.Option(help=f"Parts that are left out, by turns: {', '.join(PARTS)[2:]}.")] = "",
+    old: Annotated[str, typer.Option(help="A commit whose choice is run beside this one.", metavar="COMMIT")] = "",
+    streams: Annotated[
+        str, typer.Option(help="Instead of seeds: an 8B model on an H100 with so many sessions.", metavar="N,...")
+    ] = "",
+    gateway_us: Annotated[
+        float, typer.Option(help="Of --streams: the gateway's time a round.", callback=between(0, 10_000))
+    ] = 230.0,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Instead of seeds: a jump of the load as SVG.", metavar="FILE", callback=writable),
+    ] = None,
 ) -> None:
     """Compares the choice of guesses with the best one and with plain decoding."""
     unknown = next((part for part in without.split(",") if part not in PARTS), None)
     if unknown is not None:
         raise InvalidRequest("--without", unknown, f"of {', '.join(PARTS)[2:]}, with commas between")
-    rows = []
-    for part in ("", *without.split(",")) if without else ("",):
-        with ProcessPoolExecutor(available_cpus()) as pool:
-            seeds = range(first, first + worlds)
-            outcomes = list(pool.map(partial(run_world, without=part), seeds, chunksize=1))
-        rows.append([part or "nothing", *summary(outcomes)])
-        for each in sorted(outcomes, key=lambda each: each.over_plain)[:WORST_SHOWN]:
-            note = f"{each.over_plain:.3f} of plain, regret {each.regret:.1%}: {each.name} | {each.settings}"
-            sys.stderr.write(note + "\n")
-    columns = ("mean regret", "median", "below 0.95 of plain", "worst over plain", "mean over plain", "explored")
-    print(f"SIMULATED: worlds {first} to {first + worlds - 1}.\n\n{markdown(('without', *columns), rows)}")
+    makers = {"whole": PARTS[""]} | {f"without {part}": PARTS[part] for part in without.split(",") if part}
+    if old:
+        files_of(old)
+        makers[old] = partial(former_simulation, old)
+    if plot is not None:
+        picture, followed = draw()
+        plot.write_text(picture, encoding="utf-8")
+        print(f"SIMULATED: {followed}.")
+        return
+    if streams:
+        loads = parse_numbers("--streams", streams, int, 1, 1024)
+        found = run_all(loads, makers, partial(h100, gateway_us=gateway_us))
+        print(f"SIMULATED: an 8B model on an H100, {gateway_us:g} us of the gateway a round.\n\n{by_streams(found)}")
+        return
+    found = run_all(range(first, first + worlds), makers, world)
+    print(f"SIMULATED: worlds {first} to {first + worlds - 1}.\n\n{seeded(found)}")
 
 
 if __name__ == "__main__":

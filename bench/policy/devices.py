@@ -12,22 +12,35 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Protocol
 
 from gateway.rounds.choice import Case
 from gateway.rounds.planner import Drafting, DraftOutlook, RoundPlan, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import LOOKUP, DrafterId, FallbackReason, HopCost, Place, Proposal, Round, TokenLog, Verdict
+from gateway.rounds.round import (
+    LOOKUP,
+    NOTHING,
+    DrafterId,
+    FallbackReason,
+    GuessRequest,
+    HopCost,
+    Place,
+    Proposal,
+    Round,
+    TokenLog,
+    Verdict,
+)
 from gateway.rounds.tuning import TUNING, PolicyTuning
+from outrider.estimates.acceptance import MAX_DRAFT_COUNT
 from outrider.parameters import FinishReason
-from outrider.token_tree import TokenTree
+from outrider.token_tree import EMPTY, TokenTree
 from target_service.gathering import Gathering
 
 PROMPT_LEN = 8
 LOOK_AGAIN_US = 100.0
-MAX_ROWS = 32
+MAX_ROWS, MAX_LEN = 32, 1 << 30
 GATEWAY_SHARE = 0.5
 """Share of the processors that a gateway's one thread takes."""
 
@@ -43,6 +56,7 @@ class Planner(Protocol):
     def plan(
         self, log: TokenLog, outstanding: int, draft: DraftOutlook, own: str = "", look: Sequence[float] = ()
     ) -> RoundPlan: ...
+    def complete(self, plan: RoundPlan, drafted: Proposal, found: Proposal) -> Proposal: ...
     def observe(self, committed: Round) -> None: ...
 
 
@@ -64,7 +78,11 @@ class TextKind:
     right: float = 0.3
     """Chance that such a guess is right."""
     belief: float = 1.0
-    """What a lookup promises, over what it keeps."""
+    """What lookups and trees promise, over what they keep."""
+    others: tuple[float, ...] = (0.4, 0.2, 0.1)
+    """Of the tokens that a drafter's first choice is not, the share that its second one is, its third, and so on."""
+    spread: float = 0.0
+    """How much less a drafter errs in half of all rounds, and more in the others, which its trees know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +111,18 @@ class World:
     """Share by which rates of acceptance go up and down, within ten seconds."""
     noise: float = 0.03
     """Share by which a step takes more or less."""
-    lengths: tuple[int, int] = (1 << 30, 1 << 30)
+    lengths: tuple[int, int] = (MAX_LEN, MAX_LEN)
     """Shortest and longest answers."""
     prompt_rows: int = 1
     phases: tuple[tuple[float, int], ...] = ((5.0, 1),)
     """Seconds, and sessions that are at work during them."""
     looks: bool = True
     """Whether a lookup may guess."""
+
+    @property
+    def may_guess(self) -> tuple[DrafterId, ...]:
+        """Drafters and lookups that may guess."""
+        return (*(law.drafter for law in self.drafters), *((LOOKUP,) if self.looks else ()))
 
 
 @dataclass(eq=False)
@@ -200,12 +223,13 @@ class DraftDevice(Device):
 
     def step(self, batch: list["SimulatedSession"]) -> None:
         [law] = [each for each in self.simulation.world.drafters if each.drafter.place is Place.REMOTE]
-        self.work(law.step_us(len(batch)), lambda took_us: self._end(batch, took_us))
+        rows = sum(session.levels[-session.left] for session in batch)
+        self.work(law.step_us(rows), lambda took_us: self._end(batch, took_us, rows))
 
-    def _end(self, batch: list["SimulatedSession"], took_us: float) -> None:
+    def _end(self, batch: list["SimulatedSession"], took_us: float, rows: int) -> None:
         self.is_busy = False
         for session in batch:
-            session.drafted(took_us, len(batch))
+            session.drafted(took_us, rows)
         self.begin()
 
 
@@ -229,29 +253,31 @@ class TargetDevice(Device):
 
     def step(self, batch: list["SimulatedSession"]) -> None:
         self.simulation.stepping.update(batch)
-        hosted = {each for each in batch if each.hosted is not None and not each.guesses and each.own_count}
+        hosted = {each for each in batch if each.hosted is not None and not each.tree and each.own.count}
         for session in hosted:
             session.own_us, session.own_rows = 0.0, 0
+            session.guess(session.own)
         self._guess(batch, hosted, 0)
 
     def _guess(self, batch: list["SimulatedSession"], hosted: set["SimulatedSession"], depth: int) -> None:
-        guessing = [each for each in hosted if each.own_count > depth]
+        guessing = [each for each in hosted if len(each.levels) > depth]
         if not guessing:
             for session in hosted:
-                session.guesses = session.own_count
+                session.tree = session.guessed
             rows = sum(each.rows for each in batch)
             alone_us = self.simulation.world.target_us(rows)
             self.work(alone_us, lambda took_us: self._end(batch, took_us, rows))
             return
         law = next(each for each in self.simulation.world.drafters if each.drafter == guessing[0].hosted)
+        rows = sum(each.levels[depth] for each in guessing)
 
         def guessed(took_us: float) -> None:
             for session in guessing:
                 session.own_us += took_us
-                session.own_rows += len(guessing)
+                session.own_rows += rows
             self._guess(batch, hosted, depth + 1)
 
-        self.work(law.step_us(len(guessing)), guessed)
+        self.work(law.step_us(rows), guessed)
 
     def _end(self, batch: list["SimulatedSession"], took_us: float, rows: int) -> None:
         self.is_busy = False
@@ -264,13 +290,32 @@ class TargetDevice(Device):
         self.begin()
 
 
+@cache
+def grown(first: tuple[float, ...], later: tuple[float, ...], count: int, max_depth: int) -> TokenTree:
+    """The most valuable rows of all up to a depth, whose tokens are numbers of choices with these chances."""
+    parents: list[int] = []
+    token_ids: list[int] = []
+    values: list[float] = []
+    waiting = [(-min(chance, 0.98), 0, 1, rank) for rank, chance in enumerate(first, start=1)]
+    heapq.heapify(waiting)
+    while waiting and len(parents) < count:
+        value, parent, depth, rank = heapq.heappop(waiting)
+        parents.append(parent)
+        token_ids.append(rank)
+        values.append(-value)
+        if depth < max_depth:
+            for next_rank, chance in enumerate(later, start=1):
+                heapq.heappush(waiting, (value * min(chance, 0.98), len(parents), depth + 1, next_rank))
+    return TokenTree(tuple(token_ids), tuple(parents), values=tuple(values))
+
+
 class SimulatedSession:
     """One request: what the gateway and the target know of it."""
 
     def __init__(self, simulation: "Simulation", planner: Planner, kind: TextKind, length: int, jitter: float) -> None:
         self.simulation, self.planner, self.kind = simulation, planner, kind
         self.log = TokenLog((1,) * PROMPT_LEN, lambda: int(simulation.now_us * 1000))
-        self.max_len = min(PROMPT_LEN + length, 1 << 30)
+        self.max_len = min(PROMPT_LEN + length, MAX_LEN)
         self.jitter = jitter
         self.inbox: deque[Verdict] = deque()
         self.awaits = False
@@ -281,15 +326,19 @@ class SimulatedSession:
         self.copying = 0
         self.look: tuple[float, ...] = ()
         self.look_chance = 0.0
-        # At the draft.
+        self.ease = 1.0
+        """Factor of a drafter's errors in this round."""
+        # At the drafter: its guesses, and rows of its steps.
+        self.guessed = EMPTY
+        self.levels: tuple[int, ...] = ()
         self.left = 0
         self.draft_us, self.draft_rows = 0.0, 0
         # At the target.
         self.target_len = PROMPT_LEN
         self.limit = self.target_limit = PROMPT_LEN
-        self.guesses = 0
-        self.guess_chance: Callable[[int], float] = lambda depth: 0.0
-        self.own_count = 0
+        self.tree = EMPTY
+        self.chance: Callable[[int, int], float] = lambda depth, rank: 0.0
+        self.own = GuessRequest()
         self.own_us, self.own_rows = 0.0, 0
         self.queue_us = 0.0
         self.is_prompt = True
@@ -299,7 +348,7 @@ class SimulatedSession:
     @property
     def rows(self) -> int:
         """Rows of its next forward."""
-        return self.simulation.world.prompt_rows if self.is_prompt else 1 + self.guesses
+        return self.simulation.world.prompt_rows if self.is_prompt else 1 + len(self.tree)
 
     @property
     def outstanding(self) -> int:
@@ -307,12 +356,26 @@ class SimulatedSession:
         left = min(self.limit, self.max_len) - len(self.log)
         return max(left, 0) or int(bool(self.inbox))
 
-    def rate(self, drafter: DrafterId, depth: int) -> float:
-        """Chance of a drafter's guess, counted from 1, if those before it are right."""
+    def rates(self, drafter: DrafterId, depth: int, factor: float = 1.0) -> tuple[float, ...]:
+        """Chances of each choice of a drafter, counted from depth 1, if those before it are right."""
         world, kind = self.simulation.world, self.kind
         number = [each.drafter.place for each in world.drafters].index(drafter.place)
-        rate = kind.rates[number] * self.jitter * self.simulation.tide
-        return min(rate * (kind.first if depth == 1 else 1.0), 0.995)
+        rate = min(kind.rates[number] * factor * (kind.first if depth == 1 else 1.0), 0.995)
+        rate = min(max(1 - self.ease * (1 - rate), 0.0), 0.995)
+        return (rate, *(share * (1 - rate) for share in kind.others))
+
+    def chance_of(self, drafter: DrafterId) -> Callable[[int, int], float]:
+        """Chance of a drafter's guess by its depth and rank."""
+        return lambda depth, rank: self.rates(drafter, depth, self.jitter * self.simulation.tide)[rank]
+
+    def guess(self, asked: GuessRequest) -> None:
+        """Begins what a drafter makes of a request."""
+        if asked.shape is None:
+            self.guessed, self.levels = TokenTree.chain((1,) * asked.count), (1,) * asked.count
+            return
+        first, later = (tuple(self.kind.belief * each for each in self.rates(asked.drafter, depth)) for depth in (1, 2))
+        self.guessed = tree = grown(first, later, asked.count, asked.shape.max_depth or MAX_DRAFT_COUNT)
+        self.levels = tuple(tree.depths.count(depth) for depth in range(max(tree.depths)))
 
     def next_round(self) -> None:
         """Plans a round, and sends what it needs."""
@@ -328,7 +391,8 @@ class SimulatedSession:
         self.plan = self.planner.plan(self.log, outstanding, self.simulation.outlook, own, self.look)
         asked, looked = self.plan.asked(Place.REMOTE), self.plan.asked(Place.LOOKUP)
         if asked.count:
-            self.left, self.draft_us, self.draft_rows = asked.count, 0.0, 0
+            self.guess(asked)
+            self.left, self.draft_us, self.draft_rows = len(self.levels), 0.0, 0
             self._send(lambda: self.simulation.draft.put(self))
             return
         self.proposal = Proposal()
@@ -346,33 +410,34 @@ class SimulatedSession:
             self.simulation.draft.waiting[self] = self.simulation.now_us
             return
         asked = self.plan.asked(Place.REMOTE)
-        self.proposal = Proposal(
-            TokenTree.chain((1,) * asked.count),
+        drafted = Proposal(
+            self.guessed,
             compute_us=int(self.draft_us),
-            forward_count=asked.count,
+            forward_count=len(self.levels),
             row_count=self.draft_rows,
             drafter=asked.drafter,
         )
+        self.proposal = self.planner.complete(self.plan, drafted, NOTHING)
         self.simulation.after(self.simulation.world.message_us / 2, lambda: self._ask(self.outstanding))
 
     def _ask(self, outstanding: int) -> None:
         """Sends a proposal, or lets the target go on, where there is anything to send."""
-        base_len, proposal, own = len(self.log), self.proposal, self.plan.asked(Place.HOSTED).count
+        base_len, proposal, own = len(self.log), self.proposal, self.plan.asked(Place.HOSTED)
         budget = self.plan.plain_budget
         if proposal.tree or not outstanding or (budget and 2 * outstanding <= budget and self.limit < self.max_len):
             chance = self._chance_of(proposal)
             limit = base_len + 1 + budget
             self.limit = limit
-            self._send(lambda: self._arrived(base_len, len(proposal.tree), chance, limit, own))
+            self._send(lambda: self._arrived(base_len, proposal.tree, chance, limit, own))
         self.awaits = True
         if self.inbox:
             self.simulation.after(0.0, self._receive)
 
-    def _chance_of(self, proposal: Proposal) -> Callable[[int], float]:
-        if proposal.drafter == LOOKUP:
-            chance = self.look_chance
-            return lambda depth: chance
-        return lambda depth: self.rate(proposal.drafter, depth)
+    def _chance_of(self, proposal: Proposal) -> Callable[[int, int], float]:
+        look_chance = self.look_chance
+        if proposal.drafter == LOOKUP or not proposal.tree:
+            return lambda depth, rank: look_chance
+        return self.chance_of(proposal.drafter)
 
     def _send(self, arrive: Callable[[], None]) -> None:
         self.simulation.gateway_work(
@@ -380,47 +445,60 @@ class SimulatedSession:
             lambda: self.simulation.after(self.simulation.world.message_us / 2, arrive),
         )
 
-    def _arrived(self, base_len: int, guesses: int, chance: Callable[[int], float], limit: int, own: int) -> None:
+    def _arrived(
+        self, base_len: int, tree: TokenTree, chance: Callable[[int, int], float], limit: int, own: GuessRequest
+    ) -> None:
         """A message is at the target."""
         target = self.simulation.target
-        self.own_count = own
+        self.own = own
         if base_len == self.target_len and (self not in self.simulation.stepping):
-            self.target_limit, self.guesses, self.guess_chance = limit, guesses, chance
+            self.target_limit, self.tree, self.chance = limit, tree, chance
             if self not in target.waiting:
                 target.put(self)
             return
         # It had gone on: guesses about the past end that, and a longer stretch goes on.
-        self.target_limit = limit if not guesses else min(self.target_limit, base_len + 1)
+        self.target_limit = limit if not tree else min(self.target_limit, base_len + 1)
         is_idle = self not in target.waiting and self not in self.simulation.stepping
-        if not guesses and is_idle and self.target_len < min(limit, self.max_len):
+        if not tree and is_idle and self.target_len < min(limit, self.max_len):
             target.put(self)
+
+    def _accepted(self, chance: Callable[[int, int], float], room: int) -> list[int]:
+        """Rows of the tree that turn out to be right."""
+        rows, dice = [0], self.simulation.dice
+        while len(rows) <= room and (children := self.tree.children(rows[-1])):
+            luck = dice.random()
+            for child in children:
+                # A token is the number of its choice.
+                luck -= chance(len(rows), self.tree.token_ids[child - 1] - 1)
+                if luck < 0:
+                    rows.append(child)
+                    break
+            else:
+                break
+        return rows[1:]
 
     def verified(self, took_us: float, rows: int, prompt_rows: int) -> None:
         """The target has made a step, and says what it decides."""
-        simulation, guesses, own = self.simulation, self.guesses, None
+        simulation, own, chance = self.simulation, None, self.chance
         simulation.stepping.discard(self)
-        chance = self.guess_chance
-        if self.own_us and self.hosted is not None and guesses:
-            hosted = self.hosted
-            chance = lambda depth: self.rate(hosted, depth)  # noqa: E731
+        if self.own_us and self.hosted is not None and self.tree:
+            chance = self.chance_of(self.hosted)
             own = Proposal(
-                TokenTree.chain((1,) * guesses),
+                self.tree,
                 compute_us=int(self.own_us),
-                forward_count=guesses,
+                forward_count=len(self.levels),
                 row_count=self.own_rows,
-                drafter=hosted,
+                drafter=self.hosted,
             )
-        guesses = min(guesses, self.max_len - self.target_len - 1)
-        accepted = 0
-        while accepted < guesses and simulation.dice.random() < chance(accepted + 1):
-            accepted += 1
-        is_last = self.target_len + accepted + 1 >= self.max_len
+        room = self.max_len - self.target_len - 1
+        accepted = self._accepted(chance, room)
+        is_last = self.target_len + len(accepted) + 1 >= self.max_len
         verdict = Verdict(
             self.target_len,
-            tuple(range(1, accepted + 1)),
+            tuple(accepted),
             1,
             FinishReason.LENGTH if is_last else None,
-            min(accepted + 1, guesses),
+            min(len(accepted) + 1, self.tree.depths[-1] if self.tree.is_chain else max(self.tree.depths), room),
             compute_us=int(took_us),
             forward_count=1,
             row_count=rows,
@@ -429,9 +507,11 @@ class SimulatedSession:
             hop=HopCost(queue_us=int(self.queue_us)),
             own=own,
         )
-        self.target_len += accepted + 1
-        simulation.num_tokens += accepted + 1
-        self.guesses, self.own_us, self.is_prompt = 0, 0.0, False
+        self.target_len += len(accepted) + 1
+        simulation.num_tokens += len(accepted) + 1
+        self.tree, self.own_us, self.is_prompt = EMPTY, 0.0, False
+        if self.kind.spread:
+            self.ease = 1 + simulation.dice.choice((-1, 1)) * self.kind.spread
         if not is_last and self.target_len < min(self.target_limit, self.max_len) and not self.ended:
             simulation.target.put(self)
         simulation.after(simulation.world.message_us / 2, lambda: self._came(verdict))
@@ -499,19 +579,23 @@ class Simulation:
         *,
         knows_costs: bool = True,
         tuning: PolicyTuning = TUNING,
+        policy: type[SpeculationPolicy] = SpeculationPolicy,
     ) -> None:
         """`new_planner` plans for a session; without it the policy does, which knows at first what services measure."""
         self.world = world
         self.dice = random.Random(f"{world.name} {seed}")
-        self.policy = SpeculationPolicy(tuning=tuning)
+        self.policy = policy(tuning=tuning)
         self.session_us: Counter[Case] = Counter()
         """Microseconds of rounds by the case of their choice."""
-        target, steps = (
+        self.gaps_us: list[int] = []
+        """Times between two messages with tokens, as the reader of a stream sees them."""
+        self.measured = (
             self._measured(world.target_us),
             {law.drafter: self._measured(law.step_us) for law in world.drafters},
         )
+        """What services have measured before they serve: the target, and steps of drafters."""
         if knows_costs:
-            self.policy.costs.begin(target, steps)
+            self.policy.costs.begin(*self.measured)
         self.processors = Processors(self, world.sharing)
         self.target, self.draft = TargetDevice(self), DraftDevice(self)
         self.stepping: set[SimulatedSession] = set()
@@ -542,8 +626,7 @@ class Simulation:
         return 1 + self.world.drift * math.sin(2 * math.pi * self.now_us / 10e6)
 
     def _policy_planner(self) -> Planner:
-        drafters = tuple(each.drafter for each in self.world.drafters) + ((LOOKUP,) if self.world.looks else ())
-        return RoundPlanner(self.policy, None, 1 << 30, MAX_ROWS, Drafting(drafters))
+        return RoundPlanner(self.policy, None, MAX_LEN, MAX_ROWS, Drafting(self.world.may_guess))
 
     def after(self, delay_us: float, happen: Callable[[], None]) -> None:
         """Lets something happen later."""
@@ -609,6 +692,8 @@ class Simulation:
 
     def committed(self, session: SimulatedSession, committed: Round) -> None:
         """Notes a round."""
+        if not committed.is_first:
+            self.gaps_us.append(committed.gap_us)
         if isinstance(session.planner, RoundPlanner):
             self.session_us[session.planner.choice.case] += committed.round_us
         if self.keeps_rounds:

@@ -1,28 +1,34 @@
 """The best of fixed settings in a world: what a policy is compared with that knows all from the first moment."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from bench.policy.devices import Planner, Simulation, World
 from gateway.rounds.planner import DraftOutlook, RoundPlan
-from gateway.rounds.round import LOOKUP, DrafterId, GuessRequest, Place, Round, TokenLog
+from gateway.rounds.round import LOOKUP, DrafterId, GuessRequest, Makes, Place, Proposal, Round, TokenLog
 from gateway.rounds.tuning import TUNING
+from outrider.token_tree import TreeShape
 
-COUNTS = (1, 2, 3, 4, 6, 8)
+COUNTS, TREES = (1, 2, 3, 4, 6, 8), ((4, 2), (8, 3), (16, 4), (32, 6))
 FLOORS = (0.02, 0.1, 0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True, slots=True)
 class FixedChoice:
-    """A fixed choice: guesses of a drafter a round, and rows of a lookup that promise more than a floor."""
+    """A fixed choice: guesses of a drafter a round, and rows of a lookup that promise more than a floor.
+
+    With a depth guesses are the rows of a tree, so deep at most.
+    """
 
     drafter: DrafterId | None = None
     draft_count: int = 0
     floor: float | None = None
+    depth: int = 0
 
     def __str__(self) -> str:
         named = "plain" if self.drafter is None else f"{self.drafter.name or 'draft'} {self.draft_count}"
+        named += f" in trees of {self.depth}" if self.depth else ""
         return named if self.floor is None else f"{named}, lookup above {self.floor:g}"
 
 
@@ -50,10 +56,14 @@ class FixedPlanner:
         drafter, number = setting.drafter, setting.draft_count
         if drafter is None or is_first:
             return RoundPlan((), TUNING.plain_budget if 2 * outstanding <= TUNING.plain_budget else 0)
+        asked = GuessRequest(drafter, number, TreeShape(max_depth=setting.depth) if setting.depth else None)
         if drafter.place is Place.HOSTED:
-            budget = TUNING.hosted_budget if 2 * outstanding <= TUNING.hosted_budget else 0
-            return RoundPlan((GuessRequest(drafter, number),), budget)
-        return RoundPlan() if outstanding else RoundPlan((GuessRequest(drafter, number),))
+            return RoundPlan((asked,), TUNING.hosted_budget if 2 * outstanding <= TUNING.hosted_budget else 0)
+        return RoundPlan() if outstanding else RoundPlan((asked,))
+
+    def complete(self, plan: RoundPlan, drafted: Proposal, found: Proposal) -> Proposal:
+        """All that was guessed."""
+        return found if found.tree else drafted
 
     def observe(self, committed: Round) -> None:
         """Learns nothing."""
@@ -79,8 +89,13 @@ def best(world: World, num_sessions: int, seconds: float) -> FixedChoice:
         return max(settings, key=found.__getitem__)
 
     chains = [FixedChoice(law.drafter, number) for law, number in product(world.drafters, COUNTS)]
-    chosen = look([plain, *chains])
+    trees = [
+        FixedChoice(law.drafter, rows, depth=depth)
+        for law, (rows, depth) in product(world.drafters, TREES)
+        if law.drafter.makes is Makes.TREE
+    ]
+    chosen = look([plain, *chains, *trees])
     if world.looks and any(kind.copies or kind.found for kind in world.kinds):
         for base in {plain, chosen}:
-            look([FixedChoice(base.drafter, base.draft_count, floor) for floor in FLOORS])
+            look([replace(base, floor=floor) for floor in FLOORS])
     return max(found, key=found.__getitem__)

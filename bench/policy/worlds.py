@@ -3,10 +3,12 @@
 import random
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from bench.policy.devices import CostLaw, Law, TextKind, World
-from gateway.rounds.round import ANY_DRAFT, DrafterId, Place
+from gateway.rounds.round import ANY_DRAFT, DrafterId, Makes, Place
+from outrider.model_files.model_names import SIM_PRESETS, SimulatedModel
 
 HOSTED = DrafterId("hosted", Place.HOSTED)
 NUM_TOKENS = 2_000
@@ -104,7 +106,7 @@ def world(seed: int) -> World:
         phases.append((min(seconds, 30.0), number))
     is_short = dice.random() < 0.3
     shortest = dice.choice([12, 40])
-    return World(
+    made = World(
         f"{seed}: {name}, {' and '.join(each.place.value for each in places) or 'no draft'}"
         f"{', shared' if is_shared else ''}",
         target_us,
@@ -120,4 +122,44 @@ def world(seed: int) -> World:
         prompt_rows=dice.randint(8, 60) if is_short else 1,
         phases=tuple(phases),
         looks=dice.random() < 0.8,
+    )
+    return _with_trees(made, dice.uniform(0.0, 0.6)) if laws and dice.random() < 0.35 else made
+
+
+def _with_trees(made: World, spread: float) -> World:
+    """The world, where drafters make trees too, and are surer in some rounds than in others."""
+    grown = tuple(replace(law, drafter=law.drafter._replace(makes=Makes.TREE)) for law in made.drafters)
+    kinds = tuple(replace(kind, spread=spread) for kind in made.kinds)
+    return replace(made, name=f"{made.name}, trees", drafters=grown, kinds=kinds)
+
+
+CHAT_TOKENS = 600
+"""Tokens that a session of a chat has in its context."""
+
+
+def h100(num_sessions: int, gateway_us: float = 230.0) -> World:
+    """An 8B model on an H100 that chats with so many sessions, with a 1B draft on another one: presets of `sim:`.
+
+    The gateway is one process that takes 345 us for a round with the draft service and 115 us for a token that came
+    unasked; measured were 343 and 119, see docs/measurements/2026-11-22-load.md. Three of four texts find little in a
+    lookup, the others copy from their prompts.
+    """
+
+    def step_us(model: SimulatedModel, sessions: float, rows: int) -> float:
+        return 1e6 * model.step_s(rows, int(sessions * CHAT_TOKENS), rows * CHAT_TOKENS)
+
+    target, draft = SIM_PRESETS["h100-8b"], SIM_PRESETS["h100-1b"]
+    rates = draft.acceptance[:1]
+    return World(
+        f"8B on an H100, {num_sessions} streams",
+        partial(step_us, target, num_sessions),
+        (Law(ANY_DRAFT, lambda rows: step_us(draft, rows, rows)),),
+        (
+            TextKind(0.75, rates, copies=0.005, found=0.1, right=0.3),
+            TextKind(0.25, rates, copies=0.04, copied=0.92, found=0.2, right=0.4),
+        ),
+        round_us=gateway_us,
+        lengths=(150, 450),
+        prompt_rows=150,
+        phases=((max(5.0, 40.0 / num_sessions), num_sessions),),
     )

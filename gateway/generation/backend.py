@@ -51,7 +51,11 @@ class Backend:
 
     def policy(self, target: ModelInfo) -> SpeculationPolicy:
         """The policy of a target."""
-        return self.policies.of(target, {name: replicas.info for name, replicas in self.drafts.items()})
+        return self.policies.of(target, self._draft_infos)
+
+    @property
+    def _draft_infos(self) -> dict[str, ModelInfo | None]:
+        return {name: replicas.info for name, replicas in self.drafts.items()}
 
     def offers(self, target: ModelInfo) -> Offers:
         """The drafters that requests may name: remote ones are each draft, and the drafters of the first one."""
@@ -110,7 +114,7 @@ class Backend:
         It is asked of a copy, so that no round is another one because somebody looked.
         """
         target = self.target.info
-        policy = (self.policies.latest if target is None else self.policy(target)).copied()
+        policy = self.policies.latest.copied() if target is None else self.policies.copied(target, self._draft_infos)
         drafting = Drafting(()) if target is None else self._drafting(target, policy)
         is_draft_up = self.draft is not None and self.draft.info is not None
         drafters = tuple(each for each in drafting.drafters if is_draft_up or each.place is not Place.REMOTE)

@@ -41,6 +41,13 @@ class Policies:
             del self._known[next(iter(self._known))]
         return self.latest
 
+    def copied(self, target: ModelInfo, drafts: Mapping[str, ModelInfo | None]) -> SpeculationPolicy:
+        """A copy for an observer of what `of` gives, which changes nothing for requests."""
+        known, _ = self._known.get((target.model_hash, target.numerics_id), (None, []))
+        policy = self._new_policy(target.numerics_id) if known is None else known.copied()
+        policy.costs.begin(target.row_costs, _measured(target, drafts))
+        return policy
+
 
 def _measured(target: ModelInfo, drafts: Mapping[str, ModelInfo | None]) -> dict[DrafterId, Mapping[int, int]]:
     """What services have measured of each drafter."""

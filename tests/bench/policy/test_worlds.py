@@ -2,13 +2,16 @@
 
 import statistics
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
-from bench.policy.__main__ import PARTS, Outcome, run_world, speeds, summary
-from bench.policy.devices import Law, Planner, Simulation, TextKind, World
+from bench.policy.__main__ import Outcome, by_streams, run_world, speeds, summary
+from bench.policy.devices import Law, Planner, Simulation, TextKind, World, grown
 from bench.policy.oracle import FixedChoice, FixedPlanner, best, speed
-from bench.policy.worlds import HOSTED, TABLES, staircase, table, world
+from bench.policy.parts import PARTS
+from bench.policy.worlds import HOSTED, TABLES, h100, staircase, table, world
+from gateway.rounds.round import Makes
 
 QUICK = (6, 8, 12, 13, 16, 20, 24, 33)
 """Seeds of worlds of several devices, places and loads that take a second each."""
@@ -43,10 +46,59 @@ def test_what_services_have_measured_is_worth_it() -> None:
     assert tokens["measured"] < 0.9 * tokens[""]
 
 
+CPU = table(TABLES["135m bfloat16"])
+HARMED = {
+    "price": (World("copies", CPU, (), (TextKind(copies=0.03, copied=0.85, found=0.4, right=0.25),)), 16, 1.0, 4.0, 3),
+    "pool": (
+        World(
+            "short answers",
+            lambda rows: 5_000 + 200 * rows,
+            (Law(HOSTED, lambda rows: 900),),
+            (TextKind(rates=(0.95,)),),
+            lengths=(12, 40),
+            looks=False,
+        ),
+        4,
+        2.0,
+        4.0,
+        3,
+    ),
+    "sessions": (
+        World(
+            "two kinds",
+            lambda rows: 5_000 + 700 * rows,
+            (Law(HOSTED, lambda rows: 400),),
+            (TextKind(rates=(0.92,)), TextKind(rates=(0.15,))),
+            looks=False,
+        ),
+        4,
+        2.0,
+        4.0,
+        3,
+    ),
+    "doubt": (world(37), 4, 1.0, 4.0, 1),
+    "plain": (world(37), 4, 1.0, 4.0, 1),
+}
+"""Worlds that a missing part harms, with sessions, seconds before and of the measurement, and seeds."""
+
+
+@pytest.mark.parametrize("part", HARMED)
+def test_each_part_is_worth_something(part: str) -> None:
+    """Without it a world that needs it is slower, so this bench can fail."""
+    harmed, num_sessions, before_s, seconds, seeds = HARMED[part]
+    tokens = dict.fromkeys(("", part), 0.0)
+    for choice, seed in product(tokens, range(seeds)):
+        simulation = PARTS[choice](harmed, seed)
+        simulation.load(num_sessions)
+        simulation.run(before_s)
+        tokens[choice] += simulation.run(seconds)
+    assert tokens[part] < 0.99 * tokens[""]
+
+
 @pytest.mark.slow
 def test_regret_is_small() -> None:
     """Over five worlds at most three hundredths in the mean."""
-    outcomes = [run_world(seed) for seed in range(5)]
+    outcomes = [run_world(seed, [Simulation])[0] for seed in range(5)]
     assert statistics.mean(each.regret for each in outcomes) <= 0.03
 
 
@@ -86,9 +138,55 @@ def test_processors_that_are_shared_slow_each_other_down() -> None:
 
 
 def test_a_summary_has_the_worst() -> None:
-    """Mean regret, worlds below plain, and the share of time that was explored."""
+    """Mean regret, worlds below plain, the share of time that was explored, and gaps."""
     outcomes = [
         Outcome("one", 90.0, 100.0, 100.0, 0.02, "1: plain"),
-        Outcome("two", 200.0, 100.0, 200.0, 0.0, "1: draft 4"),
+        Outcome("two", 200.0, 100.0, 200.0, 0.0, "1: draft 4", 2.0),
     ]
-    assert summary(outcomes) == ["5.00%", "5.00%", "1 of 2", "0.900", "1.45", "1.00%"]
+    assert summary(outcomes) == ["5.00%", "5.00%", "1 of 2", "0.900", "1.45", "1.00%", "1.50", "2.00"]
+
+
+def test_gaps_are_those_between_messages() -> None:
+    """Plain decoding at 10 ms a forward has one token each 10 ms, and none between."""
+    steady = World("steady", lambda rows: 10_000, (), noise=0.0)
+    simulation = Simulation(steady, 0, plain_planner)
+    simulation.load(1)
+    simulation.run(2.0)
+    assert statistics.median(simulation.gaps_us) == pytest.approx(10_000, rel=0.01)
+
+
+def test_a_tree_has_the_most_valuable_rows() -> None:
+    """Of two choices a depth: the path of first choices, and second ones where they are worth more than deeper ones."""
+    tree = grown((0.5, 0.4), (0.5, 0.4), 4, 2)
+    assert [round(value, 2) for value in tree.values] == [0.5, 0.4, 0.25, 0.2]
+    assert (tree.token_ids, max(tree.depths)) == ((1, 2, 1, 2), 2)
+    assert len(grown((0.5, 0.4), (0.5, 0.4), 32, 2)) == 6
+
+
+def test_trees_keep_what_they_promise() -> None:
+    """On a flat device they are the best choice, and their values what the target keeps."""
+    drafter = HOSTED._replace(makes=Makes.TREE)
+    kind = TextKind(rates=(0.6,), spread=0.3)
+    flat = World("flat", lambda rows: 5_000, (Law(drafter, lambda rows: 100),), (kind,), looks=False)
+    assert best(flat, 4, 1.0).depth
+    simulation = Simulation(flat)
+    simulation.keeps_rounds = True
+    simulation.load(8)
+    simulation.run(1.0)
+    trees = [(session, each) for _, session, each in simulation.rounds if each.proposal.tree.values]
+    promised = sum(session.jitter * sum(each.proposal.tree.values) for session, each in trees)
+    assert sum(each.accepted_count for _, each in trees) == pytest.approx(promised, rel=0.08)
+
+
+def test_an_h100_decodes_as_fast_as_its_preset_says() -> None:
+    """One session: some 6.4 ms a step, and what a message takes of the gateway is hidden by none."""
+    assert speed(h100(1), FixedChoice(), 1, 2.0) == pytest.approx(1e6 / h100(1).target_us(1), rel=0.1)
+
+
+def test_streams_have_a_line_for_each_choice() -> None:
+    """With the best fixed setting of their load."""
+    fast, slow = (Outcome("64", tokens, 100.0, 130.0, 0.0, "64: draft 4", 1.25) for tokens in (120.0, 90.0))
+    assert by_streams({"whole": [fast], "old": [slow]}).splitlines()[2:] == [
+        "| 64 | whole | 100 | 1.20 | 1.30 | draft 4 | 1.25 |",
+        "| 64 | old | 100 | 0.90 | 1.30 | draft 4 | 1.25 |",
+    ]
