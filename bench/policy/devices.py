@@ -695,6 +695,9 @@ class Simulation:
         if not committed.is_first:
             self.gaps_us.append(committed.gap_us)
         if isinstance(session.planner, RoundPlanner):
-            self.session_us[session.planner.choice.case] += committed.round_us
+            case = session.planner.choice.case
+            is_plain = case in {Case.EXPLORING, Case.OTHER, Case.PROBE} and not committed.proposal.tree
+            # A choice whose drafter is not there is none.
+            self.session_us[Case.UNKNOWN if is_plain else case] += committed.round_us
         if self.keeps_rounds:
             self.rounds.append((self.now_us, session, committed))

@@ -47,12 +47,17 @@ class ByLoad:
 
     def at(self, load: int, unknown: float = 0.0) -> float:
         """The average at this load, or at the one that is nearest to it; `unknown` before the first sample."""
-        key = load_key(load)
-        if key not in self._averages:
-            if not self._averages:
-                return unknown
-            key = min(self._averages, key=lambda each: (abs(each - key), -each))
-        return self._averages[key].mean
+        return self._averages[self._nearest(load_key(load))].mean if self._averages else unknown
+
+    def scaled(self, load: int, unknown: float = 0.0) -> float:
+        """The same of a time that sessions spend on waiting for each other: of a larger load only its share."""
+        if not self._averages:
+            return unknown
+        key = self._nearest(load_key(load))
+        return self._averages[key].mean * min(1.0, 2 ** ((load_key(load) - key) / 2))
+
+    def _nearest(self, key: int) -> int:
+        return min(self._averages, key=lambda each: (abs(each - key), -each))
 
 
 @cache

@@ -172,16 +172,16 @@ class RoundCosts:
         if best is not None and best.speed * plain_us > 1:
             tokens, base_rows, base_us = best.tokens, 1.0 + best.draft_count, best.cost_us
         forward_us, price, fastest = self.verify_us.at(load * base_rows), 1.0, tokens / base_us
-        for floor, offer in zip(FLOORS, self.offers.above(), strict=True):
+        for floor, offer in zip(reversed(FLOORS), reversed(self.offers.above()), strict=True):
             if not offer.share:
                 continue
             # Rounds for a token, with a lookup's guesses and without.
             looks, others = offer.share / offer.tokens, (1 - offer.share) / tokens
             rows = (looks * (1 + offer.rows) + others * base_rows) / (looks + others)
-            verify_us = self.verify_us.at(load * rows)
+            # A little more than the table says: near the best price all are about as fast, and fewer rows are sure.
+            verify_us = forward_us + self._tuning.dear_rows * (self.verify_us.at(load * rows) - forward_us)
             spent_us = looks * (verify_us + overhead_us) + others * (base_us - forward_us + verify_us)
-            # Of floors with the same rows above them the highest one.
-            if spent_us * fastest < (1 if price == 1.0 else 1 + 1e-9):
+            if spent_us * fastest < 1 - 1e-9:
                 price, fastest = floor, 1 / max(spent_us, 1e-9)
         return price
 
@@ -233,8 +233,10 @@ class RoundCosts:
             if proposal.tree and proposal.drafter != LOOKUP:
                 own_rows = num_drafting * committed.draft_count + max(num_sessions, 1)
                 share = rows * max(num_sessions, 1) / (own_rows * self.load)
-                # What one session finds among others that decode plainly is not what all would find.
-                self._observe_draft(committed, share, unasked=unasked, is_usual=2 * num_drafting >= num_sessions)
+                # What one session finds among others that decode plainly is not what all would find, and neither is
+                # what it finds beside the rows of a lookup.
+                is_usual = 2 * num_drafting >= num_sessions and share < self._tuning.most_share
+                self._observe_draft(committed, share, unasked=unasked, is_usual=is_usual)
         self._observe_acceptance(committed, session)
         self.num_rounds += 1
 
@@ -276,9 +278,9 @@ class RoundCosts:
             # Waiting for the forwards of others is in their number; see round_us.
             overhead_us = max(0, overhead_us - verdict.hop.queue_us)
         # And the first round of a stretch is not what the others are.
-        is_alone = not unasked and not estimates.overhead_us.known(self.load)
+        is_alone = not estimates.overhead_us.known(self.load)
         if estimates.is_unasked == unasked and (is_usual or is_alone):
-            estimates.overhead_us.add(self.load, overhead_us)
+            estimates.overhead_us.add(self.load, overhead_us, self.num_rounds)
         if is_usual:
             count = min(committed.draft_count, estimates.counts[-1])
             # Deeper ones are never looked at, and a draft may count as it likes.
@@ -297,8 +299,9 @@ class RoundCosts:
 
     def _overhead_us(self, estimates: DrafterEstimates) -> float:
         """Of a round with guesses, beside both computations; of an unasked one that of an unasked token."""
-        unknown_us = self.plain.overhead_us(self.load) if estimates.is_unasked else 0.0
-        return estimates.overhead_us.at(self.load, unknown_us)
+        if not estimates.is_unasked:
+            return estimates.overhead_us.scaled(self.load)
+        return estimates.overhead_us.blend(self.load, self.plain.overhead_us(self.load), self.num_rounds, self._tuning)
 
     def _share(self, estimates: DrafterEstimates) -> float:
         """The part of all sessions' rows that one forward of the target has."""

@@ -131,7 +131,9 @@ class Exploration:
                 self._rounds_since_other = 0
             case Case.PROBE:
                 self._plain_tokens = 0
-                self._costs.of(choice.drafter).step_us.renew()
+                probed = self._costs.of(choice.drafter)
+                probed.step_us.renew()
+                probed.acceptance.renew()
             case Case.PLAIN_LOOK:
                 self._rounds_without_plain = 0
 

@@ -22,6 +22,9 @@ class PlainCosts:
         self._sought: dict[int, int] = {}
         """Round since when it is tried to see plain decoding at a load."""
         self._rounds_without_guesses = 0
+        self._pending_us: list[int] = []
+        """Rounds of which not all sessions have had one: what a busy gateway reads late comes several at a time, and
+        only their mean says what a token takes."""
 
     def observe(self, committed: Round, load: int, now: int, *, unasked: bool) -> None:
         """Learns from a round, of which `unasked` says that it came without a message."""
@@ -35,8 +38,15 @@ class PlainCosts:
         # Whoever was verified with the guesses of another session has had its round since then, or had them beside it.
         num_rows = verdict.row_count / max(verdict.forward_count, 1)
         is_pure = self._rounds_without_guesses > 2 * load and num_rows <= load
-        if is_pure:
-            self._token_us.add(load, max(committed.round_us, 1), now)
+        if not is_pure:
+            self._pending_us.clear()
+        else:
+            self._pending_us.append(committed.round_us)
+            if len(self._pending_us) >= load:
+                mean_us = max(sum(self._pending_us) / len(self._pending_us), 1.0)
+                for _ in self._pending_us:
+                    self._token_us.add(load, mean_us, now)
+                self._pending_us.clear()
         if is_pure or not self._overhead_us.known(load):
             self._overhead_us.add(load, overhead_us, now)
 
@@ -47,11 +57,11 @@ class PlainCosts:
 
     def overhead_us(self, load: int) -> float:
         """Microseconds of an unasked token beside the target's forward."""
-        return self._overhead_us.at(load)
+        return self._overhead_us.scaled(load)
 
     def asked_overhead_us(self, load: int) -> float:
         """The same of a round that is asked and has no draft: of one with a lookup's guesses, and of a first token."""
-        return self._asked_overhead_us.at(load)
+        return self._asked_overhead_us.scaled(load)
 
     def is_known(self, load: int, now: int) -> bool:
         """Whether it was seen at this load lately, or cannot be: sessions in long stretches do not all stop."""

@@ -150,8 +150,10 @@ class RoundPlanner:
                 self._next, self._unasked = None, outstanding > 0
                 self._halts, self.choice = outstanding > 0, looked
                 return RoundPlan((GuessRequest(LOOKUP, looked.draft_count),))
-        if 2 * outstanding > self._plain_plan.plain_budget > 0:
-            # Nothing is sent in the first half of a stretch, so there is nothing to choose at every token.
+        is_vain = self.choice.case is Case.BEST and not self._policy.is_worth(self.choice.drafter)
+        if 2 * outstanding > self._plain_plan.plain_budget > 0 and not is_vain:
+            # Nothing is sent in the first half of a stretch, so there is nothing to choose at every token; unless its
+            # guesses have turned out to be worth nothing.
             self._unasked = True
             return RoundPlan(fallback_reason=self._plain_plan.fallback_reason)
         is_hosting = bool(own) and self._hosted is not None
@@ -171,7 +173,9 @@ class RoundPlanner:
             return RoundPlan(fallback_reason=None if is_first else self._plain_plan.fallback_reason)
         self.choice = choice
         if not asks:
-            return self._plain(choice.plain_budget)
+            # A stretch in which the target guesses goes on without at once, and not only when half of it is left.
+            least = 2 * outstanding if self._plain_plan.guesses else 0
+            return self._plain(max(choice.plain_budget, least))
         if choice.drafter.place is Place.HOSTED:
             return self._hosted_plan(choice, limit, is_hosting, is_first)
         return self._draft_plan(choice, log, draft, obstacle, len(look))

@@ -6,7 +6,6 @@ costs.py for what is compared, choice.py for how, and exploration.py for what is
 One policy serves all requests of a gateway to a target, because they share the machines that it measures.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Self
@@ -89,10 +88,11 @@ class SpeculationPolicy:
             self._exploration.drafted(proposal.learner, num_sessions)
         if unasked and not proposal.tree:
             self._exploration.decoded_plainly(self.costs.round_us(ANY_DRAFT, 0))
-        elif is_drafted or proposal.fallback_reason:
-            is_probe = is_drafted and not self._exploration.trials[proposal.learner].is_worth
-            least_us = self.tuning.probe_loss * committed.round_us if is_probe else -math.inf
-            self._exploration.pay(max(self.costs.lost_us(committed), least_us))
+        elif is_drafted and not self.is_worth(proposal.learner):
+            # What guesses have lost before that was known is no reason to look at them the more seldom.
+            self._exploration.pay(max(self.costs.lost_us(committed), self.tuning.probe_loss * committed.round_us))
+        elif proposal.fallback_reason:
+            self._exploration.pay(self.costs.lost_us(committed))
         is_new_load = self.costs.load != load
         self._num_observed += 1
         if is_new_load or self._num_observed >= max(4, self.costs.load):
@@ -163,6 +163,10 @@ class SpeculationPolicy:
         """Whether it was seen what plain decoding costs at this load; alone it is what a forward costs."""
         costs = self.costs
         return costs.load == 1 or costs.plain.is_known(costs.load, costs.num_rounds)
+
+    def is_worth(self, drafter: DrafterId) -> bool:
+        """Whether guesses of a drafter were worth it when costs were last looked at."""
+        return self._exploration.trials[drafter].is_worth
 
     def candidates(
         self, drafter: DrafterId, most: int, session: SessionEstimates | None = None

@@ -74,6 +74,8 @@ class PolicyTuning:
     """Rounds of each session after which half of what rounds took at a load is forgotten: it is seldom seen again."""
     trust_rounds: int = 4
     """Rounds of each session after which half of that is believed: while a load changes, nothing lasts."""
+    dear_rows: float = 1.2
+    """Times what the table says that rows of lookups count as: what is wrong in it harms all sessions."""
     offer_memory: float = 0.998
     """What is left, after another token, of what lookups have offered: it differs from text to text."""
     large_catch_up: int = 16
@@ -81,6 +83,8 @@ class PolicyTuning:
     least_share: float = 0.5
     """Least share of all rows in one forward: a target that waits for groups which are almost there serves two in
     turn; more do not last."""
+    most_share: float = 1.25
+    """Share of them above which a forward has rows that are no drafter's."""
     one_group: float = 0.8
     """Share above which the target serves all in one group."""
 

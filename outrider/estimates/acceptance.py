@@ -34,6 +34,11 @@ class GuessTally:
         self.tested = kept * self.tested + tested
         self.accepted = kept * self.accepted + accepted
 
+    def fade(self, tested: float) -> None:
+        """Forgets all but so many tests, with the same share of them accepted."""
+        kept = min(1.0, tested / max(self.tested, 1e-9))
+        self.tested, self.accepted = kept * self.tested, kept * self.accepted
+
     def share(self, prior: float = 0.0, weight: float = 0.0) -> float:
         """Share that is accepted, drawn towards a prior that weighs so many tests and is never forgotten."""
         return (self.accepted + weight * prior) / (self.tested + weight)
@@ -53,6 +58,11 @@ class AcceptanceRates:
         """Adds a chain of which so many guesses were tested, and so many of these accepted."""
         for depth, tally in enumerate(self._depths[:evaluated_count]):
             tally.add(1, depth < accepted_count)
+
+    def renew(self) -> None:
+        """Marks what was learnt as old: the next tests weigh as much as all before them."""
+        for tally in self._depths:
+            tally.fade(FIRST_WEIGHT)
 
     @property
     def rates(self) -> list[float]:

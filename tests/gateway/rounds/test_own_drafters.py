@@ -58,6 +58,26 @@ def test_stretches_are_extended_in_their_second_half() -> None:
     assert planner.plan(log_of(497), 0, AWAY, "own") == asking(2, TUNING.hosted_budget)
 
 
+def test_a_stretch_ends_when_its_guesses_turn_out_to_be_worth_nothing() -> None:
+    """At once, and for plain tokens that begin before the stretch would have been extended."""
+    planner = planner_of(None)
+    policy = planner._policy
+    policy.costs.begin({1: 10_000.0, 8: 10_100.0}, {OWN: {1: 100.0}})
+    stretch = planner.plan(log_of(3), 0, AWAY, "own")
+    assert (stretch.asked(Place.HOSTED).count > 0, stretch.plain_budget) == (True, TUNING.hosted_budget)
+    outstanding = TUNING.hosted_budget - 5
+    assert planner.plan(log_of(8), outstanding, AWAY, "own") == RoundPlan()
+    for _ in range(50):
+        policy.costs.of(OWN).acceptance.observe(0, 1)
+        policy.costs.of(OWN).step_us.add(1, 20_000)
+    policy._round_us.clear()
+    policy.candidates(OWN, 8)
+    assert not policy.is_worth(OWN)
+    ended = planner.plan(log_of(8), outstanding, AWAY, "own")
+    assert (ended.guesses, ended.plain_budget) == ((), 2 * outstanding)
+    assert planner.plan(log_of(9), 2 * outstanding - 1, AWAY, "own") == RoundPlan()
+
+
 def test_a_target_without_the_drafter_decodes_plainly() -> None:
     """After a fail-over, say: with the reason why there are no guesses, and with guesses again on the next target."""
     planner = planner_of(4)

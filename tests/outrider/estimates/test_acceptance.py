@@ -54,3 +54,19 @@ def test_several_tests_at_once_leave_as_much_as_one_after_the_other() -> None:
     for _ in range(3):
         each.add(0, 0)
     assert once.tested == pytest.approx(each.tested) == pytest.approx(7.29)
+
+
+def test_a_renewed_rate_follows_a_few_tests() -> None:
+    """What a hundred tests have shown weighs no more than the next ones; without it they would hardly move it."""
+    old, renewed = AcceptanceRates(), AcceptanceRates()
+    for rates in (old, renewed):
+        for _ in range(100):
+            rates.observe(0, 1)
+    before = renewed.rates[0]
+    renewed.renew()
+    assert renewed.rates[0] >= before
+    for rates in (old, renewed):
+        for _ in range(4):
+            rates.observe(1, 1)
+    assert old.rates[0] < 0.2
+    assert renewed.rates[0] > 0.4
