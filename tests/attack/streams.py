@@ -16,7 +16,7 @@ from bench.common import OPENINGS
 from outrider.cli.local_stack import Addresses
 from outrider.client import AsyncClient, Round, Speculation
 
-NUM_MESSAGES = int(os.environ.get("OUTRIDER_FUZZ_MESSAGES", "300"))
+NUM_MESSAGES = int(os.environ.get("OUTRIDER_FUZZ_MESSAGES", "150"))
 # Whether waits are compared: shorter runs have too few gaps for it, and fewer streams.
 IS_LONG = NUM_MESSAGES >= 10_000
 NUM_STREAMS = 16 if IS_LONG else 4

@@ -1,8 +1,8 @@
 """Everything that can be sent to a stack of real processes, at once with streams that do no harm: `make test-fuzz`.
 
-A few hundred messages to each method by default; OUTRIDER_FUZZ_MESSAGES asks for more, and with them for more bodies
-and connections. What is asserted depends on no clock; how long the streams waited is reported, and whether that is
-well.
+A hundred and fifty messages to each method by default; OUTRIDER_FUZZ_MESSAGES asks for more, and with them for more
+bodies and connections. What is asserted depends on no clock; how long the streams waited is reported, and whether that
+is well.
 """
 
 import asyncio

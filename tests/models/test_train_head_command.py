@@ -74,7 +74,7 @@ def test_a_run_says_what_it_does_and_what_came_of_it(made: Made) -> None:
 
 @pytest.mark.parametrize(
     "last_words",
-    ["head: step 4,", *grid("samples: ", "head-overlap: step 2,")],
+    grid("head: step 4,", "samples: ", "head-overlap: step 2,"),
 )
 def test_a_killed_run_goes_on_to_the_same_weights(
     corpus: Path, trained: tuple[Path, str], made: Made, tmp_path: Path, last_words: str

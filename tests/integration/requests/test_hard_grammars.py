@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from support.basics import grid
 from support.stack import PATIENT, RunningStack, running_stack
 
 from outrider.client import InvalidRequest, OutriderError, Speculation
@@ -51,7 +52,7 @@ async def end_of(stack: RunningStack, speculation: Speculation, options: Mapping
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [*grid(0.0), 1.0])
 async def test_equal_requests_end_equally(temperature: float) -> None:
     """Ten times each: one after another, side by side, among others, with chains, trees and lookups, and after a
     restart of the target.
