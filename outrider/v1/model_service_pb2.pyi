@@ -340,7 +340,7 @@ class DrafterOffer(_message.Message):
 
     @_builtins.property
     def row_costs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.RowCost]:
-        """Costs of its forwards, where it has a model of its own that was measured before it served."""
+        """Costs of its forwards, where it has a model of its own that was measured before it served; of a head those of steps."""
 
     def __init__(
         self,
