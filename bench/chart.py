@@ -34,6 +34,15 @@ def path(points: Sequence[tuple[float, float]], colour: str, width: float) -> st
     return f'<path d="M{places}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
 
 
+def document(width: float, height: float, drawn: Sequence[str], font_size: int = 13) -> str:
+    """SVG document of elements, on white."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">'
+        '<rect width="100%" height="100%" fill="#fff"/>'
+        f'<g font-family="sans-serif" font-size="{font_size}" fill="#222">{"".join(drawn)}</g></svg>\n'
+    )
+
+
 def line_chart(title: str, x_title: str, y_title: str, panels: Sequence[Panel]) -> str:
     """The chart as an SVG document; all panels have the same axes.
 
@@ -81,8 +90,4 @@ def line_chart(title: str, x_title: str, y_title: str, panels: Sequence[Panel]) 
         )
     middle = TOP + HEIGHT / 2
     drawn.append(text(14, middle, y_title, extra=f'transform="rotate(-90 14 {middle:.1f})"'))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {full_width} {full_height}">'
-        f'<rect width="100%" height="100%" fill="#fff"/><g font-family="sans-serif" font-size="13" fill="#222">'
-        f"{''.join(drawn)}</g></svg>\n"
-    )
+    return document(full_width, full_height, drawn)

@@ -17,7 +17,7 @@ import typer
 
 from bench.common import markdown, parse_numbers, writable
 from bench.load.summary import percentile
-from bench.policy.devices import Simulation, World
+from bench.policy.devices import TRYING, Simulation, World
 from bench.policy.former import files_of, former_simulation
 from bench.policy.jump import draw
 from bench.policy.oracle import FixedChoice, FixedPlanner, best
@@ -28,7 +28,7 @@ from outrider.errors import InvalidRequest
 from outrider.model_service.settings import available_cpus
 from outrider.process.options import between, run_app, service_app
 
-EXPLORING = frozenset({Case.EXPLORING, Case.OTHER, Case.PROBE, Case.PLAIN_LOOK})
+EXPLORING = TRYING | {Case.PLAIN_LOOK}
 FIRST_S = 1.0
 WORST_SHOWN = 10
 

@@ -44,6 +44,9 @@ MAX_ROWS, MAX_LEN = 32, 1 << 30
 GATEWAY_SHARE = 0.5
 """Share of the processors that a gateway's one thread takes."""
 
+TRYING = frozenset({Case.EXPLORING, Case.OTHER, Case.PROBE})
+"""Cases of a choice in which guesses are made to find something out."""
+
 CostLaw = Callable[[int], float]
 """Microseconds of a forward over so many rows."""
 
@@ -498,7 +501,7 @@ class SimulatedSession:
             tuple(accepted),
             1,
             FinishReason.LENGTH if is_last else None,
-            min(len(accepted) + 1, self.tree.depths[-1] if self.tree.is_chain else max(self.tree.depths), room),
+            min(len(accepted) + 1, max(self.tree.depths), room),
             compute_us=int(took_us),
             forward_count=1,
             row_count=rows,
@@ -696,7 +699,7 @@ class Simulation:
             self.gaps_us.append(committed.gap_us)
         if isinstance(session.planner, RoundPlanner):
             case = session.planner.choice.case
-            is_plain = case in {Case.EXPLORING, Case.OTHER, Case.PROBE} and not committed.proposal.tree
+            is_plain = case in TRYING and not committed.proposal.tree
             # A choice whose drafter is not there is none.
             self.session_us[Case.UNKNOWN if is_plain else case] += committed.round_us
         if self.keeps_rounds:

@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from bench.chart import COLOURS, path, text
+from bench.chart import COLOURS, document, path, text
 from bench.policy.devices import Law, Simulation, TextKind, World
 from bench.policy.oracle import FixedChoice, FixedPlanner, best
 from bench.policy.worlds import HOSTED, TABLES, table
@@ -130,8 +130,4 @@ def draw() -> tuple[str, str]:
     for index, (name, colour) in enumerate(zip((PLAIN, BEST, AUTO), COLOURS[2::-1], strict=True)):
         extra = f'fill="{colour}" font-weight="bold"'
         drawn.append(text(width / 2 + 110 * (index - 1), height - 10, name, extra=extra))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">'
-        f'<rect width="100%" height="100%" fill="#fff"/><g font-family="sans-serif" font-size="12" fill="#222">'
-        f"{''.join(drawn)}</g></svg>\n"
-    ), f"{jumping().name}: {took}"
+    return document(width, height, drawn, font_size=12), f"{jumping().name}: {took}"

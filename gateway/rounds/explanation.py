@@ -5,7 +5,7 @@ when a user asks: on the page for a round that has been, and in `outrider doctor
 begin now. It is plain dictionaries, because all of it becomes JSON.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from itertools import groupby
 from typing import TypedDict
 
@@ -128,10 +128,9 @@ def reason(choice: Choice) -> str:
 
 
 def _by_drafter(
-    candidates: Iterable[GuessCandidate], worth: Iterable[DrafterId], allowed: Iterable[DrafterId]
+    candidates: Iterable[GuessCandidate], worth: Set[DrafterId], allowed: Set[DrafterId]
 ) -> list[DrafterFacts]:
     """Candidates by drafter, without that for plain decoding, which is not a drafter's."""
-    worth, allowed = frozenset(worth), frozenset(allowed)
     return [
         {
             "drafter": drafter.name,

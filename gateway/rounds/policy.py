@@ -136,7 +136,7 @@ class SpeculationPolicy:
             exploration.is_probe_due,
             exploration.is_plain_due,
             needs_plain=self._needs_plain(candidates),
-            worth=frozenset(drafter for drafter in known if trials[drafter].is_worth),
+            worth=frozenset(filter(self.is_worth, known)),
             allowed=frozenset(drafter for drafter in known if num_drafting < trials[drafter].allowed),
             looks_ahead=frozenset(
                 drafter
