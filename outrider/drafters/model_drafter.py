@@ -47,6 +47,8 @@ DRAFTERS: Mapping[str, frozenset[Rule]] = {
     SAMPLED: frozenset(Rule),
 }
 
+# A round of the target takes as long as so many of a draft's steps at most.
+STEPS_A_ROUND = 16
 # The logarithm of a number that float64 rounds to 0 is not infinite here.
 MIN_PROB = 5e-324
 
@@ -218,7 +220,7 @@ class ModelDrafter:
         those that it would find without, one by one.
         """
         self._runner = runner
-        self._pace = Pace(clock)
+        self._pace = Pace(clock, STEPS_A_ROUND)
         self._with_room = with_room
         self._top_n = top_n
         self._ahead = ahead

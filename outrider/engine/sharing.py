@@ -7,6 +7,7 @@ hundreds where reading the weights outweighs computing. It decides which rows go
 computes.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -82,9 +83,16 @@ class Pace:
     Belongs to the device thread, and measures from `begin` to `end`.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Takes a clock that counts seconds."""
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, most_steps: float = 1.0) -> None:
+        """Takes a clock that counts seconds.
+
+        Who runs may have to wait for more than these steps, as a draft's sessions do for the target's: what one may
+        take is then a share of the time since the last one with rows of prompts, as if so many steps were made in it at
+        most.
+        """
         self._clock = clock
+        self._most_steps = most_steps
+        self._read_s = -math.inf  # when the last step with rows of prompts began
         self._started_s = 0.0
         self._prompts: list[bool] = []
         self._rows = MIN_PROMPT_ROWS
@@ -111,7 +119,9 @@ class Pace:
         if steps and (not self._plain_s.known or self._steps_since_probe >= PROBE_STEPS):
             return 0
         if self._row_s.known:
-            allowed_s, row_s = (MAX_SLOWDOWN - 1) * self._plain_s.mean, self._row_s.mean
+            plain_s, row_s = self._plain_s.mean, self._row_s.mean
+            round_s = (self._started_s - self._read_s) / MAX_SLOWDOWN
+            allowed_s = (MAX_SLOWDOWN - 1) * max(plain_s, min(round_s, self._most_steps * plain_s))
             # Not too much at once, because the first samples may be wrong.
             most = min(2 * self._rows, max_rows)
             self._rows = max(MIN_PROMPT_ROWS, most if row_s * most <= allowed_s else int(allowed_s / row_s))
@@ -129,5 +139,6 @@ class Pace:
             self._steps_since_probe = 0
         else:
             self._steps_since_probe += 1
+            self._read_s = self._started_s
             if self._plain_s.known:
                 self._row_s.add((seconds - self._plain_s.mean) / num_rows)

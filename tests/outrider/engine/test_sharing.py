@@ -162,10 +162,10 @@ def test_everybody_comes_to_an_end(
 class Device:
     """Steps that take as long as a formula of (rows of prompts, others) says, and the pace that is learnt from them."""
 
-    def __init__(self, law: Callable[[int, int], float]) -> None:
+    def __init__(self, law: Callable[[int, int], float], most_steps: float = 1.0) -> None:
         self.law = law
         self.now_s = 0.0
-        self.pace = Pace(lambda: self.now_s)
+        self.pace = Pace(lambda: self.now_s, most_steps)
 
     def step(self, feeds: list[Feed], max_rows: int = 512) -> tuple[int, float]:
         """Rows of prompts in a step, of which every feed wants more than there are, and its seconds."""
@@ -225,6 +225,17 @@ def test_the_first_step_beside_others_measures_them() -> None:
     device, feeds = Device(cpu), [*runners(), *prompts()]
     read = [device.step(feeds)[0] for _ in range(2 * PROBE_STEPS + 3)]
     assert [number for number, num_rows in enumerate(read) if not num_rows] == [0, PROBE_STEPS + 1, 2 * PROBE_STEPS + 2]
+
+
+@pytest.mark.parametrize(("others_s", "num_rows"), [(0.0, 7), (70.0, 42), (1000.0, 112)])
+def test_a_draft_reads_more_where_its_sessions_wait_for_the_target(others_s: float, num_rows: int) -> None:
+    """A round with 14 ms of it and 70 of the target is half as long again as well; it has 16 such steps at most."""
+    device, feeds = Device(cpu, most_steps=16), runners()
+    device.step(feeds)
+    for _ in range(2 * PROBE_STEPS):
+        read, _ = device.step([*feeds, *prompts()])
+        device.now_s += others_s
+    assert read == pytest.approx(num_rows, abs=1)
 
 
 @pytest.mark.parametrize("factor", [0.25, 4.0])
