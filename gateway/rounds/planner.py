@@ -245,7 +245,7 @@ class RoundPlanner:
     def _hosted_plan(self, choice: Choice, limit: int, is_hosting: bool, is_first: bool) -> RoundPlan:
         """The target guesses and goes on unasked, in short stretches while it is only tried.
 
-        In the prompt's own pass the drafter reads along.
+        Behind the prompt's own pass it goes on at once, unless something is to be tried: that waits for its turn.
         """
         if not is_hosting:
             return self._plain(self._policy.tuning.waiting_budget, FallbackReason.DRAFT_ABSENT, is_first)
@@ -256,7 +256,9 @@ class RoundPlanner:
         count = min(choice.draft_count, limit if shape is None else self._max_draft_count)
         guesses = (GuessRequest(choice.drafter, count, shape),)
         if is_first:
-            return RoundPlan(guesses)
+            if choice.rounds > 1:
+                return RoundPlan(guesses)
+            self._policy.mark(self._session, is_drafting=True)
         budget = self._policy.tuning.hosted_budget
         budget = budget if choice.rounds == 1 else min(choice.rounds * (count + 1), budget)
         self._plain_plan = RoundPlan(guesses, budget)

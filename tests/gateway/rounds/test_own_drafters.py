@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from gateway.rounds.choice import Case
 from gateway.rounds.planner import Drafting, DraftOutlook, RoundPlan, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import (
@@ -44,9 +45,20 @@ def log_of(length: int) -> TokenLog:
     return log
 
 
-def test_the_drafter_reads_the_prompt_along() -> None:
-    """The prompt's own pass asks for guesses, of which it has none, and for no unasked token."""
-    assert planner_of(4).plan(log_of(2), 0, AWAY, "own") == asking(4)
+def test_guesses_begin_behind_the_prompt_without_another_message() -> None:
+    """The prompt's own pass has none; what the target says after it comes unasked, and counts as drafting."""
+    planner = planner_of(4)
+    assert planner.plan(log_of(2), 0, AWAY, "own") == asking(4, TUNING.hosted_budget)
+    assert planner._session.is_drafting
+    assert planner.plan(log_of(3), TUNING.hosted_budget, AWAY, "own") == RoundPlan()
+
+
+def test_what_is_to_be_tried_waits_for_its_turn() -> None:
+    """Behind the prompt's own pass: a session that ends there must not take it from the others."""
+    planner = planner_of(None)
+    plan = planner.plan(log_of(2), 0, AWAY, "own")
+    assert planner.choice.case is Case.EXPLORING
+    assert (plan.asked(Place.HOSTED).count > 0, plan.plain_budget) == (True, 0)
 
 
 def test_stretches_are_extended_in_their_second_half() -> None:
@@ -98,8 +110,8 @@ def test_a_shape_is_asked_for_with_every_stretch(shape: TreeShape) -> None:
     """Of as many rows as wanted even where there is little room, which limits the depth; some drafters make none."""
     planner = RoundPlanner(SpeculationPolicy(), 6, 500, 64, Drafting((OWN_TREES,), shape))
     guesses = (GuessRequest(OWN_TREES, 6, shape),)
-    assert planner.plan(log_of(2), 0, AWAY, "own") == RoundPlan(guesses)
     stretch = RoundPlan(guesses, TUNING.hosted_budget)
+    assert planner.plan(log_of(2), 0, AWAY, "own") == stretch
     assert planner.plan(log_of(3), 0, AWAY, "own") == stretch
     assert planner.plan(log_of(40), TUNING.hosted_budget // 2, AWAY, "own") == stretch
     assert planner.plan(log_of(497), 0, AWAY, "own") == stretch
