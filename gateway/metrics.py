@@ -17,6 +17,7 @@ from gateway.generation.backend import Backend
 from gateway.generation.events import CompletionEvent, Event, RoundEvent, counts_by_drafter
 from gateway.generation.request import CheckedRequest
 from gateway.keys.door import Door
+from gateway.rounds.explanation import best_count
 from gateway.rounds.round import FallbackReason, Round, TokenOrigin
 from gateway.sessions.peer import ROLLBACK_S
 from outrider.errors import OutriderError
@@ -250,7 +251,8 @@ class Watched:
             refusals.add_metric([surface], count)
         yield refusals
         meaning = "K: draft tokens a round that the policy would ask for."
-        yield GaugeMetricFamily(PREFIX + "current_draft_tokens", meaning, backend.policies.latest.best_count)
+        policy = backend.policies.latest
+        yield GaugeMetricFamily(PREFIX + "current_draft_tokens", meaning, best_count(policy.costs, policy.tuning))
         memories = backend.lookup.memories if backend.lookup is not None else None
         meaning = "Bytes of what finished requests said, to look guesses up in."
         yield GaugeMetricFamily(PREFIX + "lookup_memory_bytes", meaning, memories.num_bytes if memories else 0)

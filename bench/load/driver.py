@@ -212,7 +212,7 @@ class Driver:
 
     async def _block(self, temperature: float, streams: int, setting: str, turn: int) -> Block:
         count = max(streams * self.plan.requests, LEAST_REQUESTS)
-        # Nobody has asked these: what was answered before is remembered, and would be guessed.
+        # These were not asked before: what was answered before is remembered, and would be guessed.
         first, self._num_asked = self._num_asked, self._num_asked + count
         numbers, waiting = iter(range(first, first + count)), set(range(first, first + streams))
         all_run, one_ended = asyncio.Event(), asyncio.Event()

@@ -47,12 +47,12 @@ GATEWAY_SHARE = 0.5
 TRYING = frozenset({Case.EXPLORING, Case.OTHER, Case.PROBE})
 """Cases of a choice in which guesses are made to find something out."""
 
-CostLaw = Callable[[int], float]
+CostModel = Callable[[int], float]
 """Microseconds of a forward over so many rows."""
 
 
 class Planner(Protocol):
-    """Plan of each round of a request: gateway.rounds.planner.RoundPlanner, or one that is told what to do."""
+    """Plan of each round of a request: gateway.rounds.planner.RoundPlanner, or one that does as it was set."""
 
     def __enter__(self) -> object: ...
     def __exit__(self, *_exit: object) -> None: ...
@@ -83,7 +83,7 @@ class TextKind:
     belief: float = 1.0
     """What lookups and trees promise, over what they keep."""
     others: tuple[float, ...] = (0.4, 0.2, 0.1)
-    """Of the tokens that a drafter's first choice is not, the share that its second one is, its third, and so on."""
+    """Share of its second choice, its third and so on among the tokens that a drafter's first one is not."""
     spread: float = 0.0
     """How much less a drafter errs in half of all rounds, and more in the others, which its trees know."""
 
@@ -93,7 +93,7 @@ class Law:
     """Costs of a drafter: its steps by their sessions, and where it guesses."""
 
     drafter: DrafterId
-    step_us: CostLaw
+    step_us: CostModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class World:
     """All that is to be known, and a policy must find out."""
 
     name: str
-    target_us: CostLaw
+    target_us: CostModel
     drafters: tuple[Law, ...]
     kinds: tuple[TextKind, ...] = (TextKind(),)
     message_us: float = 600.0
@@ -214,7 +214,7 @@ class Device(ABC):
         """Makes a step of these sessions, at whose end it is not busy any more."""
 
     def work(self, alone_us: float, end: Callable[[float], None]) -> None:
-        """Takes the device so long, were it alone; `end` is told how long it took."""
+        """Takes the device so long, were it alone; `end` gets how long it took."""
         simulation = self.simulation
         noise, began_us = simulation.world.noise, simulation.now_us
         alone_us *= simulation.dice.uniform(1 - noise, 1 + noise)
@@ -618,7 +618,7 @@ class Simulation:
         has_draft = any(each.drafter.place is Place.REMOTE for each in world.drafters)
         self.outlook = DraftOutlook(None if has_draft else FallbackReason.DRAFT_ABSENT)
 
-    def _measured(self, law: CostLaw) -> dict[int, float]:
+    def _measured(self, law: CostModel) -> dict[int, float]:
         """What a service has measured of its model before it serves."""
         busy = self.dice.uniform(0.9, 1.1)
         return {1 << power: law(1 << power) * busy * self.dice.uniform(0.95, 1.05) for power in range(8)}
@@ -658,7 +658,7 @@ class Simulation:
         self.processors.begin(work_us, GATEWAY_SHARE, done)
 
     def load(self, num_sessions: int) -> None:
-        """So many sessions are at work from now on; others end with their rounds."""
+        """Sets how many sessions are at work from now on; others end with their rounds."""
         self.num_wanted = num_sessions
         for session in self.sessions[num_sessions:]:
             session.ended = True
@@ -694,7 +694,7 @@ class Simulation:
         return (self.num_tokens - before) / seconds
 
     def committed(self, session: SimulatedSession, committed: Round) -> None:
-        """Notes a round."""
+        """Adds a round to gaps, time and rounds of the simulation."""
         if not committed.is_first:
             self.gaps_us.append(committed.gap_us)
         if isinstance(session.planner, RoundPlanner):

@@ -43,7 +43,7 @@ class FixedPlanner:
         return self
 
     def __exit__(self, *_exit: object) -> None:
-        """Ends nothing."""
+        """Leaves everything as it is: no session is counted."""
 
     def plan(
         self, log: TokenLog, outstanding: int, draft: DraftOutlook, own: str = "", look: Sequence[float] = ()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from bench.policy.devices import CostLaw, Law, TextKind, World
+from bench.policy.devices import CostModel, Law, TextKind, World
 from gateway.rounds.round import ANY_DRAFT, DrafterId, Makes, Place
 from outrider.model_files.model_names import SIM_PRESETS, SimulatedModel
 
@@ -36,8 +36,8 @@ TABLES: dict[str, tuple[tuple[int, float], ...]] = {
 }
 
 
-def table(points: Sequence[tuple[int, float]], scale: float = 1.0) -> CostLaw:
-    """A law that goes through points of rows and milliseconds, in lines between them and beyond."""
+def table(points: Sequence[tuple[int, float]], scale: float = 1.0) -> CostModel:
+    """Costs that go through points of rows and milliseconds, in lines between them and beyond."""
     rows, costs_us = [point[0] for point in points], [1000 * scale * point[1] for point in points]
 
     def cost_us(num_rows: int) -> float:
@@ -49,13 +49,13 @@ def table(points: Sequence[tuple[int, float]], scale: float = 1.0) -> CostLaw:
     return cost_us
 
 
-def staircase(fixed_us: float, stair_us: float, width: int) -> CostLaw:
-    """A law of tiles: so many rows cost what one does."""
+def staircase(fixed_us: float, stair_us: float, width: int) -> CostModel:
+    """Costs of tiles: so many rows cost what one does."""
     return lambda num_rows: fixed_us + stair_us * -(-num_rows // width)
 
 
-def _target(dice: random.Random) -> tuple[str, CostLaw, bool]:
-    """A target's name, its law, and whether it is a CPU."""
+def _target(dice: random.Random) -> tuple[str, CostModel, bool]:
+    """A target's name, its costs, and whether it is a CPU."""
     name = dice.choice([*TABLES, "staircase", "line"])
     if name in TABLES:
         return name, table(TABLES[name]), "H100" not in name
@@ -68,9 +68,9 @@ def _target(dice: random.Random) -> tuple[str, CostLaw, bool]:
     return f"line with {part:.2f} a row", lambda rows: scale_us * (1 - part + part * rows), part > 0.05
 
 
-def _share_of(law: CostLaw, share: float, num_rows: int) -> float:
-    """A share of another law."""
-    return share * law(num_rows)
+def _share_of(costs: CostModel, share: float, num_rows: int) -> float:
+    """A share of other costs."""
+    return share * costs(num_rows)
 
 
 def _kind(dice: random.Random, num_drafters: int) -> TextKind:

@@ -125,7 +125,7 @@ class Backend:
         table = policy.choose(limit, known, ready=False).table
         load = policy.costs.load
         return {
-            "acceptance_rate": policy.acceptance_rate,
+            "acceptance_rate": policy.costs.of(policy.costs.usual_drafter).acceptance.mean,
             "load": load,
             "plain_us": policy.costs.round_us(ANY_DRAFT, 0),
             "row_price": policy.row_price(known) * (load - 1) / load,

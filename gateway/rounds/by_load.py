@@ -50,7 +50,7 @@ class ByLoad:
         return self._averages[self._nearest(load_key(load))].mean if self._averages else unknown
 
     def scaled(self, load: int, unknown: float = 0.0) -> float:
-        """The same of a time that sessions spend on waiting for each other: of a larger load only its share."""
+        """The average of a time that sessions spend on waiting for each other: of a larger load only its share."""
         if not self._averages:
             return unknown
         key = self._nearest(load_key(load))

@@ -151,9 +151,9 @@ class LookupCosts(NamedTuple):
     """Costs of a round with rows of a lookup, and what it has to beat."""
 
     round_us: Sequence[float]
-    """Of a session's round, by the rows of the lookup in it."""
+    """Cost of a session's round, by the rows of the lookup in it."""
     plain_us: float
-    """Of a token that comes unasked."""
+    """Cost of a token that comes unasked."""
     price: float
     """Tokens that the other sessions lose for each row."""
     rival: float

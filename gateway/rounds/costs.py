@@ -9,7 +9,7 @@ is a table over its rows and no line: it is a staircase on CPUs, and flat up to 
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from operator import mul
@@ -106,6 +106,20 @@ class RoundCosts:
     def is_known(self, drafter: DrafterId) -> bool:
         """Whether it is known what a step of a drafter costs."""
         return self.of(drafter).step_us.known
+
+    def known(self, drafters: Iterable[DrafterId]) -> list[DrafterId]:
+        """Drafters of which it is known what a step costs."""
+        return [drafter for drafter in drafters if self.is_known(drafter)]
+
+    @property
+    def knows_plain(self) -> bool:
+        """Whether it was seen what plain decoding costs at this load; alone it is what a forward costs."""
+        return self.load == 1 or self.plain.is_known(self.load, self.num_rounds)
+
+    @property
+    def usual_drafter(self) -> DrafterId:
+        """The drafter that was asked about first: where a session may have several, that in use."""
+        return next(iter(self.drafters), ANY_DRAFT)
 
     def round_us(self, drafter: DrafterId, draft_count: int) -> float:
         """Expected microseconds of a round with K draft tokens, if all sessions had such rounds at the present load.
@@ -298,7 +312,7 @@ class RoundCosts:
         return self.verify_us.at(max(draft_count + 1.0, num_rows))
 
     def _overhead_us(self, estimates: DrafterEstimates) -> float:
-        """Of a round with guesses, beside both computations; of an unasked one that of an unasked token."""
+        """Cost of a round with guesses beside both computations; of an unasked one that of an unasked token."""
         if not estimates.is_unasked:
             return estimates.overhead_us.scaled(self.load)
         return estimates.overhead_us.blend(self.load, self.plain.overhead_us(self.load), self.num_rounds, self._tuning)

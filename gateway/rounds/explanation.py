@@ -10,7 +10,9 @@ from itertools import groupby
 from typing import TypedDict
 
 from gateway.rounds.choice import Case, Choice, GuessCandidate, LookupTable, Table, fastest
+from gateway.rounds.costs import RoundCosts
 from gateway.rounds.round import DrafterId
+from gateway.rounds.tuning import PolicyTuning
 
 REASONS = {
     Case.EXPLORING: "Too little is known of this drafter, and this session finds out what its guesses cost and bring.",
@@ -27,6 +29,16 @@ REASONS = {
 }
 NO_DRAFTER = "There is no drafter whose guesses could be worth their cost."
 NOT_YET = "Guesses are worth their cost, but sessions begin with them a few at a time, and this one waits."
+
+
+def best_count(costs: RoundCosts, tuning: PolicyTuning) -> int:
+    """K as it would be chosen now, for an observer on any thread; 0 says that plain decoding is faster."""
+    estimates = costs.of(costs.usual_drafter)
+    if not estimates.step_us.known:
+        return tuning.first_guess
+    round_us = {count: costs.round_us(costs.usual_drafter, count) for count in (0, *estimates.counts)}
+    tokens = estimates.tokens()
+    return max(round_us, key=lambda count: tokens[count] / round_us[count])
 
 
 class CandidateFacts(TypedDict):

@@ -35,7 +35,7 @@ class PlainCosts:
             self._asked_overhead_us.add(load, max(0, overhead_us - verdict.hop.queue_us * (load > 1)))
         if proposal.tree or not unasked:
             return
-        # Whoever was verified with the guesses of another session has had its round since then, or had them beside it.
+        # A session that was verified beside guesses of others has had its round since then, or had them beside it.
         num_rows = verdict.row_count / max(verdict.forward_count, 1)
         is_pure = self._rounds_without_guesses > 2 * load and num_rows <= load
         if not is_pure:
@@ -60,7 +60,7 @@ class PlainCosts:
         return self._overhead_us.scaled(load)
 
     def asked_overhead_us(self, load: int) -> float:
-        """The same of a round that is asked and has no draft: of one with a lookup's guesses, and of a first token."""
+        """Microseconds of an asked round without a draft, beside the forward: with a lookup's guesses, or first."""
         return self._asked_overhead_us.scaled(load)
 
     def is_known(self, load: int, now: int) -> bool:

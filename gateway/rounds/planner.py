@@ -245,7 +245,7 @@ class RoundPlanner:
     def _hosted_plan(self, choice: Choice, limit: int, is_hosting: bool, is_first: bool) -> RoundPlan:
         """The target guesses and goes on unasked, in short stretches while it is only tried.
 
-        Behind the prompt's own pass it goes on at once, unless something is to be tried: that waits for its turn.
+        After the prompt's own pass it goes on at once, unless something is to be tried: that waits for its turn.
         """
         if not is_hosting:
             return self._plain(self._policy.tuning.waiting_budget, FallbackReason.DRAFT_ABSENT, is_first)

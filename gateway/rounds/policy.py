@@ -6,7 +6,7 @@ costs.py for what is compared, choice.py for how, and exploration.py for what is
 One policy serves all requests of a gateway to a target, because they share the machines that it measures.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Self
 
@@ -119,8 +119,8 @@ class SpeculationPolicy:
     def _table(self, most: int, session: SessionEstimates | None, *, is_ready: bool) -> Table:
         """Everything that a choice for a session depends on now."""
         exploration = self._exploration
-        drafters = list(session.drafters) if session else [self._usual_drafter]
-        known = self._known(drafters)
+        drafters = list(session.drafters) if session else [self.costs.usual_drafter]
+        known = self.costs.known(drafters)
         # First, because they are what guesses are judged by.
         candidates = tuple(each for drafter in known for each in self.candidates(drafter, most, session))
         exploring = exploration.unknown(drafters, session, self._hope)
@@ -153,16 +153,10 @@ class SpeculationPolicy:
 
     def _needs_plain(self, candidates: Sequence[GuessCandidate]) -> bool:
         """Whether guesses look so little faster than plain decoding that this must be seen first."""
-        if not candidates or self._knows_plain:
+        if not candidates or self.costs.knows_plain:
             return False
         gain = max(each.speed for each in candidates) * self.costs.round_us(ANY_DRAFT, 0)
         return 1.0 < gain < self.tuning.sure_gain
-
-    @property
-    def _knows_plain(self) -> bool:
-        """Whether it was seen what plain decoding costs at this load; alone it is what a forward costs."""
-        costs = self.costs
-        return costs.load == 1 or costs.plain.is_known(costs.load, costs.num_rounds)
 
     def is_worth(self, drafter: DrafterId) -> bool:
         """Whether guesses of a drafter were worth it when costs were last looked at."""
@@ -178,7 +172,7 @@ class SpeculationPolicy:
             costs = {count: self.costs.round_us(drafter, count) for count in (0, *estimates.counts)}
             self._round_us[drafter] = costs
             gain = _gain(estimates.tokens(), costs)
-            self._exploration.trials[drafter].judge(gain, self.tuning, is_sure=self._knows_plain)
+            self._exploration.trials[drafter].judge(gain, self.tuning, is_sure=self.costs.knows_plain)
         tokens, first_depth = estimates.tokens(own), self.tuning.first_tree[1]
         depths = estimates.depths if drafter.makes is Makes.TREE else dict.fromkeys(estimates.counts, 0)
         return [
@@ -192,7 +186,7 @@ class SpeculationPolicy:
 
         `halts` says that a stretch of unasked tokens would have to be ended for it.
         """
-        known, values = self._known(session.drafters), values[: self.tuning.tree_counts[-1]]
+        known, values = self.costs.known(session.drafters), values[: self.tuning.tree_counts[-1]]
         best = max((self._best(each, session) for each in known), key=lambda each: each.speed, default=None)
         costs = self.costs.looked_up(len(values), best, self.row_price(session), halts=halts)
         table = LookupTable(values, costs, self.tuning.halt_gain if halts else 1.0)
@@ -203,7 +197,7 @@ class SpeculationPolicy:
     def row_price(self, session: SessionEstimates) -> float:
         """Price of a row for a lookup, in tokens that all sessions lose; it holds as long as the costs of rounds do."""
         if self._row_price is None:
-            bests = [self._best(each, None) for each in self._known(session.drafters)]
+            bests = [self._best(each, None) for each in self.costs.known(session.drafters)]
             self._row_price = self.costs.row_price(max(bests, key=lambda each: each.speed, default=None))
         return self._row_price
 
@@ -217,29 +211,6 @@ class SpeculationPolicy:
         """A copy for an observer: a question also notes costs and what is due, so that asking this one changes it."""
         return deepcopy(self, {id(each): each for each in (self.tuning, *self._sessions)})
 
-    @property
-    def acceptance_rate(self) -> float:
-        """Share of evaluated draft tokens that the target accepts, recent rounds first, of the drafter in use."""
-        return self.costs.of(self._usual_drafter).acceptance.mean
-
-    @property
-    def best_count(self) -> int:
-        """K as it would be chosen now, for an observer on any thread; 0 says that plain decoding is faster."""
-        drafter = self._usual_drafter
-        estimates = self.costs.of(drafter)
-        if not estimates.step_us.known:
-            return self.tuning.first_guess
-        costs = {count: self.costs.round_us(drafter, count) for count in (0, *estimates.counts)}
-        tokens = estimates.tokens()
-        return max(costs, key=lambda count: tokens[count] / costs[count])
-
-    @property
-    def _usual_drafter(self) -> DrafterId:
-        return next(iter(self.costs.drafters), ANY_DRAFT)
-
-    def _known(self, drafters: Iterable[DrafterId]) -> list[DrafterId]:
-        return [drafter for drafter in drafters if self.costs.is_known(drafter)]
-
     def _best(self, drafter: DrafterId, session: SessionEstimates | None) -> GuessCandidate:
         """The number of guesses of a drafter that makes the most tokens a microsecond."""
         return fastest(self.candidates(drafter, self.tuning.tree_counts[-1], session)[1:])
@@ -247,7 +218,7 @@ class SpeculationPolicy:
     def _speed_of(self, drafter: DrafterId) -> float:
         """The most tokens a microsecond with chains of a drafter, or with its trees where it has made some."""
         kinds = [kind for kind in (drafter._replace(makes=each) for each in Makes) if kind in self.costs.drafters]
-        return max(self._best(each, None).speed for each in self._known(kinds) or [drafter])
+        return max(self._best(each, None).speed for each in self.costs.known(kinds) or [drafter])
 
 
 def _gain(tokens: Sequence[float], round_us: Mapping[int, float]) -> float:

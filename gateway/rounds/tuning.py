@@ -66,7 +66,7 @@ class PolicyTuning:
     worth_changing: float = 1.06
     """How much faster guesses must look before sessions that decode plainly begin with them, or they would swing."""
     worth_keeping: float = 1.02
-    """The same before they end with them: costs are known within some hundredths, and a round's gap is longer."""
+    """How much faster they must look to go on: costs are known within some hundredths, and a round's gap is longer."""
     halt_gain: float = 1.1
     """How much faster a lookup must look before a stretch is ended for it: the rest of the stretch is lost."""
 

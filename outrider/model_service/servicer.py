@@ -67,7 +67,7 @@ class ServiceFacts:
     row_costs: Mapping[int, int] = field(default_factory=dict)
     """Microseconds of the model's forwards by their rows."""
     hosted_costs: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
-    """The same of hosted models, and of a head's steps."""
+    """Microseconds of forwards of hosted models, and of a head's steps, by name and rows."""
 
     def offer(self, drafter: str) -> pb.DrafterOffer:
         """Facts about a drafter as it stands now."""
