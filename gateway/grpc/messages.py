@@ -24,7 +24,6 @@ from gateway.generation.request import MAX_DRAFTERS, GenerationRequest
 from gateway.rounds.round import FallbackReason, TokenOrigin
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.json_counts import JsonCounts
-from gateway.text.tokenizer import Tokenizer
 from gateway.tools.call_grammar import CallRules, OfferedTool
 from outrider.answer import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 from outrider.beams import BeamSearch, EarlyStopping
@@ -136,7 +135,7 @@ def _beams_from(message: pb.BeamSearch) -> BeamSearch:
     return BeamSearch(message.width, length_penalty, EARLY_STOPPING[message.early_stopping])
 
 
-async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate, tokenizer: Tokenizer) -> GenerationRequest:
+async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate) -> GenerationRequest:
     """Request that the client wrote, with the conversation as its prompt.
 
     Raises InvalidRequest about a prompt beside the conversation, about the messages and tools, and as `request_from`
@@ -166,7 +165,7 @@ async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate, tok
     tools = [_template_tool(tool, schema) for tool, schema in zip(shown, schemas, strict=False)]
     turns = [_template_message(number, each, counts) for number, each in enumerate(message.messages)]
     rendered = await template.prompt(turns, tools or None, **end, **variables)
-    return asked(request, rendered, rules, template, tokenizer)
+    return asked(request, rendered, rules, template)
 
 
 def _call_rules(message: pb.ChatRequest, schemas: Sequence[dict[str, Any]]) -> CallRules:

@@ -68,7 +68,7 @@ async def conversation(body: ChatRequest, frontend: Frontend, settings: RestSett
     )
     check_prompt_len("messages", prompt.text, settings.max_prompt_chars)
     request = replace(
-        asked(shared, prompt, rules, template, frontend.backend.tokenizer),
+        asked(shared, prompt, rules, template),
         max_tokens=older if newer is None else newer,
         logprob_count=(body.top_logprobs or 0) if body.logprobs else None,
     )

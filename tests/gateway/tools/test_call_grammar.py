@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -12,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from support.requests.recorded_answers import result_of
 from support.services.reciting import ADDED, marked_tokenizer
 
-from gateway.tools.call_grammar import CallRules, OfferedTool, call_constraint
+from gateway.tools.call_grammar import CallRules, OfferedTool, answer_constraint
 from gateway.tools.formats import FORMATS
 from gateway.tools.reader import AnswerReader, Reading
 from outrider.errors import InvalidRequest
@@ -107,7 +108,7 @@ def babbler(request: pytest.FixtureRequest) -> Babbler:
 def test_calls_that_must_come_are_read_back(babbler: Babbler, name: str, max_calls: int | None) -> None:
     """At least one, no more than allowed, each with arguments that a second validator takes, and nothing else."""
     reading = Reading(FORMATS[name], SCHEMAS)
-    constraint = call_constraint(reading, CallRules(TOOLS, needs_call=True, max_calls=max_calls), babbler.added)
+    constraint = answer_constraint(reading, CallRules(TOOLS, needs_call=True, max_calls=max_calls), babbler.added)
     assert constraint is not None
     rng = random.Random(f"{name} {max_calls}")
     counts, names = set(), set()
@@ -131,7 +132,7 @@ def test_calls_that_must_come_are_read_back(babbler: Babbler, name: str, max_cal
 def test_a_free_answer_is_text_or_calls_that_fit(babbler: Babbler, name: str) -> None:
     """And a marker in it is followed by a call."""
     reading = Reading(FORMATS[name], SCHEMAS)
-    constraint = call_constraint(reading, CallRules(TOOLS, max_calls=1), babbler.added)
+    constraint = answer_constraint(reading, CallRules(TOOLS, max_calls=1), babbler.added)
     assert constraint is not None
     assert babbler.takes(constraint.text, "Three ships.")
     assert babbler.takes(constraint.text, "")
@@ -159,8 +160,8 @@ def test_reasoning_may_come_first_and_must_end_where_the_prompt_began_it(babbler
     """And calls come after it."""
     call = '<tool_call>\n{"name": "rest", "arguments": {}}\n</tool_call>'
     rules = CallRules(TOOLS, needs_call=True)
-    free = call_constraint(Reading(FORMATS["hermes"], SCHEMAS), rules, babbler.added)
-    begun = call_constraint(Reading(FORMATS["hermes"], SCHEMAS, "<think>"), rules, babbler.added)
+    free = answer_constraint(Reading(FORMATS["hermes"], SCHEMAS), rules, babbler.added)
+    begun = answer_constraint(Reading(FORMATS["hermes"], SCHEMAS, "<think>"), rules, babbler.added)
     assert free is not None
     assert begun is not None
     assert babbler.takes(free.text, call)
@@ -173,15 +174,21 @@ def test_reasoning_may_come_first_and_must_end_where_the_prompt_began_it(babbler
 def test_nothing_is_demanded_of_a_free_answer() -> None:
     """Without strict tools and limits there is no grammar."""
     reading = Reading(FORMATS["hermes"], SCHEMAS)
-    assert call_constraint(reading, CallRules((OfferedTool("count", COUNT),)), {}) is None
-    assert call_constraint(reading, CallRules(), {}) is None
+    assert answer_constraint(reading, CallRules((OfferedTool("count", COUNT),)), {}) is None
+    assert answer_constraint(reading, CallRules(), {}) is None
 
 
 def test_a_name_that_the_syntax_cannot_write_is_refused() -> None:
-    """By the name of the parameter."""
-    odd = (OfferedTool("count", {"properties": {"a b": {}}}),)
-    with pytest.raises(InvalidRequest, match="tools is 'a b', but must be an identifier of Python"):
-        call_constraint(Reading(FORMATS["llama-pythonic"], {}), CallRules(odd, needs_call=True), {})
+    """By the name of the parameter, where the tool is strict; else a call has no such parameter."""
+    place = "tools.0.function.parameters"
+    odd = OfferedTool("count", {"properties": {"a b": {}, "c": {"type": "boolean"}}}, strict=True, field=place)
+    reading = Reading(FORMATS["llama-pythonic"], {})
+    with pytest.raises(InvalidRequest, match=rf"{place}.properties.a b is 'a b', but must be an identifier of Python"):
+        answer_constraint(reading, CallRules((odd,), needs_call=True), {})
+    found = answer_constraint(reading, CallRules((replace(odd, strict=False),), needs_call=True), {})
+    assert found is not None
+    assert "a b" not in found.text
+    assert '"c="' in found.text
 
 
 def test_errors_about_a_call_name_the_tool() -> None:
@@ -189,7 +196,7 @@ def test_errors_about_a_call_name_the_tool() -> None:
     reading = Reading(FORMATS["hermes"], {})
     tools = [OfferedTool("count", COUNT, field="tools.1.function.parameters"), OfferedTool("add", COUNT)]
     one, several = (
-        call_constraint(reading, CallRules(tuple(some), needs_call=True), {}) for some in (tools[:1], tools)
+        answer_constraint(reading, CallRules(tuple(some), needs_call=True), {}) for some in (tools[:1], tools)
     )
     assert one is not None
     assert several is not None
