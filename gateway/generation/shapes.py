@@ -129,6 +129,8 @@ class _Maker:
         if tool.strict and faults:
             place, reason = faults[0]
             field = ".".join(map(str, (tool.field, *place)))
+            # Where in the grammar, which the client has not written, says nothing.
+            reason = reason.rpartition("failed to compile JSON schema: ")[2]
             raise InvalidRequest(field, at(parameters, place), f"one that can be enforced: {reason}")
         return replace(tool, parameters=kept)
 
