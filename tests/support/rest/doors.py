@@ -10,6 +10,7 @@ import httpx
 from support.services.reciting import RecitingStack
 
 from outrider.v1 import generation_service_pb2 as pb
+from outrider.v1 import types_pb2
 
 Schema = dict[str, Any]
 
@@ -195,7 +196,7 @@ async def _grpc(call: Any) -> Said:
                     calls[delta.call_begun.index] = [delta.call_begun.name, ""]
                 if delta.HasField("call_arguments"):
                     calls[delta.call_arguments.index][1] += delta.call_arguments.text
-            said.is_cut = is_end and event.finish_reason == pb.FINISH_REASON_LENGTH
+            said.is_cut = is_end and event.finish_reason == types_pb2.FINISH_REASON_LENGTH
     except grpc.aio.AioRpcError as error:
         return Said(error=str(error.details()))
     said.calls = [(name, json.loads(arguments)) for name, arguments in calls.values()]

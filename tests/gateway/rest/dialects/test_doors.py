@@ -4,16 +4,15 @@ the manner of the usual families.
 The target says prepared answers whatever a grammar forbids, so each is checked against the grammar that it was given.
 """
 
-import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from itertools import count
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from llguidance import LLMatcher, LLTokenizer
 from support.models.chat_families import FAMILIES, Family
-from support.rest.doors import CHAT_DOORS, TEXT_DOORS, Door, Question, Tool
+from support.rest.doors import CHAT_DOORS, TEXT_DOORS, Door, Question, Tool, chat, chat_stream, grpc_chat
 from support.services.reciting import END, RecitingStack, reciting_stack
 from tokenizers import Tokenizer
 
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = Tool("weather", CITY)
 FORM = {"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}, "required": ["name"]}
-SHAPED, ROME, THOUGHT = '{"name": "Ada ☔", "n": 3}', {"city": "Rome ☔"}, "A thought ☔"
+SHAPED, ROME, THOUGHT = '{"name": "☔", "n": 3}', {"city": "雪"}, "So ☔"
 # What cannot be enforced, each for another reason, and the place that is at fault.
 ODD: dict[str, tuple[dict[str, Any], str]] = {
     "look-ahead": ({"properties": {"city": {"type": "string", "pattern": "^(?=R).*$"}}}, "properties.city.pattern"),
@@ -48,7 +47,7 @@ SAME: tuple[dict[str, Any], ...] = (
     {"properties": {"city": {"type": "string"}, "all": {"type": "array", "uniqueItems": False, "contains": {}}}},
     {"properties": {"city": {"if": True, "then": {"type": "string"}}}, "dependentRequired": {}, "minProperties": 0},
     {"properties": {"n": {"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}}},
-    {"$schema": "https://example.com/none", "properties": {"city": {"type": "string", "description": "x" * 300_000}}},
+    {"$schema": "https://example.com/none", "properties": {"city": {"type": "string", "description": "a city"}}},
 )
 
 
@@ -66,6 +65,7 @@ class RunningFamily:
         return matcher.try_consume_tokens(ids) == len(ids) and (is_open or bool(matcher.is_accepting()))
 
     def answers(self, text: str) -> str:
+        """What the model says to a text."""
         return answers_of(self.family)[text]
 
 
@@ -75,7 +75,7 @@ def answers_of(family: Family) -> dict[str, str]:
     return {
         "Shape it": family.thinking(THOUGHT, SHAPED),
         "Call it": family.thinking(THOUGHT, call),
-        "Say it": family.thinking(THOUGHT, "It rains ☔ and 雪 falls."),
+        "Say it": family.thinking(THOUGHT, "Is ☔ 雪?"),
         "Raw": SHAPED,
     }
 
@@ -87,21 +87,19 @@ async def running(
     """A stack for each family."""
     family, folder = request.param, tmp_path_factory.mktemp("family")
     answers = answers_of(family)
-    async with AsyncExitStack() as stack:
-        options: dict[str, Any] = {"special": family.special, "added": family.added, "served_model_name": "*"}
-        made = reciting_stack(
-            folder,
-            lambda prompt: answers[max(answers, key=prompt.rfind)],
-            # Half characters need tokens of their own.
-            [],
-            template=family.template,
-            turn=family.turn,
-            heads=family.heads,
-            **options,
-        )
-        yield RunningFamily(
-            family, await stack.enter_async_context(made), Tokenizer.from_file(str(folder / "tokenizer.json"))
-        )
+    # No texts to learn from, so that characters are cut into tokens of bytes.
+    async with reciting_stack(
+        folder,
+        lambda prompt: answers[max(answers, key=prompt.rfind)],
+        [],
+        template=family.template,
+        special=family.special,
+        added=family.added,
+        turn=family.turn,
+        heads=family.heads,
+        served_model_name="*",
+    ) as stack:
+        yield RunningFamily(family, stack, Tokenizer.from_file(str(folder / "tokenizer.json")))
 
 
 @pytest.fixture(params=CHAT_DOORS, ids=lambda each: each.__name__)
@@ -142,6 +140,8 @@ async def test_an_answer_with_tools_and_a_form_is_a_call_or_the_form(running: Ru
 @pytest.mark.parametrize("kind", ODD)
 async def test_what_is_not_strict_is_kept_as_far_as_it_goes(running: RunningFamily, door: Door, kind: str) -> None:
     """The rest of it and the other tools are enforced; what is strict is refused by its tool and its place."""
+    if running.family is not FAMILIES[0] and door is not chat:
+        return
     odd, place = ODD[kind]
     tools = [WEATHER, Tool("other", odd)]
     said = await door(running.stack, Question("Call it", tools=tools, must_call=True))
@@ -149,7 +149,7 @@ async def test_what_is_not_strict_is_kept_as_far_as_it_goes(running: RunningFami
     assert not running.allows(running.family.thinking(THOUGHT, running.family.call("weather", {})))
     said = await door(running.stack, Question("Shape it", schema={**FORM, "anyOf": [odd, {}]}))
     assert (said.content, said.error) == (SHAPED, "")
-    if running.family.name == "qwen 3" and place:
+    if running.family is FAMILIES[0] and place:
         tools = [WEATHER, Tool("other", odd, strict=True)]
         said = await door(running.stack, Question("Call it", tools=tools, must_call=True))
         assert "tools.1" in said.error
@@ -159,7 +159,7 @@ async def test_what_is_not_strict_is_kept_as_far_as_it_goes(running: RunningFami
 @pytest.mark.parametrize("number", range(len(SAME)))
 async def test_what_says_the_same_in_other_words_is_enforced(running: RunningFamily, door: Door, number: int) -> None:
     """Also of a strict tool, whose annotations have any size."""
-    if running.family.name != "qwen 3":
+    if running.family is not FAMILIES[0] and door is not chat:
         return
     tools = [WEATHER, Tool("other", {"type": "object", **SAME[number]}, strict=True)]
     said = await door(running.stack, Question("Call it", tools=tools, must_call=True))
@@ -171,14 +171,13 @@ async def test_what_a_limit_cuts_off_is_the_beginning_of_the_whole(
     running: RunningFamily, door: Door, text: str
 ) -> None:
     """Without half a character, half a marker, or half a call."""
+    if running.family is not FAMILIES[0] and door not in (chat_stream, grpc_chat):
+        return
     tools = [WEATHER] if running.family.shows_tools else []
     asked: dict[str, Any] = {"schema": FORM} if text == "Shape it" else {"tools": tools}
     whole = await door(running.stack, Question(text, **asked))
-    length = len(running.stack.target.opens[-1].token_ids)
-    assert length
-    seen, limit = set(), 0
-    while True:
-        limit += 1
+    seen = set()
+    for limit in count(1):
         said = await door(running.stack, Question(text, **asked, max_tokens=limit))
         if not said.is_cut:
             break
@@ -202,8 +201,6 @@ async def test_where_there_is_no_chat_all_of_an_answer_is_text(running: RunningF
         assert not running.allows(running.family.thinking(THOUGHT, SHAPED)) or not running.family.ends
     refused = await enter(running.stack, Question("", prompt, schema={**FORM, **ODD["look-ahead"][0]}, strict=True))
     assert "properties.city.pattern" in refused.error
-    for limit in range(1, 25):
-        said = await enter(running.stack, Question("", prompt, max_tokens=limit))
-        assert said.is_cut
-        assert SHAPED.startswith(said.content)
-    assert json.loads(SHAPED)
+    texts = [await enter(running.stack, Question("", prompt, max_tokens=limit)) for limit in range(1, 2 * len(SHAPED))]
+    assert {said.is_cut for said in texts} == {True, False}
+    assert all(SHAPED.startswith(said.content) for said in texts)
