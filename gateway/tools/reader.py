@@ -127,7 +127,9 @@ class AnswerReader:
         """Looks for a marker; returns the text from which on a call is attempted or reasoning has begun or ended."""
         text, self._held = self._held + piece, ""
         begun = text.lstrip()
-        if begun and not self.is_reasoning and (self._is_at_start or self._is_behind_call):
+        may_be_bare = not self.is_reasoning and (self._is_at_start or self._is_behind_call)
+        # A marker may begin as a call without one does.
+        if may_be_bare and begun and not any(map(begun.startswith, self._text_markers())) and not self._begins(begun):
             for syntax in self._syntaxes:
                 # Calls of some syntaxes have no marker.
                 if not syntax.open and begun[0] in BARE_STARTS.get(syntax.body, ""):
@@ -157,11 +159,15 @@ class AnswerReader:
             if found is not None:
                 self._mark(found, text[: len(text) - len(begun)])
                 return begun[len(found) :]
-            if any(marker.startswith(begun) for marker in markers):
+            if not begun or self._begins(begun):
                 self._held = text
                 return ""
         self._say(text)
         return ""
+
+    def _begins(self, text: str) -> bool:
+        """Whether a text may become a marker."""
+        return any(marker.startswith(text) for marker in self._text_markers())
 
     def _begun_len(self, text: str) -> int:
         """Length of the end of a text that may be the beginning of a marker."""
