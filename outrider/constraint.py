@@ -72,7 +72,10 @@ class Constraint:
 
     @property
     def value(self) -> Any:  # noqa: ANN401 - whatever the text says
-        """Value of the text as JSON; raises InvalidRequest about other text, and about one that is nested too deep."""
+        """Value of the text as JSON; raises InvalidRequest about other text, and about a list that is nested too deep.
+
+        Of an object, annotations may be.
+        """
         num_bytes = len(self.text.encode())
         if num_bytes > MAX_SCHEMA_TEXT_BYTES:
             raise InvalidRequest.too_many(self.field, num_bytes, MAX_SCHEMA_TEXT_BYTES, "bytes")
@@ -82,6 +85,8 @@ class Constraint:
             value = json.loads(self.text)
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(self.field, self.text, f"JSON: {error}") from None
+        if not isinstance(value, dict):
+            self._check_depth(value)
         return value
 
     @property
@@ -96,9 +101,12 @@ class Constraint:
 
     def with_schema(self, schema: dict[str, Any]) -> Self:
         """The constraint with another schema; raises InvalidRequest about one that is nested too deep."""
-        if (depth := _depth(schema)) > MAX_DEPTH:
-            raise InvalidRequest(self.field, f"nested {depth} deep", f"nested at most {MAX_DEPTH} deep")
+        self._check_depth(schema)
         return replace(self, text=json.dumps(schema), written=self.written or self.text)
+
+    def _check_depth(self, value: object) -> None:
+        if (depth := _depth(value)) > MAX_DEPTH:
+            raise InvalidRequest(self.field, f"nested {depth} deep", f"nested at most {MAX_DEPTH} deep")
 
     @property
     def choices(self) -> list[str]:

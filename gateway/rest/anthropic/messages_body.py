@@ -225,7 +225,7 @@ def translated(body: CountTokensRequest, variables: frozenset[str]) -> Translati
         chat["tools"] = tools
     chat |= _tool_choice(body.tool_choice, bool(tools))
     if output.format is not None:
-        shape = {"name": "output", "schema": output.format.json_schema}
+        shape = {"name": "output", "schema": output.format.json_schema, "strict": True}
         chat["response_format"] = {"type": "json_schema", "json_schema": shape}
     if isinstance(body, MessagesRequest):
         chat["max_tokens"] = body.max_tokens

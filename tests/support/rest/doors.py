@@ -139,7 +139,7 @@ async def responses(stack: RecitingStack, asked: Question) -> Said:
 
 
 async def messages(stack: RecitingStack, asked: Question) -> Said:
-    """POST /v1/messages, where a form is never strict."""
+    """POST /v1/messages, where a form is always strict."""
     body: dict[str, Any] = {"messages": [{"role": "user", "content": asked.text}], "max_tokens": asked.max_tokens}
     if asked.tools:
         body["tools"] = [tool.fields("input_schema") for tool in asked.tools]
