@@ -43,6 +43,11 @@ def offered(tools: Iterable[tuple[str, OfferedTool]]) -> dict[str, OfferedTool]:
     return found
 
 
+def shown_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a tool as templates take them, many of which read properties and required without a look."""
+    return {key: value for key, value in parameters.items() if value is not None}
+
+
 def tool_named(field: str, name: str, tools: Mapping[str, OfferedTool]) -> OfferedTool:
     """The tool of that name; raises InvalidRequest where there is none."""
     if name not in tools:

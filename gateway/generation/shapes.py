@@ -111,7 +111,10 @@ class _Maker:
                 tools[number] = replace(tools[number], parameters={})
 
     async def _fault(self, constraint: Constraint) -> str | None:
-        return await self._tokenizer.grammar_fault(canonical(constraint), self._ends)
+        try:
+            return await self._tokenizer.grammar_fault(canonical(constraint), self._ends)
+        except ValueError as error:
+            return str(error)
 
     async def _kept_tool(self, tool: OfferedTool) -> OfferedTool:
         """A tool with the parameters that can be enforced; raises InvalidRequest about a fault of a strict one."""

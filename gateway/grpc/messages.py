@@ -16,6 +16,7 @@ from gateway.generation.conversation import (
     check_variables,
     offered,
     prompt_end,
+    shown_parameters,
     shows_tools,
     tool_named,
 )
@@ -199,7 +200,7 @@ def _template_tool(tool: pb.Tool, schema: dict[str, Any]) -> dict[str, Any]:
     if tool.description:
         function["description"] = tool.description
     if tool.parameters:
-        function["parameters"] = schema
+        function["parameters"] = shown_parameters(schema)
     return {"type": "function", "function": function}
 
 

@@ -14,7 +14,7 @@ from gateway.tools.formats import Body
 from gateway.tools.reader import Reading
 from gateway.tools.schemas import moved
 from gateway.tools.values import kinds_of
-from outrider.constraint import Constraint, ConstraintKind
+from outrider.constraint import WHITESPACE, Constraint, ConstraintKind
 from outrider.errors import InvalidRequest
 from outrider.grammar import canonical
 
@@ -68,8 +68,8 @@ def answer_constraint(
             return None
     elif not tools and not reading.format.reasoning:
         return shape
-    grammar = _Grammar(reading, rules, added_tokens, has_shape=shape is not None)
-    lark = grammar.text()
+    space = "" if shape is None else shape.whitespace or WHITESPACE
+    lark = _Grammar(reading, rules, added_tokens, space).text()
     if shape is None:
         field = tools[0].field if len(tools) == 1 else "tools"
         names = ", ".join(tool.name for tool in tools)
@@ -84,10 +84,12 @@ def answer_constraint(
 class _Grammar:
     """Builder of one grammar, rule by rule."""
 
-    def __init__(self, reading: Reading, rules: CallRules, added_tokens: Mapping[str, int], *, has_shape: bool) -> None:
-        self._reading, self._rules, self._added_tokens, self._has_shape = reading, rules, added_tokens, has_shape
+    def __init__(self, reading: Reading, rules: CallRules, added_tokens: Mapping[str, int], shape_space: str) -> None:
+        """`shape_space` is the white space in the JSON of a form that there may be; empty without a form."""
+        self._reading, self._rules, self._added_tokens = reading, rules, added_tokens
+        self._has_shape, self._shape_space = bool(shape_space), shape_space
         # A form may begin with a blank.
-        self._space = "LINES?" if has_shape else "SPACE?"
+        self._space = "LINES?" if self._has_shape else "SPACE?"
         self._lines = ["%llguidance {}", f"SPACE: /{SPACE}/", r"LINES: /\n{1,4}/", f"TEXT: {ANY_TEXT}"]
         # The first is how the family usually writes calls, and a bare one is written bare.
         syntaxes = reading.format.calls
@@ -180,7 +182,12 @@ class _Grammar:
                 return f'({start} call{further} "]")'
             case "json" if self._has_shape and self._rules.max_calls != 1:
                 items = [moved(_as_object(tool), f"/items/anyOf/{n}") for n, tool in enumerate(self._rules.tools)]
-                several = {"type": "array", "minItems": 1, "items": {"anyOf": items}, "x-guidance": _how(strict=False)}
+                several = {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {"anyOf": items},
+                    "x-guidance": self._bare_how(strict=False),
+                }
                 return f"(call | {_json(several)})"
             case "json":
                 # A list where there may be several.
@@ -206,9 +213,13 @@ class _Grammar:
     def _json_call(self, tool: OfferedTool, key: str, space: str = "") -> str:
         if self._has_shape and not self._syntax.open:
             # Bare calls are in the words of JSON, as the form may be; letters of their own could hide those of it.
-            return _json({**_as_object(tool), "x-guidance": _how(strict=tool.strict)})
+            return _json({**_as_object(tool), "x-guidance": self._bare_how(strict=tool.strict)})
         head = _literal(f'{space}{{"name": {json.dumps(tool.name)}, "{key}": ')
         return f"{head} {_json(_schema(tool))} {_literal('}' + space)}"
+
+    def _bare_how(self, *, strict: bool) -> dict[str, Any]:
+        # The library breaks off where two schemas that may both begin differ in their white space.
+        return {**_how(strict=strict), "whitespace_pattern": self._shape_space}
 
     def _xml_call(self, rule: str, tool: OfferedTool) -> str:
         """Text stands as it is in its parameter, and all else in JSON."""
