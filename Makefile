@@ -80,7 +80,7 @@ $($(1)_SETUP): tests/surface/programs/$(2)-constraints.txt | $(SETUP)
 	@touch $$@
 endef
 $(eval $(call environment,LITELLM,litellm,"litellm[proxy]" mcp llama-index-llms-openai-like,three of the clients))
-$(eval $(call environment,STRUCTURED,structured,instructor "pydantic-ai-slim[openai]" llm,three of the clients))
+$(eval $(call environment,STRUCTURED,structured,instructor "pydantic-ai-slim[openai]" llm openai-agents,four of the clients))
 $(eval $(call environment,LM_EVAL,lm-eval,"lm-eval[api]",lm-eval))
 $(eval $(call environment,GUIDELLM,guidellm,guidellm,GuideLLM))
 $(eval $(call environment,AIPERF,aiperf,aiperf,AIPerf))

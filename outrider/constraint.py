@@ -1,13 +1,15 @@
 """What an answer has to look like, as a request states it: text alone, which `outrider.grammar` compiles."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from outrider.errors import InvalidRequest
 
 MAX_GRAMMAR_BYTES = 256 << 10
+# Of the text of a schema, whose annotations do not count for its size.
+MAX_SCHEMA_TEXT_BYTES = 4 * MAX_GRAMMAR_BYTES
 MAX_REGEX_BYTES = 8 << 10
 MAX_CHOICES = 1024
 MAX_DEPTH = 64
@@ -24,6 +26,8 @@ class ConstraintKind(StrEnum):
     LARK = "lark"
     GBNF = "gbnf"
     STRUCTURAL_TAG = "structural_tag"
+    LLGUIDANCE = "llguidance"
+    """The library's own, which is canonical."""
 
 
 class StructuralTag(NamedTuple):
@@ -50,6 +54,8 @@ class Constraint:
     """Whether keywords of a schema that cannot be enforced are left out; else they are an error."""
     written: str = ""
     """Text for errors, where that of the constraint is none of the client's."""
+    unkept: tuple[str, ...] = ()
+    """Keywords of lenient schemas that were left out, because they cannot be enforced."""
 
     def refused(self, error: Exception) -> InvalidRequest:
         """The error about what cannot be compiled, or followed to the end."""
@@ -66,13 +72,21 @@ class Constraint:
 
     @property
     def value(self) -> Any:  # noqa: ANN401 - whatever the text says
-        """Value of the text as JSON; raises InvalidRequest about other text, and about one that is nested too deep."""
+        """Value of the text as JSON; raises InvalidRequest about other text, and about a list that is nested too deep.
+
+        Of an object, annotations may be.
+        """
+        num_bytes = len(self.text.encode())
+        if num_bytes > MAX_SCHEMA_TEXT_BYTES:
+            raise InvalidRequest.too_many(self.field, num_bytes, MAX_SCHEMA_TEXT_BYTES, "bytes")
+        if not self.text:
+            raise InvalidRequest(self.field, self.text, "not empty")
         try:
             value = json.loads(self.text)
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(self.field, self.text, f"JSON: {error}") from None
-        if _depth(value) > MAX_DEPTH:
-            raise InvalidRequest(self.field, f"nested {_depth(value)} deep", f"nested at most {MAX_DEPTH} deep")
+        if not isinstance(value, dict):
+            self._check_depth(value)
         return value
 
     @property
@@ -84,6 +98,15 @@ class Constraint:
         if not isinstance(schema, dict):
             raise InvalidRequest(self.field, schema, "a JSON schema, which is an object")
         return schema
+
+    def with_schema(self, schema: dict[str, Any]) -> Self:
+        """The constraint with another schema; raises InvalidRequest about one that is nested too deep."""
+        self._check_depth(schema)
+        return replace(self, text=json.dumps(schema), written=self.written or self.text)
+
+    def _check_depth(self, value: object) -> None:
+        if (depth := _depth(value)) > MAX_DEPTH:
+            raise InvalidRequest(self.field, f"nested {depth} deep", f"nested at most {MAX_DEPTH} deep")
 
     @property
     def choices(self) -> list[str]:

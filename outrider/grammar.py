@@ -81,6 +81,8 @@ def canonical(constraint: Constraint) -> str:
                 return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags))
             case ConstraintKind.REGEX:
                 return LLMatcher.grammar_from_regex(constraint.text)
+            case ConstraintKind.LLGUIDANCE:
+                return constraint.text
         return grammar_from("gbnf" if constraint.kind is ConstraintKind.GBNF else "lark", constraint.text)
     except ValueError as error:
         limit = f"a {constraint.kind} that can be read: {error}"
@@ -379,6 +381,14 @@ class GrammarEngine:
         if found is None:
             found = await asyncio.get_running_loop().run_in_executor(self._thread, self.get, text, salt)
         return found
+
+    async def fault(self, text: str) -> str | None:
+        """Why a canonical text is refused, None if it is not; nothing of it is remembered."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, text)
+        except GrammarRefused as error:
+            return str(error)
+        return None
 
     async def followed(self, text: str, salt: bytes, output: Sequence[int]) -> Grammar:
         """Grammar for a session that commits tokens: with a follower, which has read its output already."""

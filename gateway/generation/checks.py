@@ -13,14 +13,13 @@ from gateway.generation.request import (
     Offers,
     new_seed,
 )
+from gateway.generation.shapes import answer_shape
 from gateway.keys.tenant import salt_of
 from gateway.rounds.round import LOOKUP, Place
 from gateway.sessions.peer import ModelInfo
 from gateway.text.tokenizer import Tokenizer
 from outrider.beams import cache_tokens
-from outrider.constraint import Constraint, ConstraintKind
 from outrider.errors import Field, InvalidRequest, PromptTooLong, check_count
-from outrider.grammar import Grammar, GrammarRefused, canonical
 from outrider.parameters import (
     MAX_BANNED_LEN,
     MAX_BANNED_WORDS,
@@ -62,7 +61,7 @@ async def check_request(
     # The target ends there too: a special token is drawn as one, whatever clients read of it.
     named = (tokenizer.added_tokens[stop] for stop in request.stops if stop in tokenizer.special_tokens)
     stop_token_ids = frozenset((*request.stop_token_ids, *named))
-    grammar = await _grammar(request, tokenizer, target, stop_token_ids, salt)
+    shape = await answer_shape(request, tokenizer, target, stop_token_ids, salt)
     spec = SessionSpec(
         token_ids=prompt,
         prompt_len=len(prompt),
@@ -77,7 +76,7 @@ async def check_request(
         prompt_logprobs=request.echo,
         draft_logprobs=request.return_rounds,
         cache_salt=salt,
-        grammar="" if grammar is None else grammar.text,
+        grammar="" if shape is None else shape.grammar.text,
     )
     draft_count = request.draft_count if request.speculation_enabled else 0
     if draft_count is None and request.shape is not None:
@@ -98,8 +97,8 @@ async def check_request(
         reading=request.reading,
         fills_context=spec.max_len == _place(target)[0],
         naming_stops=frozenset(naming),
-        constraint=request.constraint,
-        grammar=grammar,
+        constraint=None if shape is None else shape.constraint,
+        grammar=None if shape is None else shape.grammar,
     )
 
 
@@ -145,49 +144,12 @@ def _check_beams(request: GenerationRequest, offers: Offers) -> None:
         "speculation.drafters": request.drafters if len(request.drafters) > 1 else (),
         "speculation.shape": request.shape,
         "prediction": None if request.prediction is None else "present",
-        request.constraint.field if request.constraint else "constraint": "present" if request.constraint else "",
     }
     for name, value in wanted.items():
         if value is not None and value not in ((), "", False):
             raise InvalidRequest(name, value, ("absent with ", Field("beam_search")))
     if request.acceptance.rule is not Rule.MATCH:
         raise InvalidRequest("speculation.rule", request.acceptance.rule, ("match with ", Field("beam_search")))
-
-
-async def _grammar(
-    request: GenerationRequest,
-    tokenizer: Tokenizer,
-    target: ModelInfo,
-    stop_token_ids: frozenset[int],
-    salt: bytes,
-) -> Grammar | None:
-    """Grammar of the answer, compiled; raises InvalidRequest about the constraint."""
-    constraint = request.constraint
-    if constraint is None:
-        return None
-    if not target.grammar_engine:
-        raise InvalidRequest(constraint.field, "present", "absent: the target serves no grammars")
-    if request.sampling.ignore_eos:
-        raise InvalidRequest("sampling.ignore_eos", True, ("false with ", Field(constraint.field)))
-    if not target.eos_token_ids and not stop_token_ids:
-        raise InvalidRequest(
-            constraint.field,
-            "present",
-            ("absent without ", Field("stop_token_ids"), ", for the model has no end of its own"),
-        )
-    if constraint.whitespace:
-        # Alone first, for a fault in it would be one of the schema otherwise.
-        alone = Constraint(ConstraintKind.REGEX, constraint.whitespace, constraint.whitespace_field)
-        await _compiled(alone, tokenizer, target, salt)
-    return await _compiled(constraint, tokenizer, target, salt)
-
-
-async def _compiled(constraint: Constraint, tokenizer: Tokenizer, target: ModelInfo, salt: bytes) -> Grammar:
-    text = canonical(constraint)
-    try:
-        return await tokenizer.grammar(text, target.eos_token_ids, salt)
-    except (GrammarRefused, ValueError) as error:
-        raise constraint.refused(error) from None
 
 
 def _check_beam_room(prompt_len: int, max_tokens: int, width: int, target: ModelInfo) -> None:

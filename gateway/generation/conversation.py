@@ -8,14 +8,15 @@ from typing import Any
 from gateway.generation.request import GenerationRequest
 from gateway.text.chat_template import ChatTemplate, RenderedPrompt
 from gateway.text.json_counts import JsonCounts
-from gateway.text.tokenizer import Tokenizer
-from gateway.tools.call_grammar import CallRules, OfferedTool, call_constraint
+from gateway.tools.call_grammar import CallRules, OfferedTool
+from gateway.tools.schemas import plain, size_of
 from outrider.errors import InvalidRequest, Unsupported
 
 MAX_TOOLS = 128
 TOOL_NAME = r"^[a-zA-Z_][a-zA-Z0-9_.:/-]{0,127}$"
-# Of the parameters of a tool.
+# Of the parameters of a tool, without annotations.
 MAX_SCHEMA_BYTES = 1 << 18
+OTHER_TYPES = ("array", "string", "number", "integer", "boolean", "null")
 MAX_TEMPLATE_VARIABLES, MAX_VARIABLE_LEN = 16, 256
 
 
@@ -27,17 +28,24 @@ def offered(tools: Iterable[tuple[str, OfferedTool]]) -> dict[str, OfferedTool]:
     for field, tool in tools:
         if tool.name in found:
             raise InvalidRequest(f"{field}.name", tool.name, "unlike those of the tools before it")
-        place, parameters = f"{field}.parameters", tool.parameters
+        place, parameters = f"{field}.parameters", plain(dict(tool.parameters))
         kind, properties = parameters.get("type", "object"), parameters.get("properties", {})
-        if kind != "object":
+        is_object = "object" in (kind if isinstance(kind, list) else [kind])
+        if not is_object and (tool.strict or kind in OTHER_TYPES):
             raise InvalidRequest(f"{place}.type", kind, "'object'")
-        if not isinstance(properties, dict):
+        if not isinstance(properties, dict) and (tool.strict or properties is not None):
             raise InvalidRequest(f"{place}.properties", properties, "an object")
-        size = len(json.dumps(parameters).encode())
-        if size > MAX_SCHEMA_BYTES:
+        if "type" in parameters:
+            parameters["type"] = "object"
+        if (size := size_of(parameters)) > MAX_SCHEMA_BYTES:
             raise InvalidRequest.too_many(place, size, MAX_SCHEMA_BYTES, "bytes")
-        found[tool.name] = replace(tool, field=place)
+        found[tool.name] = replace(tool, parameters=parameters, field=place)
     return found
+
+
+def shown_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a tool as templates take them, many of which read properties and required without a look."""
+    return {key: value for key, value in parameters.items() if value is not None}
 
 
 def tool_named(field: str, name: str, tools: Mapping[str, OfferedTool]) -> OfferedTool:
@@ -71,24 +79,27 @@ def shows_tools(template: ChatTemplate, rules: CallRules) -> bool:
 
 
 def asked(
-    request: GenerationRequest, prompt: RenderedPrompt, rules: CallRules, template: ChatTemplate, tokenizer: Tokenizer
+    request: GenerationRequest, prompt: RenderedPrompt, rules: CallRules, template: ChatTemplate
 ) -> GenerationRequest:
     """A request with a rendered prompt, and what the answer to it may call.
 
-    Raises Unsupported where the gateway looks for no calls, and InvalidRequest about a tool that the model's syntax
-    cannot call.
+    Raises Unsupported where the gateway looks for no calls and one must come.
     """
     if rules.needs_call and template.tool_format is None:
         raise Unsupported("tool_choice is not served: the gateway runs with --tool-format off", field="tool_choice")
     reading = template.reading(prompt.text, {tool.name: tool.parameters for tool in rules.tools}, prompt.begun)
-    request = replace(request, text=prompt.text, add_special_tokens=prompt.add_special_tokens, reading=reading)
-    constraint = None if reading is None else call_constraint(reading, rules, tokenizer.added_tokens)
-    if constraint is None:
-        return request
-    if request.constraint is not None:
-        beside = "absent where calls have a grammar of their own: tool_choice required or named, or strict tools"
-        raise InvalidRequest(request.constraint.field, "present", beside)
-    return replace(request, constraint=constraint)
+    # What must call has no other form.
+    constraint = None if rules.needs_call else request.constraint
+    if reading is not None:
+        reading = replace(reading, is_shaped=constraint is not None)
+    return replace(
+        request,
+        text=prompt.text,
+        add_special_tokens=prompt.add_special_tokens,
+        reading=reading,
+        rules=rules,
+        constraint=constraint,
+    )
 
 
 def arguments_object(field: str, text: str, counts: JsonCounts) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from gateway.rounds.round import LOOKUP, Place
+from gateway.tools.call_grammar import CallRules
 from gateway.tools.reader import Reading
 from outrider.beams import BeamSearch
 from outrider.constraint import Constraint
@@ -51,7 +52,9 @@ class GenerationRequest:
     reading: Reading | None = None
     """How calls of tools and reasoning are found in the answer; None takes all of it for text."""
     constraint: Constraint | None = None
-    """Form that the answer must have."""
+    """Form that the answer must have where it is no call."""
+    rules: CallRules = field(default_factory=CallRules)
+    """Rules about the calls of the answer, for those who read them."""
     up_to_context: bool = False
     """Whether max_tokens is cut to what is left of the context and of the key, and is all of that when it is None."""
     tenant: str = ""
@@ -84,7 +87,7 @@ class CheckedRequest:
     naming_stops: frozenset[str] = frozenset()
     """Stop strings that have the name of a token in them that clients do not read."""
     constraint: Constraint | None = None
-    """Constraint that the grammar was made of."""
+    """Constraint that the grammar was made of, calls and reasoning included."""
     grammar: Grammar | None = field(default=None, repr=False, compare=False)
     """The spec's grammar, compiled, with what is known of it; of a sample its own."""
 
@@ -92,6 +95,13 @@ class CheckedRequest:
     def num_runs(self) -> int:
         """Number of times that it is decoded: once for each sample, or for all beams."""
         return 1 if self.beam_search else self.sample_count
+
+    @property
+    def ignored_keywords(self) -> tuple[str, ...]:
+        """Keywords of schemas that are not strict that are not enforced."""
+        if self.grammar is None or self.constraint is None:
+            return ()
+        return tuple(sorted({*self.grammar.ignored_keywords, *self.constraint.unkept}))
 
     @property
     def fixes_guesses(self) -> bool:

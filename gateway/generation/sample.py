@@ -111,7 +111,7 @@ class RequestContext:
             sampling=spec.sampling,
             cumulative_logprob=cumulative_logprob,
             has_calls=said.has_calls,
-            ignored_keywords=() if self.request.grammar is None else self.request.grammar.ignored_keywords,
+            ignored_keywords=self.request.ignored_keywords,
         )
 
 

@@ -190,10 +190,10 @@ class Transcript:
 
     def finish(self) -> str:
         """Text that was held back and is final now; what was held may complete a stop string at the very end."""
-        text = self.detokenizer.flush()
+        is_cut = self.finish_reason is FinishReason.LENGTH
+        text = self.detokenizer.flush(is_cut=is_cut)
         deltas: list[Delta] = [ContentDelta(text)]
         if self.reader is not None:
-            is_cut = self.finish_reason is FinishReason.LENGTH
             deltas = [*self.reader.push(text), *self.reader.finish(is_cut=is_cut)]
         rest = self._pass(deltas, is_early=len(self.token_ids) <= self.min_tokens)
         if self.scanner.found is not None:

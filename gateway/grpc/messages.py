@@ -16,6 +16,7 @@ from gateway.generation.conversation import (
     check_variables,
     offered,
     prompt_end,
+    shown_parameters,
     shows_tools,
     tool_named,
 )
@@ -24,7 +25,6 @@ from gateway.generation.request import MAX_DRAFTERS, GenerationRequest
 from gateway.rounds.round import FallbackReason, TokenOrigin
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.json_counts import JsonCounts
-from gateway.text.tokenizer import Tokenizer
 from gateway.tools.call_grammar import CallRules, OfferedTool
 from outrider.answer import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
 from outrider.beams import BeamSearch, EarlyStopping
@@ -136,7 +136,7 @@ def _beams_from(message: pb.BeamSearch) -> BeamSearch:
     return BeamSearch(message.width, length_penalty, EARLY_STOPPING[message.early_stopping])
 
 
-async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate, tokenizer: Tokenizer) -> GenerationRequest:
+async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate) -> GenerationRequest:
     """Request that the client wrote, with the conversation as its prompt.
 
     Raises InvalidRequest about a prompt beside the conversation, about the messages and tools, and as `request_from`
@@ -166,7 +166,7 @@ async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate, tok
     tools = [_template_tool(tool, schema) for tool, schema in zip(shown, schemas, strict=False)]
     turns = [_template_message(number, each, counts) for number, each in enumerate(message.messages)]
     rendered = await template.prompt(turns, tools or None, **end, **variables)
-    return asked(request, rendered, rules, template, tokenizer)
+    return asked(request, rendered, rules, template)
 
 
 def _call_rules(message: pb.ChatRequest, schemas: Sequence[dict[str, Any]]) -> CallRules:
@@ -200,7 +200,7 @@ def _template_tool(tool: pb.Tool, schema: dict[str, Any]) -> dict[str, Any]:
     if tool.description:
         function["description"] = tool.description
     if tool.parameters:
-        function["parameters"] = schema
+        function["parameters"] = shown_parameters(schema)
     return {"type": "function", "function": function}
 
 

@@ -122,9 +122,8 @@ class GenerationServicer(GenerationServiceServicer):
     ) -> None:
         """Generates the answer to a conversation, and streams the same messages as Generate."""
         with telemetry.span("Chat", parent=_carrier(context)):
-            template, tokenizer = self._frontend.chat_template, self._frontend.backend.tokenizer
             with self._entrance(context, request) as enter:
-                asked = await chat_request_from(request, template, tokenizer)
+                asked = await chat_request_from(request, self._frontend.chat_template)
             await self._answer(asked, enter, context)
 
     @contextmanager

@@ -5,6 +5,7 @@ special tokens out and never shows half a character.
 """
 
 import asyncio
+import codecs
 import re
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -101,11 +102,18 @@ class Tokenizer:
 
         Raises GrammarRefused, and ValueError about a tokenizer that grammars cannot be made for.
         """
+        return await (await self._engine(end_ids)).compiled(text, salt)
+
+    async def grammar_fault(self, text: str, end_ids: Collection[int]) -> str | None:
+        """What is wrong with a grammar of which only that is of interest; None for nothing."""
+        return await (await self._engine(end_ids)).fault(text)
+
+    async def _engine(self, end_ids: Collection[int]) -> GrammarEngine:
         async with self._making_grammars:
             if self._grammars is None:
                 size = self.vocabulary().size
                 self._grammars = await asyncio.to_thread(GrammarEngine, self._tokenizer.to_str(), size, end_ids)
-        return await self._grammars.compiled(text, salt)
+        return self._grammars
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of all token ids at once, without special tokens."""
@@ -192,8 +200,15 @@ class Detokenizer:
         """The name of a special token, which `push` leaves out; None for any other."""
         return self.name(token_id) if self._tokenizer.is_special(token_id) else None
 
-    def flush(self) -> str:
-        """Returns what was held back; half a character shows as U+FFFD now, because nothing completes it."""
+    def flush(self, *, is_cut: bool = False) -> str:
+        """Returns what was held back. Half a character, which nothing completes now, shows as U+FFFD, but not at all
+        where a limit has cut off the rest of it.
+        """
         piece = self._tokenizer.decode(self._window)[self._emitted_len :]
         self._emitted_len += len(piece)
+        if is_cut:
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            decoder.decode(b"".join(self._tokenizer.piece(token_id).raw for token_id in self._window))
+            if decoder.getstate()[0]:
+                return piece.rstrip(REPLACEMENT)
         return piece

@@ -6,7 +6,7 @@ Arguments that are JSON stay as the model spelled them; others are built. Nothin
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -52,9 +52,17 @@ class CallBody(ABC):
     def calls(self) -> list[ParsedCall] | None:
         """Calls that the body makes when no more of it comes; None when it is no call."""
 
+    def may_call(self, names: Collection[str]) -> bool:
+        """Whether what was cut off here would have called one of these tools, as far as can be seen."""
+        return True
+
 
 class JsonBody(CallBody):
     """A JSON value: whole when its brackets are closed. Of a list that was cut off, the calls before the cut count."""
+
+    NAME = re.compile(r'"name"\s*:\s*"(?P<name>[^"\\]*)(?P<end>"?)')
+    # No name yet: a first key, whole or not.
+    HEAD = re.compile(r'\s*(\[\s*)?(\{\s*("(?P<key>[^"]*)"?\s*)?)?(?P<rest>.*)', re.DOTALL)
 
     def __init__(self, *, is_bare: bool = False) -> None:
         """A bare one must begin like a call, or else it is an answer in JSON, for which no reader should wait."""
@@ -87,6 +95,16 @@ class JsonBody(CallBody):
         elif character in "}]":
             self.has_failed = self._closers.pop() != character
             self.is_whole = not self._closers and not self.has_failed
+
+    def may_call(self, names: Collection[str]) -> bool:
+        if not self._is_bare:
+            return True
+        if named := self.NAME.search(self.text):
+            return _begins_one(named["name"], names, is_whole=bool(named["end"]))
+        head = self.HEAD.match(self.text)
+        key = None if head is None else head["key"]
+        is_key = key is not None and any(each.startswith(key) for each in ("name", *ARGUMENTS))
+        return is_key or (head is not None and key is None and not head["rest"])
 
     def calls(self) -> list[ParsedCall] | None:
         text = self.text
@@ -152,6 +170,8 @@ class PythonicBody(CallBody):
 
     BEGINNING = re.compile(r"\s*(\[\s*([A-Za-z_][\w./-]*\s*(\(.*)?)?)?", re.DOTALL)
 
+    HEAD = re.compile(r"\s*\[\s*(?P<name>[\w./-]*)\s*(?P<end>\(?)")
+
     def __init__(self) -> None:
         super().__init__()
         self._depth, self._quote, self._is_escaped = 0, "", False
@@ -179,6 +199,10 @@ class PythonicBody(CallBody):
             self.has_failed = is_first and (is_long or not self.BEGINNING.fullmatch(self.text))
         self.has_failed = self.has_failed or self._depth > MAX_DEPTH
         self.is_whole = not self.has_failed and self._depth <= 0 and character in "])}"
+
+    def may_call(self, names: Collection[str]) -> bool:
+        head = self.HEAD.match(self.text)
+        return head is not None and _begins_one(head["name"], names, is_whole=bool(head["end"]))
 
     def calls(self) -> list[ParsedCall] | None:
         if not self.is_whole:
@@ -266,6 +290,11 @@ def new_body(kind: Body, schemas: Mapping[str, Schema], *, is_bare: bool) -> Cal
             return PythonicBody()
         case Body.XML:
             return XmlBody(schemas)
+
+
+def _begins_one(name: str, names: Collection[str], *, is_whole: bool) -> bool:
+    """Whether a name, or the beginning of one, is that of one of these."""
+    return name in names if is_whole else any(each.startswith(name) for each in names)
 
 
 # Line ends within strings are what models write and JSON does not take.

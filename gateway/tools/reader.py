@@ -24,6 +24,8 @@ class Reading:
     tools: Mapping[str, Schema] = field(default_factory=dict)
     open_reasoning: str = ""
     """Marker after which the answer begins, because the prompt ends with it."""
+    is_shaped: bool = False
+    """Whether an answer is calls or else text of a certain form, in which no marker means anything."""
 
 
 @dataclass(slots=True)
@@ -45,6 +47,7 @@ class AnswerReader:
         """`special_tokens` are those of the tokenizer, by name."""
         self._format, self._tools = reading.format, reading.tools
         self._special = reading.format.markers.intersection(special_tokens)
+        self._is_shaped = reading.is_shaped
         self._syntaxes = reading.format.calls if reading.tools else ()
         self._openers = {syntax.open: syntax for syntax in self._syntaxes if syntax.open}
         self._closers = {marker for syntax in self._syntaxes for marker in syntax.close}
@@ -82,9 +85,12 @@ class AnswerReader:
     def finish(self, *, is_cut: bool) -> list[Delta]:
         """No more comes, because the request's limit was reached or else because the model ended."""
         attempt, self._attempt = self._attempt, None
-        if attempt is not None and not self._tell_calls(attempt) and (not is_cut or not attempt.syntax.open):
+        is_told = attempt is None or self._tell_calls(attempt) or (is_cut and attempt.body.may_call(self._tools))
+        if attempt is not None and not is_told:
             self._restore(attempt)
         rest, self._held = self._held, ""
+        if is_cut and (marker_len := self._begun_len(rest)):
+            rest = rest[:-marker_len].rstrip()
         if self.is_reasoning:
             self._say(rest.rstrip())
         elif rest.strip() or not self._is_behind_call:
@@ -107,6 +113,8 @@ class AnswerReader:
             self._push_text(name)
 
     def _is_marker_here(self, name: str) -> bool:
+        if self._is_shaped and not (self.is_reasoning or self._is_at_start or self._is_behind_call):
+            return False
         if self.is_reasoning:
             return name == self._closes_reasoning or (self._format.calls_end_reasoning and name in self._openers)
         return name in self._openers or name in self._closers or name in dict(self._format.reasoning)
@@ -119,26 +127,52 @@ class AnswerReader:
         """Looks for a marker; returns the text from which on a call is attempted or reasoning has begun or ended."""
         text, self._held = self._held + piece, ""
         begun = text.lstrip()
-        if begun and not self.is_reasoning and (self._is_at_start or self._is_behind_call):
+        may_be_bare = not self.is_reasoning and (self._is_at_start or self._is_behind_call)
+        # A marker may begin as a call without one does.
+        if may_be_bare and begun and not any(map(begun.startswith, self._text_markers())) and not self._begins(begun):
             for syntax in self._syntaxes:
                 # Calls of some syntaxes have no marker.
                 if not syntax.open and begun[0] in BARE_STARTS.get(syntax.body, ""):
                     self._begin(syntax, text[: len(text) - len(begun)])
                     return begun
+        if self._is_shaped and not self.is_reasoning:
+            return self._search_beginning(text)
         markers = [marker for marker in self._text_markers() if marker in text]
         if markers:
             marker = min(markers, key=text.index)
             before, _, after = text.partition(marker)
             self._mark(marker, before)
             return after
-        beginnings = (marker[:length] for marker in self._text_markers() for length in range(1, len(marker)))
-        held_len = max((len(each) for each in beginnings if text.endswith(each)), default=0)
-        said = text[: len(text) - held_len]
+        said = text[: len(text) - self._begun_len(text)]
         if self._syntaxes or self.is_reasoning or self._is_at_start:
             said = said.rstrip()
         self._held = text[len(said) :]
         self._say(said)
         return ""
+
+    def _search_beginning(self, text: str) -> str:
+        """Looks for a marker only where an answer of a certain form may have one: at its beginning or behind a call."""
+        begun = text.lstrip()
+        if self._is_at_start or self._is_behind_call:
+            markers = self._text_markers()
+            found = next((marker for marker in markers if begun.startswith(marker)), None)
+            if found is not None:
+                self._mark(found, text[: len(text) - len(begun)])
+                return begun[len(found) :]
+            if not begun or self._begins(begun):
+                self._held = text
+                return ""
+        self._say(text)
+        return ""
+
+    def _begins(self, text: str) -> bool:
+        """Whether a text may become a marker."""
+        return any(marker.startswith(text) for marker in self._text_markers())
+
+    def _begun_len(self, text: str) -> int:
+        """Length of the end of a text that may be the beginning of a marker."""
+        beginnings = (marker[:length] for marker in self._text_markers() for length in range(1, len(marker)))
+        return max((len(each) for each in beginnings if text.endswith(each)), default=0)
 
     def _text_markers(self) -> list[str]:
         """Markers that count wherever their letters are, in the state that the answer is in."""
@@ -234,7 +268,8 @@ class AnswerReader:
     def _say(self, text: str) -> None:
         """Hands out more text or reasoning, whichever the answer is in at the moment."""
         if self._drops_space:
-            text = text.lstrip()
+            # The form may begin with a blank.
+            text = text.lstrip("\n" if self._is_shaped and not self.is_reasoning else None)
         if not text:
             return
         self._drops_space = False

@@ -13,12 +13,13 @@ from gateway.generation.conversation import (
     check_variables,
     offered,
     prompt_end,
+    shown_parameters,
     shows_tools,
     tool_named,
 )
 from gateway.generation.frontend import Frontend
 from gateway.generation.request import GenerationRequest
-from gateway.rest.asking.chat_body import AllowedToolsChoice, ChatRequest, Message, NamedTool
+from gateway.rest.asking.chat_body import AllowedToolsChoice, ChatRequest, Message, NamedTool, Tool
 from gateway.rest.asking.fields import NO_EFFECT, ignored_in
 from gateway.rest.asking.request import check_prompt_len, generation_request
 from gateway.rest.errors import MissingParameter
@@ -62,13 +63,13 @@ async def conversation(body: ChatRequest, frontend: Frontend, settings: RestSett
         ignored += [name for name in ABOUT_TOOLS if getattr(body, name) is not None]
     prompt = await template.prompt(
         template_messages(body.messages),
-        [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools] or None,
+        [_template_tool(tool) for tool in tools] or None,
         **prompt_end(begins_turn=body.add_generation_prompt, goes_on=bool(body.continue_final_message)),
         **variables,
     )
     check_prompt_len("messages", prompt.text, settings.max_prompt_chars)
     request = replace(
-        asked(shared, prompt, rules, template, frontend.backend.tokenizer),
+        asked(shared, prompt, rules, template),
         max_tokens=older if newer is None else newer,
         logprob_count=(body.top_logprobs or 0) if body.logprobs else None,
     )
@@ -128,6 +129,14 @@ def _ignored(body: ChatRequest, template: ChatTemplate) -> Iterator[str]:
         if (message.reasoning_content or message.reasoning) and not template.shows_reasoning:
             yield "messages.reasoning_content"
         yield from (f"messages.{name}" for name in unread if getattr(message, name))
+
+
+def _template_tool(tool: Tool) -> dict[str, Any]:
+    """A tool as templates take it."""
+    shown = tool.model_dump(exclude_none=True, exclude={"cache_control"})
+    if tool.function.parameters is not None:
+        shown["function"]["parameters"] = shown_parameters(tool.function.parameters)
+    return shown
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

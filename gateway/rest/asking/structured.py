@@ -14,7 +14,7 @@ WHITESPACE_FIELD = "structured_outputs.whitespace_pattern"
 
 
 class JsonSchemaFormat(Parameters):
-    """A schema and its name. `strict` false leaves out keywords that cannot be enforced; else they are an error."""
+    """A schema and its name. Unless `strict` is true, what cannot be enforced is left out; else it is an error."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None
@@ -89,5 +89,5 @@ def _of_format(given: ResponseFormat) -> Constraint | None:
     schema, field = given.json_schema.schema_, "response_format.json_schema.schema"
     if schema is None:
         raise InvalidRequest(field, None, "a JSON schema")
-    is_lenient = given.json_schema.strict is False
+    is_lenient = not given.json_schema.strict
     return Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema), field, is_lenient=is_lenient)

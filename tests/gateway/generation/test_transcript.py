@@ -66,12 +66,22 @@ async def test_a_stop_string_wins_over_the_targets_own_end_behind_it() -> None:
     assert story.finish_reason is FinishReason.STOP_STRING
 
 
-async def test_half_a_character_at_the_end_is_shown_broken() -> None:
-    """At the end of the request half a character cannot wait any longer, and may even be a stop string."""
+async def test_half_a_character_at_the_end_is_shown_broken_unless_it_was_cut_off() -> None:
+    """Where the model ended, half a character cannot wait any longer, and may even be a stop string; the other half of
+    one at the request's limit would have come.
+    """
     token_id = (await TOKENIZER.encode("😀"))[0]
-    half = round_of((token_id,), (TokenOrigin.PLAIN,), finish_reason=FinishReason.LENGTH)
+    cut = round_of((token_id,), (TokenOrigin.PLAIN,), finish_reason=FinishReason.LENGTH)
     story = transcript()
-    assert [token.text for token in story.take(half)] == [""]
+    assert [token.text for token in story.take(cut)] == [""]
+    assert story.finish() == ""
+    told = await TOKENIZER.encode("Is it \ufffd")
+    story = transcript()
+    said = story.take(round_of(told, (TokenOrigin.PLAIN,) * len(told), finish_reason=FinishReason.LENGTH))
+    assert "".join(token.text for token in said) + story.finish() == "Is it \ufffd"
+    half = round_of((token_id, 0), (TokenOrigin.PLAIN,) * 2, finish_reason=FinishReason.EOS)
+    story = transcript()
+    story.take(half)
     assert story.finish() == "\ufffd"
     story = transcript("\ufffd")
     story.take(half)
@@ -119,10 +129,10 @@ async def test_stop_strings_are_held_back_as_ends_are(min_tokens: int, size: int
 async def test_a_stop_string_that_the_end_completes_too_early_is_text() -> None:
     """Also half a character that nothing follows, where min_tokens is all that may be said."""
     token_id = (await TOKENIZER.encode("\N{GRINNING FACE}"))[0]
-    half = round_of((token_id,), (TokenOrigin.PLAIN,), finish_reason=FinishReason.LENGTH)
-    story = Transcript(TOKENIZER.detokenizer(), StopScanner(["\ufffd"]), min_tokens=1)
+    half = round_of((token_id, 0), (TokenOrigin.PLAIN,) * 2, finish_reason=FinishReason.EOS)
+    story = Transcript(TOKENIZER.detokenizer(), StopScanner(["\ufffd"]), min_tokens=2)
     story.take(half)
-    assert (story.finish(), story.finish_reason) == ("\ufffd", FinishReason.LENGTH)
+    assert (story.finish(), story.finish_reason) == ("\ufffd", FinishReason.EOS)
 
 
 @pytest.mark.parametrize(

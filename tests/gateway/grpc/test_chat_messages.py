@@ -4,16 +4,14 @@ import json
 from typing import Any
 
 import pytest
-from support.stack import TARGET
 
 from gateway.grpc.messages import MAX_MESSAGES, chat_request_from, request_from
 from gateway.text.chat_template import ChatTemplate, TemplateFiles
-from gateway.text.tokenizer import Tokenizer
+from gateway.tools.call_grammar import OfferedTool, answer_constraint
 from outrider.errors import InvalidRequest, Unsupported
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 
-TOKENIZER = Tokenizer(str(TARGET))
 PLAIN = ChatTemplate()
 STRICT = ChatTemplate(TemplateFiles({"default": "{{ raise_exception('Not you, ' ~ messages[-1].role) }}"}))
 USER = pb.ChatMessage(role="user", content="Who?")
@@ -23,10 +21,10 @@ async def test_the_conversation_is_the_prompt_and_all_else_is_as_in_generate() -
     """Rendered, with special tokens as the template wants them."""
     generation = pb.GenerateRequest(max_tokens=7, seed=3, stop=["."], speculation=pb.SpeculationSettings(draft_count=2))
     message = pb.ChatRequest(messages=[pb.ChatMessage(role="system", content="Be brief."), USER], generation=generation)
-    request = await chat_request_from(message, PLAIN, TOKENIZER)
+    request = await chat_request_from(message, PLAIN)
     assert (request.text, request.add_special_tokens) == ("System: Be brief.\n\nUser: Who?\n\nAssistant:", True)
     template = ChatTemplate(TemplateFiles({"default": "{{ messages[1].content }}"}))
-    templated = await chat_request_from(message, template, TOKENIZER)
+    templated = await chat_request_from(message, template)
     assert (templated.text, templated.add_special_tokens) == ("Who?", False)
     generation.text = request.text or ""
     assert request == request_from(generation)
@@ -49,7 +47,7 @@ ENDED = ChatTemplate(
 async def test_the_end_of_a_prompt_is_the_client_s_to_choose(fields: dict[str, bool], expected: str) -> None:
     """The assistant's turn begins there, or nothing does, or the last message goes on."""
     begun = pb.ChatMessage(role="assistant", content="A f")
-    request = await chat_request_from(pb.ChatRequest(messages=[USER, begun], **fields), ENDED, TOKENIZER)
+    request = await chat_request_from(pb.ChatRequest(messages=[USER, begun], **fields), ENDED)
     assert request.text == expected
 
 
@@ -66,7 +64,7 @@ async def test_a_turn_with_calls_results_and_reasoning_is_what_templates_know() 
     ]
     message = pb.ChatRequest(messages=[USER, *turns], tools=[TOOL])
     message.template_variables["loud"] = 2
-    request = await chat_request_from(message, TOOLS, TOKENIZER)
+    request = await chat_request_from(message, TOOLS)
     assert request.text is not None
     tools, place = json.JSONDecoder().raw_decode(request.text)
     messages, end = json.JSONDecoder().raw_decode(request.text, place)
@@ -79,7 +77,7 @@ async def test_a_turn_with_calls_results_and_reasoning_is_what_templates_know() 
     assert messages[2] == {"role": "tool", "content": "3", "tool_call_id": "a", "name": "count"}
     assert request.reading is not None
     assert request.reading.tools == {"count": {"type": "object"}}
-    assert request.constraint is None
+    assert request.rules.tools == (OfferedTool("count", {"type": "object"}, field="tools.0.parameters"),)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +97,7 @@ async def test_a_turn_with_calls_results_and_reasoning_is_what_templates_know() 
 async def test_errors_name_the_field_of_a_tool(fields: dict[str, Any], field: str) -> None:
     """Or of what the template does not take."""
     with pytest.raises(InvalidRequest) as caught:
-        await chat_request_from(pb.ChatRequest(messages=[USER], **fields), TOOLS, TOKENIZER)
+        await chat_request_from(pb.ChatRequest(messages=[USER], **fields), TOOLS)
     assert caught.value.metadata["field"] == field
 
 
@@ -112,9 +110,10 @@ async def test_a_call_that_must_come_has_a_grammar() -> None:
         pb.ChatRequest(messages=[USER], tools=[strict]),
         pb.ChatRequest(messages=[USER], tools=[TOOL], parallel_tool_calls=False),
     ):
-        request = await chat_request_from(message, TOOLS, TOKENIZER)
-        assert request.constraint is not None
-        assert '"name\\": \\"count' in request.constraint.text
+        request = await chat_request_from(message, TOOLS)
+        constraint = answer_constraint(request.reading, request.rules, {})
+        assert constraint is not None
+        assert '"name\\": \\"count' in constraint.text
 
 
 @pytest.mark.parametrize(
@@ -141,27 +140,27 @@ async def test_a_call_that_must_come_has_a_grammar() -> None:
 async def test_errors_name_the_field(message: pb.ChatRequest, field: str) -> None:
     """Before anything is rendered."""
     with pytest.raises(InvalidRequest) as caught:
-        await chat_request_from(message, STRICT, TOKENIZER)
+        await chat_request_from(message, STRICT)
     assert caught.value.metadata["field"] == field
 
 
 async def test_a_template_s_own_objection_comes_through() -> None:
     """Word for word."""
     with pytest.raises(InvalidRequest, match=r"which says: Not you, user$"):
-        await chat_request_from(pb.ChatRequest(messages=[USER]), STRICT, TOKENIZER)
-    assert (await chat_request_from(pb.ChatRequest(messages=[USER] * MAX_MESSAGES), PLAIN, TOKENIZER)).text
+        await chat_request_from(pb.ChatRequest(messages=[USER]), STRICT)
+    assert (await chat_request_from(pb.ChatRequest(messages=[USER] * MAX_MESSAGES), PLAIN)).text
 
 
 async def test_a_model_without_a_place_for_tools_can_only_be_made_to_call_one() -> None:
     """In plain JSON, which is read back; where it may choose, the tools are refused."""
     message = pb.ChatRequest(messages=[USER], tools=[TOOL], tool_choice=pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED))
-    request = await chat_request_from(message, PLAIN, TOKENIZER)
+    request = await chat_request_from(message, PLAIN)
     assert request.text == "User: Who?\n\nAssistant:"
     assert request.reading is not None
     assert request.reading.format.name == "json"
-    assert request.constraint is not None
+    assert request.rules.needs_call
     with pytest.raises(Unsupported, match="tools is not served"):
-        await chat_request_from(pb.ChatRequest(messages=[USER], tools=[TOOL]), PLAIN, TOKENIZER)
+        await chat_request_from(pb.ChatRequest(messages=[USER], tools=[TOOL]), PLAIN)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from support.requests.recorded_answers import result_of
 
 from gateway.settings import GatewaySettings
-from gateway.tools.call_grammar import CallRules, OfferedTool, call_constraint
+from gateway.tools.call_grammar import CallRules, OfferedTool, answer_constraint
 from gateway.tools.formats import FORMATS, choose_format
 from gateway.tools.reader import AnswerReader, Reading, joined
 from outrider.answer import CallArguments, CallBegun, ContentDelta, Delta, ReasoningDelta
@@ -110,11 +110,24 @@ def test_what_is_no_call_is_text(name: str, text: str) -> None:
 
 
 def test_a_call_that_the_limit_cut_off_is_not_told() -> None:
-    """Neither as a call nor as text; without a marker it may have been an answer, and is text."""
+    """Neither as a call nor as text; nor is half a marker. Without a marker it is a call by the name of a tool."""
     cut = '{"name": "count", "arguments": {"n": 3'
     assert read("hermes", ["Yes. <tool_call>" + cut], is_cut=True) == [ContentDelta("Yes.")]
     assert read("hermes", ["<tool_call>" + cut]) == [ContentDelta("<tool_call>" + cut)]
-    assert read("json", [cut], is_cut=True) == [ContentDelta(cut)]
+    for length in range(1, len(cut) + 1):
+        assert read("json", [cut[:length]], is_cut=True) == []
+        assert read("json", [cut[:length]]) == [ContentDelta(cut[:length])]
+    for text in ('{"name": "Ada", "arguments": {"n"', '{"type": "ship", "of', '{"name": "counts"', "[1, 2", "[Ada(n="):
+        for name in ("json", "llama-pythonic"):
+            assert read(name, [text], is_cut=True) == [ContentDelta(text)]
+    for length in range(1, len("[count(n=3")):
+        assert read("llama-pythonic", ["[count(n=3"[:length]], is_cut=True) == []
+    for marker in ("<tool_call>", "</think>", "<think>"):
+        for length in range(1, len(marker)):
+            begun = "" if marker == "<think>" else "<think>I " if marker == "</think>" else "Yes.\n"
+            said = {"<think>I ": [ReasoningDelta("I")], "Yes.\n": [ContentDelta("Yes.")], "": []}[begun]
+            assert read("hermes", [begun + marker[:length]], is_cut=True) == said
+            assert joined(read("hermes", [begun + marker[:length]])) != said
 
 
 @pytest.mark.parametrize(("name", "marker"), [("json", ""), ("mistral", "[TOOL_CALLS]")])
@@ -204,7 +217,7 @@ def test_nonsense_in_a_schema_casts_nothing(word: str, nonsense: object) -> None
     result = result_of(AnswerReader(reading, ()).push(text))
     assert json.loads(result.tool_calls[0].arguments_raw) == {"n": "three"}
     rules = CallRules((OfferedTool("count", schema),), needs_call=True)
-    assert call_constraint(reading, rules, {}) is not None
+    assert answer_constraint(reading, rules, {}) is not None
 
 
 @pytest.mark.parametrize(

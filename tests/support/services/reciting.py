@@ -40,13 +40,15 @@ You may call {{ tools | map(attribute='function') | map(attribute='name') | join
 {% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
 {%- endif %}"""
 ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+# What the prompt may have of the assistant's turn, the longest first.
+HEADS = ("assistant\n<think>\n\n</think>\n\n", "assistant\n")
 
 Script = Callable[[str], str]
 
 
-def marked_tokenizer(special: Sequence[str], texts: Iterable[str] = ()) -> Tokenizer:
+def marked_tokenizer(special: Sequence[str], texts: Iterable[str] = (), added: Sequence[str] = ADDED) -> Tokenizer:
     """A tokenizer of bytes, and of what is frequent in some texts, with special tokens, the first of which is 0 and
-    ends answers, and with added tokens that are not special, like those of the Qwen models.
+    ends answers, and with added tokens that are not special, by default those of the Qwen models.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -56,17 +58,19 @@ def marked_tokenizer(special: Sequence[str], texts: Iterable[str] = ()) -> Token
         vocab_size=1200, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in ADDED])
+    tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in added])
     return tokenizer
 
 
 class Reciter(MarkovModel):
     """Says what a script has for the prompt; one that errs is wrong now and then."""
 
-    def __init__(self, tokenizer: Tokenizer, script: Script, *, errs: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, script: Script, turn: str, heads: Sequence[str], *, errs: bool = False
+    ) -> None:
         super().__init__()
-        self._tokenizer, self._script, self._errs = tokenizer, script, errs
-        self._turn_id: int = tokenizer.token_to_id(TURN)
+        self._tokenizer, self._script, self._heads, self._errs = tokenizer, script, heads, errs
+        self._turn_id: int = tokenizer.token_to_id(turn)
 
     def draw(self, prefix: Sequence[int], seed: int) -> int:
         """The next token of the answer to what is before the last turn, which is the assistant's."""
@@ -74,7 +78,7 @@ class Reciter(MarkovModel):
         # The turn's own words are in the prompt.
         turn = self._tokenizer.decode(prefix[start + 1 :], skip_special_tokens=False)
         prompt = self._tokenizer.decode(prefix[: start + 1], skip_special_tokens=False)
-        head = next(each for each in ("assistant\n<think>\n\n</think>\n\n", "assistant\n") if turn.startswith(each))
+        head = next(each for each in self._heads if turn.startswith(each))
         head_len = len(self._tokenizer.encode(head, add_special_tokens=False).ids)
         answer = self._tokenizer.encode(self._script(prompt + head), add_special_tokens=False).ids
         place = len(prefix) - start - 1 - head_len
@@ -111,22 +115,26 @@ async def reciting_stack(
     template: str = TEMPLATE,
     context_len: int = 4096,
     special: Sequence[str] = (),
+    added: Sequence[str] = ADDED,
+    turn: str = TURN,
+    heads: Sequence[str] = HEADS,
     **settings: object,
 ) -> AsyncIterator[RecitingStack]:
     """Target, draft and gateway on free ports; the script has an answer for a prompt, and is one of `answers`.
 
-    `special` are tokens of the model beside its own two.
+    `special` are tokens of the model beside its own two, of which `turn` opens turns; the assistant's begins with one
+    of `heads`.
     """
-    tokenizer = marked_tokenizer((END, TURN, *special), [*answers, template] * 3)
+    tokenizer = marked_tokenizer((END, turn, *special), [*answers, template] * 3, added)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
     (folder / "chat_template.jinja").write_text(template)
     digests, size = Vocabulary.read(str(folder)).digests, tokenizer.get_vocab_size()
     shape = {"vocabulary_size": size, "context_len": context_len, "block_count": context_len // 4}
-    reciter = Reciter(tokenizer, script)
+    reciter = Reciter(tokenizer, script, turn, heads)
     # It says what it says; what is stated here lets the gateway ask for calls.
     target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, reciter, digests, grammar_engine=ENGINE, **shape)
-    erring = Reciter(tokenizer, script, errs=True)
+    erring = Reciter(tokenizer, script, turn, heads, errs=True)
     draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, erring, digests, **shape)
     async with serving(target) as target_address, serving(draft) as draft_address:
         options = {"listen": "127.0.0.1:0", "rest_listen": "127.0.0.1:0", **settings}

@@ -137,6 +137,31 @@ async def test_the_template_s_own_sentence_is_the_error(
     assert not prompts
 
 
+async def test_guesses_change_nothing_where_an_answer_is_a_call_or_a_form(http: httpx.AsyncClient) -> None:
+    """And it is one of both, with as much of the tool as can be enforced."""
+    where = {"type": "string", "maxLength": 6, "pattern": "^(?=a)"}
+    odd = {"type": "object", "properties": {"where": where, "n": None}, "required": None, "additionalProperties": False}
+    form = {"type": "object", "properties": {"hero": {"enum": ["fox", "king"]}}, "required": ["hero"]}
+    shape = {"type": "json_schema", "json_schema": {"name": "hero", "schema": {**form, "additionalProperties": False}}}
+    tool = {"type": "function", "function": {"name": "count", "parameters": odd}}
+    kinds = set()
+    for seed in range(6):
+        body = body_of([USER], tools=[tool], response_format=shape, seed=seed, temperature=1.0)
+        body |= {"max_tokens": 200, "return_token_ids": True, "parallel_tool_calls": False}
+        guessed = (await http.post(CHAT, json=body)).raise_for_status().json()
+        plain = (await http.post(CHAT, json={**body, "speculation": {"enabled": False}})).raise_for_status().json()
+        [choice] = guessed["choices"]
+        assert choice["token_ids"] == plain["choices"][0]["token_ids"]
+        assert choice["finish_reason"] == ("tool_calls" if "tool_calls" in choice["message"] else "stop")
+        assert guessed["outrider"]["ignored_keywords"] == ["pattern"]
+        for call in choice["message"].get("tool_calls", ()):
+            assert json.loads(call["function"]["arguments"]).keys() <= {"where"}
+        content = choice["message"]["content"]
+        assert content is None or json.loads(content) in ({"hero": "fox"}, {"hero": "king"})
+        kinds.add(content is None)
+    assert kinds == {True, False}
+
+
 async def test_grpc_reads_the_same(http: httpx.AsyncClient, prompts: list[list[int]], stack: RunningStack) -> None:
     """What its messages can carry: roles and contents."""
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]

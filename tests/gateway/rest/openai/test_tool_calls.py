@@ -326,7 +326,7 @@ async def test_faults_are_named(stack: RecitingStack, fields: dict[str, Any], se
 
 async def test_a_schema_that_is_too_large_is_refused(stack: RecitingStack) -> None:
     """By its size."""
-    function = {"name": "a", "parameters": {"properties": {"a": {"description": "y" * (1 << 18)}}}}
+    function = {"name": "a", "parameters": {"properties": {"a": {"const": "y" * (1 << 18)}}}}
     tools = [{"type": "function", "function": function}]
     reply = await stack.http.post(CHAT, json={"messages": user("Both"), "tools": tools})
     assert reply.status_code == 400
