@@ -90,9 +90,9 @@ async def test_who_waits_learns_the_place_in_the_queue(tokenizer: str) -> None:
         admission = stack.gateway.frontend.admission
         waiting = []
         async with admission.entry():
-            for count in (1, 2):
+            for _ in range(2):
                 waiting.append(asyncio.create_task(events(client, body)))
-                await eventually(lambda: admission.waiting == count)
+                await eventually(lambda: admission.waiting == len(waiting))
             full = await client.post("/page/generate", json=body)
             assert (full.status_code, full.json()["error"]["code"]) == (429, "overloaded")
         told = [

@@ -344,7 +344,7 @@ async def test_the_page_gets_reasoning_apart(stack: RecitingStack) -> None:
 
 
 async def test_the_page_gets_calls_apart(stack: RecitingStack) -> None:
-    """With their ids, names and arguments in pieces, as /v1 tells them; and what is wrong with tools by the same names."""
+    """With their ids, names and arguments in pieces; what is wrong with tools has the names that it has on /v1."""
     body = {"messages": user("in Paris and in Tokyo"), "tools": [TOOL]}
     reply = await stack.http.post("/page/generate", json=body)
     views = [json.loads(line.removeprefix("data: ")) for line in reply.text.splitlines() if line.startswith("data: ")]
