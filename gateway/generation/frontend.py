@@ -14,7 +14,7 @@ from typing import Protocol, Self
 
 import structlog
 
-from gateway.generation.admission import Admission, Reservation
+from gateway.generation.admission import Admission, QueuePlace, Reservation
 from gateway.generation.backend import Backend
 from gateway.generation.beams import searched
 from gateway.generation.events import Event
@@ -114,11 +114,15 @@ class Frontend:
 
     @asynccontextmanager
     async def open(
-        self, requests: Sequence[GenerationRequest], enter: Entrance | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        enter: Entrance | None = None,
+        place: QueuePlace | None = None,
     ) -> AsyncIterator[Generation]:
         """Checks requests that belong together, and waits for a place for the first sample; the others wait for theirs
         while events come. What they hold is given back when it is left. `enter` returns whose requests they are, where
-        keys are asked for: asked when the requests are there, and once more when they have their place.
+        keys are asked for: asked when the requests are there, and once more when they have their place. `place` is told
+        where they stand in the queue.
 
         Raises InvalidRequest, PromptTooLong, Overloaded, RateLimited, InvalidKey, and what is said of a target that is
         away.
@@ -137,7 +141,7 @@ class Frontend:
                     contexts = [await self._prepared(requests, number) for number in range(len(requests))]
                 if tenant is not None:
                     spending = stack.enter_context(_spending(tenant, [context.request for context in contexts]))
-                places = await stack.enter_async_context(self.admission.entry(priority))
+                places = await stack.enter_async_context(self.admission.entry(priority, place))
                 if enter is not None:
                     # It may have waited long, and begins only now.
                     enter()

@@ -1,9 +1,9 @@
 """The page at `/`, its files, and what it calls: /page/generate, a stream of typed events, and /page/status.
 
 The files are read once: what is served cannot leave gateway/web, and an edit shows after a restart. The events are
-`opened`, `round`, `completion` and `error`, one JSON object each, with the names of generation_service.proto;
-docs/page.md has their fields. /v1 has no such events, because clients of OpenAI take every event for a chunk. Seeds are
-strings, because 64 bits do not fit into a number of JavaScript.
+`waiting`, `opened`, `round`, `completion` and `error`, one JSON object each, with the names of
+generation_service.proto; docs/page.md has their fields. /v1 has no such events, because clients of OpenAI take every
+event for a chunk. Seeds are strings, because 64 bits do not fit into a number of JavaScript.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ import json
 import re
 import time
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from importlib.resources import files
@@ -22,15 +23,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from gateway.generation.admission import QueuePlace
 from gateway.generation.events import CompletionEvent, GuessFacts, RoundEvent, round_facts
 from gateway.generation.frontend import Frontend
 from gateway.generation.request import GenerationRequest
+from gateway.generation.sample import merged
 from gateway.keys.door import Entrance
-from gateway.rest.asking.chat_body import GenerationFields, Messages
-from gateway.rest.asking.conversation import template_messages
+from gateway.rest.asking.chat_body import ChatRequest, GenerationFields, Messages, TemplateFields, ToolChoice
+from gateway.rest.asking.conversation import conversation
 from gateway.rest.asking.fields import Seed, Text, Unserved
 from gateway.rest.asking.request import CHAT_NAMES, TEXT_NAMES, check_prompt_len, generation_request, in_names_of
-from gateway.rest.bodies import ParsedBodyRoute
+from gateway.rest.bodies import ParsedBodyRoute, ignored_header
 from gateway.rest.errors import MissingParameter
 from gateway.rest.figures import Sampling
 from gateway.rest.guard import entrance_of
@@ -39,8 +42,7 @@ from gateway.rest.sse import EventStream, typed
 from gateway.rounds.choice import Choice
 from gateway.rounds.explanation import explained
 from gateway.sessions.replicas import Replicas
-from gateway.text.chat_template import RenderedPrompt
-from outrider.answer import reasoning_of
+from outrider.answer import CallArguments, CallBegun, reasoning_of
 from outrider.errors import InvalidRequest, OutriderError
 
 MEDIA_TYPES = {
@@ -66,6 +68,8 @@ HEADERS = {
 NO_STORE = {"cache-control": "no-store"}
 DIGITS = re.compile(r"-?[0-9]{1,19}")
 VERSION = version("outrider")
+# Fields of a body that only a conversation has.
+ABOUT_MESSAGES = (*TemplateFields.model_fields, "tool_choice", "parallel_tool_calls")
 # What a token has in the place of a guess, when it was none or guesses are not reported.
 UNGUESSED = dict.fromkeys(each.name for each in fields(GuessFacts))
 
@@ -86,13 +90,15 @@ class WebFile:
         return Response(self.content, headers=headers, media_type=self.media_type)
 
 
-class PageRequest(GenerationFields):
+class PageRequest(GenerationFields, TemplateFields):
     """The body of /page/generate: that of /v1 for one answer to either a prompt or a conversation. A seed may be a
     string.
     """
 
     prompt: Text | None = None
     messages: Messages | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     seed: Annotated[
         Seed | None,
         BeforeValidator(lambda seed: int(seed) if isinstance(seed, str) and DIGITS.fullmatch(seed) else seed),
@@ -126,28 +132,10 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
 
     @router.post("/page/generate")
     async def generate(body: PageRequest, request: Request) -> Response:
-        logprob_count = 0 if body.probabilities else None
-        shared = generation_request(body, frontend.names)
-        if body.messages is None:
-            if body.prompt is None:
-                raise MissingParameter("prompt")
-            names, asked = TEXT_NAMES, RenderedPrompt(body.prompt, add_special_tokens=True)
-        else:
-            if body.prompt is not None:
-                raise InvalidRequest("prompt", body.prompt, "absent beside messages")
-            names, asked = CHAT_NAMES, await frontend.chat_template.prompt(template_messages(body.messages))
-        check_prompt_len(names.get("prompt", "prompt"), asked.text, settings.max_prompt_chars)
-        # A conversation's reasoning is shown apart from the answer; the page has no tools to call.
-        reading = None if body.messages is None else frontend.chat_template.reading(asked.text, {})
-        generation = replace(
-            shared,
-            text=asked.text,
-            add_special_tokens=asked.add_special_tokens,
-            logprob_count=logprob_count,
-            reading=reading,
-        )
+        names, generation, ignored = await _asked(body, frontend, settings)
+        generation = replace(generation, logprob_count=0 if body.probabilities else None)
         frames = event_frames(frontend, generation, names, entrance_of(request), explains=body.explain)
-        stream = EventStream(frames, settings.keep_alive_s, settings.client_stall_s)
+        stream = EventStream(frames, settings.keep_alive_s, settings.client_stall_s, ignored_header(ignored))
         await stream.begin(request.receive)
         return stream
 
@@ -174,6 +162,30 @@ def read_files() -> dict[str, WebFile]:
     return found
 
 
+async def _asked(
+    body: PageRequest, frontend: Frontend, settings: RestSettings
+) -> tuple[Mapping[str, str], GenerationRequest, tuple[str, ...]]:
+    """What a body asks for: the route's names of fields, the request, and what of the body was not looked at.
+
+    Raises as `conversation` does, MissingParameter about a body without either text, and InvalidRequest about both.
+    """
+    if body.messages is not None:
+        if body.prompt is not None:
+            raise InvalidRequest("prompt", body.prompt, "absent beside messages")
+        # All values are checked already.
+        chat = ChatRequest.model_construct(**{name: value for name, value in body if name in ChatRequest.model_fields})
+        asked = await conversation(chat, frontend, settings)
+        return CHAT_NAMES, asked.request, asked.ignored
+    if body.prompt is None:
+        raise MissingParameter("prompt")
+    for name in ABOUT_MESSAGES:
+        if getattr(body, name) is not None:
+            raise InvalidRequest(name, "present", "absent without messages")
+    check_prompt_len("prompt", body.prompt, settings.max_prompt_chars)
+    request = replace(generation_request(body, frontend.names), text=body.prompt, add_special_tokens=True)
+    return TEXT_NAMES, request, ()
+
+
 async def event_frames(
     frontend: Frontend,
     request: GenerationRequest,
@@ -182,42 +194,66 @@ async def event_frames(
     *,
     explains: bool = False,
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a request. What is wrong before it has its place is raised, in the route's `names` of fields; what
+    """The events of a request. What is wrong before its first event is raised, in the route's `names` of fields; what
     goes wrong later is an event. With `explains` a round has its choice, unless it is that of the round before.
     """
-    started_ns = time.perf_counter_ns()
-    is_open = False
-    last: Choice | None = None
+    place, has_begun = QueuePlace(), False
+
+    async def streams() -> AsyncGenerator[AsyncGenerator[bytes, None], None]:
+        yield _waiting(place, frontend)
+        yield _generating(frontend, request, enter, place, explains=explains)
+
     try:
-        async with frontend.open([request], enter) as generation:
-            target, checked = frontend.backend.target.present(), generation.requests[0]
-            is_open = True
-            opened = {
-                "model": frontend.model_name,
-                "model_hash": target.model_hash,
-                "numerics_id": target.numerics_id,
-                "prompt_tokens": checked.spec.prompt_len,
-                "max_tokens": checked.spec.max_len - checked.spec.prompt_len,
-                "seed": str(checked.spec.seed),
-                "rule": checked.spec.acceptance.rule,
-                "draft_count": "auto" if checked.draft_count is None else checked.draft_count,
-                "sampling": Sampling.model_validate(checked.spec.sampling, from_attributes=True).model_dump(),
-            }
-            yield _frame("opened", opened)
-            async for _, event in generation.events:
-                if isinstance(event, RoundEvent):
-                    view = _round_view(event, (time.perf_counter_ns() - started_ns) // 1000)
-                    # The prompt's own pass comes before any choice.
-                    is_first = event.committed is None or event.committed.is_first
-                    if explains and not is_first and event.choice is not None and event.choice is not last:
-                        last, view["choice"] = event.choice, explained(event.choice)
-                    yield _frame("round", view)
-                else:
-                    yield _frame("completion", _completion_view(event))
+        async with aclosing(merged(streams())) as frames:
+            async for frame in frames:
+                has_begun = True
+                yield frame
     except OutriderError as error:
-        if not is_open:
-            raise in_names_of(names, error) from None
-        yield _frame("error", {"reason": error.reason, "message": error.message, "metadata": error.metadata})
+        error = in_names_of(names, error)
+        if not has_begun:
+            raise error from None
+        view = {"reason": error.reason, "message": error.message, "metadata": error.metadata}
+        yield _frame("error", view)
+
+
+async def _waiting(place: QueuePlace, frontend: Frontend) -> AsyncGenerator[bytes, None]:
+    """An event for each place in the queue that a request has while it waits."""
+    async with aclosing(place.moves()) as moves:
+        async for now in moves:
+            admission = frontend.admission
+            yield _frame("waiting", {"place": now, "running": admission.running, "places": admission.places})
+
+
+async def _generating(
+    frontend: Frontend, request: GenerationRequest, enter: Entrance | None, place: QueuePlace, *, explains: bool
+) -> AsyncGenerator[bytes, None]:
+    """The events of a request from the moment at which it has its place."""
+    started_ns = time.perf_counter_ns()
+    last: Choice | None = None
+    async with frontend.open([request], enter, place) as generation:
+        target, checked = frontend.backend.target.present(), generation.requests[0]
+        opened = {
+            "model": frontend.model_name,
+            "model_hash": target.model_hash,
+            "numerics_id": target.numerics_id,
+            "prompt_tokens": checked.spec.prompt_len,
+            "max_tokens": checked.spec.max_len - checked.spec.prompt_len,
+            "seed": str(checked.spec.seed),
+            "rule": checked.spec.acceptance.rule,
+            "draft_count": "auto" if checked.draft_count is None else checked.draft_count,
+            "sampling": Sampling.model_validate(checked.spec.sampling, from_attributes=True).model_dump(),
+        }
+        yield _frame("opened", opened)
+        async for _, event in generation.events:
+            if isinstance(event, RoundEvent):
+                view = _round_view(event, (time.perf_counter_ns() - started_ns) // 1000)
+                # The prompt's own pass comes before any choice.
+                is_first = event.committed is None or event.committed.is_first
+                if explains and not is_first and event.choice is not None and event.choice is not last:
+                    last, view["choice"] = event.choice, explained(event.choice)
+                yield _frame("round", view)
+            else:
+                yield _frame("completion", _completion_view(event))
 
 
 def _frame(name: str, view: dict[str, Any]) -> bytes:
@@ -248,10 +284,13 @@ def _round_view(event: RoundEvent, time_us: int) -> dict[str, Any]:
     }
 
 
-def _apart(event: RoundEvent | CompletionEvent) -> dict[str, str]:
-    """New pieces of an event that are no text for the user, where there are any."""
+def _apart(event: RoundEvent | CompletionEvent) -> dict[str, Any]:
+    """New pieces of an event that are no text for the user, where there are any: reasoning, and calls of tools, each
+    with its number, the first piece with its id and name and the following ones with more of the arguments.
+    """
     thought = reasoning_of(event.deltas)
-    return {"reasoning": thought} if thought else {}
+    calls = [asdict(delta) for delta in event.deltas if isinstance(delta, CallBegun | CallArguments)]
+    return {**({"reasoning": thought} if thought else {}), **({"calls": calls} if calls else {})}
 
 
 def _completion_view(event: CompletionEvent) -> dict[str, Any]:

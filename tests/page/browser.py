@@ -92,3 +92,10 @@ async def spoken(page: Page, lane: str = "lane-main") -> str:
 async def number(page: Page, selector: str) -> int:
     """A whole number that the page shows."""
     return int((await page.locator(selector).inner_text()).replace(",", ""))
+
+
+async def say(page: Page, message: str) -> None:
+    """Sends a message of a conversation by keyboard, and waits for its answer."""
+    await page.locator("#message").fill(message)
+    await page.keyboard.press("Enter")
+    await ended(page)

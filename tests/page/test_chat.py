@@ -256,7 +256,7 @@ async def test_a_link_fills_in_a_conversation_and_sends_nothing(page: Page) -> N
     assert await other.locator("#message").input_value() == "Who?"
     assert await other.locator("#max_tokens").input_value() == "24"
     assert bodies == []
-    await other.goto(re.sub("#.*", "#prompt=Once", page.url))
+    await other.goto(re.sub("#.*", "#view=completion&prompt=Once", page.url))
     await expect(other.get_by_role("radio", name="Completion")).to_be_checked()
 
 

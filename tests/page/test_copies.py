@@ -20,12 +20,25 @@ pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
 # Quotes of the shell and of Python, a line break, and a letter that is no ASCII.
 PROMPT = '"It\'s a trap," said the fox.\n“Why?” asked the wolf, and \\'
 SEED = 9_007_199_254_740_993
+MORE = {
+    "top_k": 50,
+    "top_p": 0.95,
+    "min_p": 0.01,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.2,
+    "frequency_penalty": 0.1,
+    "min_tokens": 2,
+    "stop_token_ids": "7",
+    "logit_bias": '{"13": -100}',
+    "banned_words": "wolf",
+}
 
 
 async def answered(page: Page) -> str:
     """An answer on the page, whose request the snippets are about."""
     settings = {"drafter": "model", "temperature": 0.8, "stop_strings": "xyzzy\n\\n\\n\\n"}
-    await fill(page, prompt=PROMPT, seed=SEED, max_tokens=24, **settings)
+    await page.locator("#more-sampling summary").click()
+    await fill(page, prompt=PROMPT, seed=SEED, max_tokens=24, **settings, **MORE)
     await page.locator("#generate").click()
     assert (await ended(page)).startswith("Done")
     return await spoken(page)

@@ -1,10 +1,11 @@
 """A gateway that asks for keys: the page asks its user once, keeps the key for the session, and shows it nowhere."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from page.browser import ended, fill
+from page.browser import ended, fill, say
 from playwright.async_api import Browser, Page, expect
 from support.keys import key_of, write_keys
 from support.stack import RunningStack, running_stack
@@ -66,6 +67,13 @@ async def test_the_key_is_in_no_code_and_no_link(page: Page) -> None:
     await page.locator("#snippet-close").click()
     await page.locator("#copy-link").click()
     shown = await page.content() + page.url + str(await page.evaluate("JSON.stringify(localStorage) + document.cookie"))
+    await page.get_by_role("radio", name="Chat").check()
+    await fill(page, max_tokens=4)
+    await say(page, "Who?")
+    async with page.expect_download() as downloading:
+        await page.get_by_role("button", name="Export all").click()
+    shown += await asyncio.to_thread((await (await downloading.value).path()).read_text)
+    assert "Who?" in shown
     assert key_of("alice") not in shown
 
 

@@ -1,9 +1,11 @@
 // The typed event stream of /page/generate: one JSON object an event. EventSource cannot post, so this reads the body.
 
+// `param` is the field that the gateway finds wrong, where it is one.
 export class Refused extends Error {
-  constructor(message, reason = "") {
+  constructor(message, reason = "", param = null) {
     super(message);
     this.reason = reason;
+    this.param = param;
   }
 }
 
@@ -60,5 +62,5 @@ async function refusal(response) {
   } catch {
     // Not ours: a proxy's page, for example. The status has to do.
   }
-  return new Refused(told?.message ?? `The gateway answered ${response.status}.`, told?.code ?? "");
+  return new Refused(told?.message ?? `The gateway answered ${response.status}.`, told?.code ?? "", told?.param ?? null);
 }

@@ -19,6 +19,16 @@ export function drawFigures(list, run) {
   for (const [name, text] of Object.entries(told)) set(list, `[data-figure="${name}"]`, text);
 }
 
+// What an answer waits for that has no token yet, of what the gateway has said so far.
+export function life(run, elapsedMs) {
+  if (run.ended || run.rounds.length > 0) return "";
+  const passed = `${(elapsedMs / 1e3).toFixed(1)} s`;
+  if (run.opened !== null) return `Reading the prompt of ${plural(run.opened.prompt_tokens, "token")} · ${passed}`;
+  if (run.waiting === null) return `Asking the gateway · ${passed}`;
+  const { place, places } = run.waiting;
+  return `Number ${count(place)} in the queue: ${places === 1 ? "the only place is taken" : `all ${count(places)} places are taken`} · ${passed}`;
+}
+
 export function summary(run) {
   if (run.error) return run.opened === null ? "No answer came." : "The answer broke off.";
   if (run.stopped) return `Stopped after ${count(run.tokens.length)} tokens.`;
@@ -29,6 +39,7 @@ export function summary(run) {
 // How a run ended, and what else its completion says.
 export function result(run) {
   const { completion } = run;
+  if (run.told !== null) return run.told;
   if (completion === null && run.opened === null) return run.stopped ? summary(run) : "";
   if (completion === null) return `${summary(run)} Seed ${run.opened.seed}.`;
   const { usage, timings } = completion;

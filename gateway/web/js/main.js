@@ -2,16 +2,18 @@
 
 import { drawCounts, drawPositions, drawTimes } from "./charts.js";
 import { Composer } from "./chat/composer.js";
+import { Library } from "./chat/library.js";
 import { flash, openCopyDialog, save, toClipboard } from "./copying.js";
 import { events } from "./events.js";
 import { Tip } from "./facts.js";
-import { drawFigures, drawLegend, result, summary } from "./figures.js";
+import { drawFigures, drawLegend, life, result, summary } from "./figures.js";
+import { keepLook } from "./form/looks.js";
+import { Settings } from "./form/settings.js";
 import { Gateway } from "./gateway.js";
 import { Painter, Seen } from "./painter.js";
 import { clock, lanes, verdict } from "./race.js";
 import { RoundsView } from "./rounds.js";
 import { Run } from "./run.js";
-import { Settings } from "./settings.js";
 import { Status } from "./status.js";
 import { Stream } from "./stream.js";
 
@@ -24,11 +26,13 @@ class Page {
     this.lanes = ["lane-main", "lane-plain"].map((id) => ({
       box: at(id),
       clock: at(id).querySelector(".clock"),
+      life: at(id).querySelector(".life"),
       stream: new Stream(at(id).querySelector(".stream"), tip, at("facts")),
       run: null,
     }));
     this.rounds = new RoundsView(at("rounds"), at("rounds-note"), at("trees"));
     this.stopping = null;
+    this.ended = Promise.resolve();
     this.figuresAt = 0;
     this.chartsSeen = new Seen(at("counts"));
     this.painter = new Painter(() => this.draw());
@@ -37,6 +41,8 @@ class Page {
     this.view = "";
     this.composer = new Composer(tip, at("facts"));
     this.settings = new Settings(at("ask"), (view) => this.open(view));
+    at("library").open = matchMedia("(min-width: 62rem)").matches;
+    this.library = new Library(this.composer.conversation, { open: (kept) => this.become(kept), gone: () => this.forget() });
     this.gateway = new Gateway(at("key-dialog"));
     this.status = new Status(this.gateway, at("services"), at("banner"), (now) => this.know(now));
     this.listen(tip);
@@ -59,13 +65,24 @@ class Page {
     for (const id of ["race", "race-turn"]) click(id, () => this.race());
     for (const id of ["stop", "stop-turn"]) click(id, () => this.stop());
     click("forget", () => this.forget());
+    click("regenerate", () => this.again(null));
+    click("retry", () => this.retry());
     click("copy-as", () => this.copyAs());
     click("copy-link", () => this.copyLink());
     for (const id of ["copy-text", "copy-answer"]) click(id, () => this.say(id, toClipboard(this.lanes[0].run.text), "Mark the answer instead."));
     click("download", () => this.download());
-    at("show-marks").addEventListener("change", (event) => at("answer").classList.toggle("unmarked", !event.target.checked));
-    at("show-rejected").addEventListener("change", (event) => at("answer").classList.toggle("with-rejected", event.target.checked));
+    for (const id of ["show-figures", "show-marks", "show-rejected", "show-rendered", "library", "more-sampling", "more-form"]) keepLook(at(id));
+    const look = () => {
+      document.querySelector("main").classList.toggle("folded", !at("show-figures").checked);
+      at("answer").classList.toggle("unmarked", !at("show-marks").checked);
+      at("answer").classList.toggle("with-rejected", at("show-rejected").checked);
+    };
+    for (const id of ["show-figures", "show-marks", "show-rejected"]) at(id).addEventListener("change", look);
     at("show-rendered").addEventListener("change", () => this.render());
+    look();
+    this.composer.render(at("show-rendered").checked);
+    // A tab may be closed in the middle of an answer.
+    document.addEventListener("visibilitychange", () => document.hidden && this.busy && this.keep());
     document.addEventListener("keydown", (event) => {
       const sends = event.ctrlKey || event.metaKey || (event.target === at("message") && !event.shiftKey && !event.isComposing);
       if (event.key === "Enter" && sends) {
@@ -85,6 +102,7 @@ class Page {
     if (now !== null) this.settings.recommend(now.gateway.generation_defaults);
     at("no-template").hidden = now === null || now.gateway.has_chat_template;
     this.settings.settle(now?.gateway.has_chat_template ? "chat" : "completion");
+    this.library.restore();
   }
 
   // Shows the other view, with the last runs that it had.
@@ -101,26 +119,38 @@ class Page {
     this.present();
   }
 
-  async generate() {
-    if (this.busy || !at("ask").reportValidity()) return;
-    const asked = this.composer.asked(this.view, false);
-    if (asked === null) return;
-    const request = { ...asked, ...this.settings.request(), probabilities: true, explain: true };
-    request.speculation.return_rounds = true;
-    this.begin([request]);
-    await this.follow(this.lanes[0]);
-    this.end();
+  generate() {
+    return this.ask(() => this.composer.asked(this.view, false));
   }
 
   // One after the other: together they would share the machine, and neither clock would mean anything.
-  async race() {
-    if (this.busy || !at("ask").reportValidity()) return;
-    const asked = this.composer.asked(this.view, true);
+  race() {
+    return this.ask(() => this.composer.asked(this.view, true), true);
+  }
+
+  // The last message once more: from a seed the same answer, without one another.
+  again(seed) {
+    return this.ask(() => this.composer.again(seed));
+  }
+
+  // What was refused comes again as it is written now, and what broke off from its own seed.
+  retry() {
+    const [{ run }] = this.lanes;
+    if (this.view === "completion" || this.composer.isBack) return at("answer").classList.contains("racing") ? this.race() : this.generate();
+    return this.again(run.opened?.seed ?? null);
+  }
+
+  // Follows the request that `make` makes, if the form is right and it makes one.
+  async ask(make, races = false) {
+    if (this.busy || !this.settings.valid()) return;
+    const asked = make();
     if (asked === null) return;
-    this.begin(lanes({ ...asked, ...this.settings.request() }));
+    const request = { ...this.settings.request(), ...asked };
+    const speculation = { ...request.speculation, return_rounds: true };
+    this.begin(races ? lanes(request) : [{ ...request, speculation, probabilities: true, explain: true }]);
     const [fast, plain] = this.lanes;
     await this.follow(fast);
-    if (fast.run.completion !== null && !this.stopping.signal.aborted) {
+    if (races && fast.run.completion !== null && !this.stopping.signal.aborted) {
       plain.run.request.seed = fast.run.completion.seed;
       await this.follow(plain);
     }
@@ -129,6 +159,7 @@ class Page {
 
   begin(requests) {
     this.stopping = new AbortController();
+    this.ended = new Promise((resolve) => { this.tellEnd = resolve; });
     this.put(requests.map((request) => new Run(request)));
     for (const id of ["failure", "verdict", "facts", "result"]) at(id).hidden = true;
     this.composer.draw();
@@ -152,7 +183,7 @@ class Page {
   }
 
   clear(lane) {
-    lane.stream.clear(lane.run, lane.run?.request.prompt, this.rendered);
+    lane.stream.clear(lane.run, lane.run?.request?.prompt, this.rendered);
   }
 
   // In one column the answer would come out of sight.
@@ -174,13 +205,14 @@ class Page {
     try {
       for await (const event of events(this.gateway, run.request, this.stopping.signal)) {
         run.take(event, performance.now() - lane.startedMs);
+        if (event.event === "opened" && lane === this.lanes[0]) this.keep();
         if (run.rounds.at(-1)?.fallback_reason && !lane.told) this.status.ask();
         lane.told = Boolean(run.rounds.at(-1)?.fallback_reason);
         this.painter.ask();
       }
     } catch (error) {
       if (this.stopping.signal.aborted) run.stopped = true;
-      else run.error = { reason: error.reason ?? "", message: error.message };
+      else run.error = { reason: error.reason ?? "", message: error.message, metadata: { field: error.param } };
     }
   }
 
@@ -189,7 +221,10 @@ class Page {
     this.stopping = null;
     this.draw();
     if (this.view === "chat" && !this.composer.take(runs[0])) for (const lane of this.lanes) lane.box.hidden = true;
+    if (this.view === "chat") this.keep();
+    for (const { error } of runs) if (error) this.settings.refused(error.metadata?.field, error.message);
     this.present();
+    this.tellEnd();
     at("announce").textContent = runs.length > 1 ? at("verdict").textContent.replaceAll("\n", " ") : summary(runs[0]);
     if (this.view !== this.settings.view) this.open(this.settings.view);
   }
@@ -202,10 +237,11 @@ class Page {
     this.draw();
     at("facts").hidden = true;
     at("failure").hidden = !broken;
-    at("failure").textContent = broken ? broken.error.message : "";
+    at("failure").firstElementChild.textContent = broken ? broken.error.message : "";
     at("result").textContent = fast === null ? "" : result(fast);
     at("result").hidden = at("result").textContent === "";
     at("verdict").hidden = plain === null;
+    if (broken) at("thread").scrollTop = at("thread").scrollHeight;
     if (plain === null) return;
     const { same, head, lines } = verdict(fast, plain);
     const title = document.createElement("strong");
@@ -220,9 +256,9 @@ class Page {
   }
 
   enable() {
-    for (const id of ["generate", "race", "send", "race-turn", "forget"]) at(id).ariaDisabled = String(this.busy);
+    for (const id of ["generate", "race", "send", "race-turn", "forget", "retry"]) at(id).ariaDisabled = String(this.busy);
     for (const id of ["stop", "stop-turn"]) at(id).ariaDisabled = String(!this.busy);
-    for (const id of ["download", "copy-text", "copy-answer"]) at(id).ariaDisabled = String(this.busy || this.lanes[0].run === null);
+    for (const id of ["download", "copy-text", "copy-answer", "regenerate"]) at(id).ariaDisabled = String(this.busy || this.lanes[0].run === null);
   }
 
   draw() {
@@ -230,6 +266,12 @@ class Page {
     for (const lane of running) {
       lane.stream.draw();
       const elapsedMs = lane.run.ended ? lane.run.lastUs / 1e3 : performance.now() - lane.startedMs;
+      const alive = life(lane.run, elapsedMs);
+      lane.life.hidden = alive === "";
+      if (alive !== lane.life.textContent) lane.life.textContent = alive;
+      const queued = lane.run.waiting && alive !== "" && lane.run.opened === null ? alive.split(" · ")[0] : "";
+      if (queued !== lane.queued && queued !== "") at("announce").textContent = queued;
+      lane.queued = queued;
       if (at("answer").classList.contains("racing")) lane.clock.textContent = clock(lane.run, elapsedMs);
     }
     this.rounds.draw(!this.busy);
@@ -248,15 +290,44 @@ class Page {
     drawCounts(at("counts"), at("counts-range"), run);
   }
 
-  forget() {
+  // Keeps the conversation, with what there is of the answer that is under way.
+  keep() {
+    this.library.keep(this.composer.system, this.busy && this.view === "chat" ? this.lanes[0].run : null);
+  }
+
+  // Ends what runs, and waits until it is kept.
+  async rest() {
+    this.stop();
+    await this.ended;
+  }
+
+  async forget() {
+    await this.rest();
     this.composer.forget();
+    this.library.leave();
     this.put([]);
     this.present();
-    at("announce").textContent = "The conversation is forgotten.";
+    at("announce").textContent = "A new conversation.";
+  }
+
+  // Goes on with a kept conversation.
+  async become(kept) {
+    await this.rest();
+    this.composer.become(kept);
+    const { current } = this.composer.conversation;
+    const runs = current === null ? [] : [current.run];
+    if (this.view !== "chat") {
+      this.kept.chat = runs;
+      return;
+    }
+    this.put(runs);
+    this.present();
+    this.showAnswer();
+    at("announce").textContent = `The conversation “${kept.title}” is open.`;
   }
 
   copyAs() {
-    if (!at("ask").reportValidity()) return;
+    if (!this.settings.valid()) return;
     const asked = this.composer.preview(this.view);
     if (asked !== null) openCopyDialog(() => ({ ...asked, ...this.settings.request() }), () => this.status.now, this.gateway.key !== null);
   }
@@ -270,7 +341,8 @@ class Page {
   download() {
     const shown = this.lanes.filter((lane) => lane.run !== null).map((lane) => lane.run);
     const before = this.view === "chat" ? this.composer.runs.filter((run) => !shown.includes(run)) : [];
-    const runs = [...before, ...shown].map((run) => ({ request: run.request, stopped: run.stopped, events: run.events }));
+    // Of kept ones there are no events.
+    const runs = [...before, ...shown].filter((run) => run.events.length > 0).map((run) => ({ request: run.request, stopped: run.stopped, events: run.events }));
     save("outrider-trace.json", { format: "outrider-trace-1", saved: new Date().toISOString(), status: this.status.now, runs });
   }
 

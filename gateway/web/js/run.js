@@ -15,6 +15,11 @@ export class Run {
     this.events = [];
     this.rest = "";
     this.thought = "";
+    this.calls = [];
+    this.waiting = null;
+    this.timings = null;
+    // How it ended, of one that was kept and has no completion any more.
+    this.told = null;
     this.counts = { accepted: 0, correction: 0, bonus: 0, plain: 0, rejected: 0 };
     this.positions = [];
     this.evaluated = 0;
@@ -23,7 +28,7 @@ export class Run {
   }
 
   get ended() {
-    return this.completion !== null || this.error !== null || this.stopped;
+    return this.completion !== null || this.error !== null || this.stopped || this.told !== null;
   }
 
   get text() {
@@ -36,11 +41,11 @@ export class Run {
   }
 
   get firstUs() {
-    return this.completion?.timings.first_token_us ?? this.rounds[0]?.time_us ?? null;
+    return this.timings?.first_token_us ?? this.rounds[0]?.time_us ?? null;
   }
 
   get lastUs() {
-    return this.completion?.timings.total_us ?? this.rounds.at(-1)?.time_us ?? 0;
+    return this.timings?.total_us ?? this.rounds.at(-1)?.time_us ?? 0;
   }
 
   // Tokens a second after the first one, which waits for the prompt.
@@ -53,7 +58,8 @@ export class Run {
 
   take({ event, data }, receivedMs) {
     this.events.push({ received_ms: receivedMs, event, data });
-    if (event === "opened") this.takeOpened(data);
+    if (event === "waiting") this.waiting = data;
+    else if (event === "opened") this.takeOpened(data);
     else if (event === "round") this.takeRound(data);
     else if (event === "completion") this.takeCompletion(data);
     else if (event === "error") this.error = data;
@@ -71,7 +77,7 @@ export class Run {
     this.rounds.push(round);
     // One that comes without has that of the round before.
     this.choices.push(round.choice ?? this.choices.at(-1) ?? null);
-    this.thought += round.reasoning ?? "";
+    this.takeApart(round);
     if (round.new_numerics_id) this.numericsIds.push(round.new_numerics_id);
     for (const [place, token] of round.tokens.entries()) {
       this.counts[token.origin] += 1;
@@ -91,8 +97,18 @@ export class Run {
 
   takeCompletion(data) {
     this.completion = data;
+    this.timings = data.timings;
     this.rest = data.text;
+    this.takeApart(data);
+  }
+
+  // What is no text of the answer: what was thought, and calls of tools, which come in pieces.
+  takeApart(data) {
     this.thought += data.reasoning ?? "";
+    for (const { index, call_id: id, name, text } of data.calls ?? []) {
+      if (name === undefined) this.calls[index].arguments += text;
+      else this.calls[index] = { id, name, arguments: "" };
+    }
   }
 }
 

@@ -2,6 +2,16 @@
 // for a key, the code takes it from the environment.
 
 const RULES = "ACCEPTANCE_RULE_";
+// What the client of OpenAI takes by name; all else goes as it is.
+const BY_NAME = ["model", "prompt", "messages", "max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop"];
+const OF_CHAT = ["response_format", "tools", "tool_choice"];
+// Where gRPC has them.
+const SAMPLING = [
+  ...["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"],
+  ...["ignore_eos", "logit_bias"],
+];
+const OUTSIDE = ["prompt", "messages", "tools", "tool_choice", "speculation", "response_format", "seed"];
+const SETTINGS = ["lenience", "typical_epsilon", "typical_delta"];
 const VARIABLE = 'os.environ["OUTRIDER_API_KEY"]';
 const HEADER = '  -H "authorization: Bearer $OUTRIDER_API_KEY" \\\n';
 
@@ -30,6 +40,7 @@ function shell(text) {
 function python(value) {
   if (value === true) return "True";
   if (value === false) return "False";
+  if (value === null) return "None";
   if (Array.isArray(value)) return `[${value.map(python).join(", ")}]`;
   if (value !== null && typeof value === "object") return `{${Object.entries(value).map(([name, each]) => `${JSON.stringify(name)}: ${python(each)}`).join(", ")}}`;
   return typeof value === "bigint" ? String(value) : JSON.stringify(value);
@@ -39,9 +50,18 @@ function curl(request, { origin, model, keyed }) {
   return `curl -N ${origin}v1/${request.messages ? "chat/" : ""}completions \\\n  -H 'content-type: application/json' \\\n${keyed ? HEADER : ""}  -d ${shell(json({ ...body(request, model), stream: true }))}`;
 }
 
+function picked(value, names) {
+  return Object.fromEntries(Object.entries(value).filter(([name]) => names.includes(name)));
+}
+
+function without(value, names) {
+  return Object.fromEntries(Object.entries(value).filter(([name]) => !names.includes(name)));
+}
+
 function openai(request, { origin, model, keyed }) {
-  const { speculation, ...rest } = body(request, model);
-  const rows = Object.entries(rest).map(([name, value]) => `    ${name}=${python(value)},`);
+  const all = body(request, model);
+  const names = [...BY_NAME, ...(request.messages ? OF_CHAT : [])];
+  const rows = Object.entries(picked(all, names)).map(([name, value]) => `    ${name}=${python(value)},`);
   const [maker, text] = request.messages ? ["chat.completions", 'delta.content or ""'] : ["completions", "text"];
   return [
     ...(keyed ? ["import os", ""] : []),
@@ -51,46 +71,75 @@ function openai(request, { origin, model, keyed }) {
     `stream = client.${maker}.create(`,
     ...rows,
     "    stream=True,",
-    `    extra_body={"speculation": ${python(speculation)}},`,
+    `    extra_body=${python(without(all, names))},`,
     ")",
     "for chunk in stream:",
     `    print(chunk.choices[0].${text} if chunk.choices else "", end="", flush=True)`,
   ].join("\n");
 }
 
+// The schema that an answer follows, where it follows one.
+function schemaOf({ response_format: format }) {
+  if (format === undefined) return undefined;
+  return format.type === "json_schema" ? format.json_schema.schema : { type: "object" };
+}
+
+// Calls of earlier turns, as gRPC and its client have them.
+function flat(messages) {
+  return messages.map(({ tool_calls: calls, ...message }) => ({
+    ...message, ...(calls ? { tool_calls: calls.map(({ id, function: { name, arguments: text } }) => ({ id, name, arguments: text })) } : {}),
+  }));
+}
+
 function grpcurl(request, { grpc, keyed }) {
-  const { speculation } = request;
-  const sampling = Object.entries({ temperature: request.temperature, top_p: request.top_p }).filter(([, value]) => value !== undefined);
+  const { speculation, tools, tool_choice: choice } = request;
+  const [sampling, settings, schema] = [picked(request, SAMPLING), picked(speculation, SETTINGS), schemaOf(request)];
   const message = {
     ...(request.messages ? {} : { text: request.prompt }),
-    max_tokens: request.max_tokens,
-    ...(sampling.length ? { sampling: Object.fromEntries(sampling) } : {}),
+    ...without(request, [...OUTSIDE, ...SAMPLING]),
+    ...(Object.keys(sampling).length ? { sampling } : {}),
     ...(request.seed === undefined ? {} : { seed: BigInt(request.seed) }),
-    ...(request.stop ? { stop: request.stop } : {}),
+    ...(schema === undefined ? {} : { constraint: { json_schema: JSON.stringify(schema) } }),
     speculation: {
       ...(speculation.draft_count === "auto" ? {} : { draft_count: speculation.draft_count }),
       rule: RULES + speculation.rule.toUpperCase(),
       ...(speculation.drafter ? { drafter: speculation.drafter } : {}),
+      ...(Object.keys(settings).length ? { acceptance: settings } : {}),
     },
   };
-  const [method, asked] = request.messages ? ["Chat", { messages: request.messages, generation: message }] : ["Generate", message];
+  if (!request.messages) return called("Generate", message, grpc, keyed);
+  const offered = (tools ?? []).map(({ function: { parameters, ...tool } }) => ({ ...tool, ...(parameters ? { parameters: JSON.stringify(parameters) } : {}) }));
+  const mode = typeof choice === "string" ? { mode: `TOOL_MODE_${choice.toUpperCase()}` } : { mode: "TOOL_MODE_REQUIRED", names: [choice?.function.name] };
+  const chat = {
+    messages: flat(request.messages), generation: message,
+    ...(tools ? { tools: offered } : {}), ...(choice === undefined ? {} : { tool_choice: mode }),
+  };
+  return called("Chat", chat, grpc, keyed);
+}
+
+function called(method, asked, grpc, keyed) {
   return `grpcurl -plaintext${keyed ? ` \\\n${HEADER} ` : ""} -d ${shell(json(asked))} \\\n  ${grpc} outrider.v1.GenerationService/${method}`;
 }
 
 function outrider(request, { grpc, keyed }) {
-  const { prompt, messages, speculation, ...fields } = body(request, "");
-  delete fields.model;
+  const { prompt, messages, speculation, tools, tool_choice: choice, ...fields } = without(body(request, ""), ["model", "response_format"]);
   if (speculation.draft_count === "auto") delete speculation.draft_count;
-  const settings = Object.entries(speculation).map(([name, value]) => `${name}=${python(value)}`).join(", ");
+  const named = (values) => Object.entries(values).map(([name, value]) => `${name}=${python(value)}`).join(", ");
+  const schema = schemaOf(request);
+  const bias = fields.logit_bias && Object.entries(fields.logit_bias).map(([id, value]) => `${id}: ${value}`).join(", ");
   return [
     ...(keyed ? ["import os", ""] : []),
-    "from outrider.client import Client, Speculation",
+    `from outrider.client import Client, Speculation${tools ? ", Tool" : ""}`,
     "",
     `with Client(${JSON.stringify(grpc)}${keyed ? `, api_key=${VARIABLE}` : ""}) as client:`,
     `    stream = client.${messages ? "chat" : "generate"}(`,
-    `        ${python(messages ?? prompt)},`,
-    ...Object.entries(fields).map(([name, value]) => `        ${name}=${python(value)},`),
-    `        speculation=Speculation(${settings}),`,
+    `        ${python(messages ? flat(messages) : prompt)},`,
+    ...Object.entries(without(fields, ["logit_bias"])).map(([name, value]) => `        ${name}=${python(value)},`),
+    ...(bias ? [`        logit_bias={${bias}},`] : []),
+    ...(schema === undefined ? [] : [`        json_schema=${python(schema === true || schema === false ? JSON.stringify(schema) : schema)},`]),
+    ...(tools ? [`        tools=[${tools.map((tool) => `Tool(${named(tool.function)})`).join(", ")}],`] : []),
+    ...(choice === undefined ? [] : [`        tool_choice=${python(typeof choice === "string" ? choice : choice.function.name)},`]),
+    `        speculation=Speculation(${named(speculation)}),`,
     "    )",
     "    for event in stream:",
     '        print(event.text, end="", flush=True)',

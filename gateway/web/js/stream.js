@@ -35,6 +35,8 @@ export class Stream {
     this.line = null;
     this.thought?.remove();
     this.thought = null;
+    this.calls?.remove();
+    this.calls = null;
     this.box.replaceChildren();
     this.box.classList.toggle("rendered", rendered);
     this.layout = rendered ? new Rendered(this.box, (...piece) => this.addPiece(...piece), (index) => this.forget(index)) : null;
@@ -49,6 +51,7 @@ export class Stream {
     this.drawThought();
     if (this.layout !== null) this.drawRendered();
     else this.append();
+    this.drawCalls();
     this.ended = run.ended;
     for (const each of following) each.scrollTop = each.scrollHeight;
   }
@@ -63,6 +66,19 @@ export class Stream {
       this.box.before(this.thought);
     }
     this.thought.lastElementChild.textContent = thought;
+  }
+
+  // Calls of tools, below the answer: nobody makes them but the user.
+  drawCalls() {
+    const { calls } = this.run;
+    if (calls.length === 0) return;
+    if (this.calls === null) this.box.after(this.calls = made("div", "calls"));
+    while (this.calls.childElementCount < calls.length) {
+      const box = this.calls.appendChild(made("div", "call"));
+      box.append(made("span", "", "Calls "), made("b", "", calls[this.calls.childElementCount - 1].name), made("pre", ""));
+      box.lastElementChild.tabIndex = 0;
+    }
+    for (const [place, { arguments: text }] of calls.entries()) this.calls.children[place].lastElementChild.textContent = text;
   }
 
   drawRendered() {

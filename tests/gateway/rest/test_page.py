@@ -1,5 +1,6 @@
 """The page's files and its own API, without a browser: headers, events in order, and errors that name the field."""
 
+import asyncio
 import json
 import pickle
 from collections.abc import AsyncIterator, Mapping
@@ -8,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from support.basics import eventually
 from support.services.markov import branching_tree
 from support.services.markov_services import MarkovStack, markov_stack, request
 
@@ -76,6 +78,32 @@ async def test_events_tell_what_grpc_tells(stack: MarkovStack, client: httpx.Asy
     assert found[-1][1]["speculation"]["accepted_tokens"] == completion.speculation.accepted_tokens
     assert found[-1][1]["usage"]["completion_tokens"] == completion.usage.completion_tokens
     assert found[-1][1]["seed"] == "9"
+
+
+async def test_who_waits_learns_the_place_in_the_queue(tokenizer: str) -> None:
+    """Whenever it changes, before anything else; and why there is no answer, where the gateway stops meanwhile."""
+    body = {"prompt": "fox sea", "max_tokens": 2}
+    async with (
+        markov_stack(tokenizer, rest_listen="127.0.0.1:0", max_requests=1, max_queue=2) as stack,
+        httpx.AsyncClient(base_url=f"http://{stack.gateway.rest_address}") as client,
+    ):
+        admission = stack.gateway.frontend.admission
+        waiting = []
+        async with admission.entry():
+            for _ in range(2):
+                waiting.append(asyncio.create_task(events(client, body)))
+                await eventually(lambda: admission.waiting == len(waiting))
+            full = await client.post("/page/generate", json=body)
+            assert (full.status_code, full.json()["error"]["code"]) == (429, "overloaded")
+        told = [
+            [data["place"] for name, data in found if name == "waiting"] for found in await asyncio.gather(*waiting)
+        ]
+        assert told == [[1], [2, 1]]
+        async with admission.entry():
+            last = asyncio.create_task(events(client, body))
+            await eventually(lambda: admission.waiting == 1)
+            admission.close()
+            assert [name for name, _ in await last] == ["waiting", "error"]
 
 
 async def test_events_tell_trees(stack: MarkovStack, client: httpx.AsyncClient) -> None:
@@ -173,6 +201,9 @@ async def test_seeds_of_64_bits_survive(client: httpx.AsyncClient) -> None:
         ({"speculation": {"draft_count": 1000}}, "speculation.draft_count"),
         ({"speculation": {"rule": "luck"}}, "speculation.rule"),
         ({"cache_salt": "s" * 65}, "cache_salt"),
+        ({"tools": []}, "tools"),
+        ({"tool_choice": "none"}, "tool_choice"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ],
 )
 async def test_bad_values_are_refused_by_name(client: httpx.AsyncClient, changes: dict[str, Any], field: str) -> None:

@@ -5,49 +5,75 @@ export class Conversation {
     this.clear();
   }
 
-  // A turn is a message and the run that answers it; `current` is the one whose answer is under way or the newest.
+  // A turn is a message, or results of the calls before it, or both, and the run that answers them; `current` is the one
+  // whose answer is under way or the newest. The id is that of the kept conversation.
   clear() {
+    this.id = newId();
+    this.title = "";
     this.turns = [];
     this.current = null;
     this.editing = null;
   }
 
+  // Becomes a kept one, with all its turns.
+  become({ id, title, turns }) {
+    Object.assign(this, { id, title, turns, editing: null, current: turns.at(-1)?.run ? turns.at(-1) : null });
+  }
+
+  // The turns that the next message stands after.
+  get before() {
+    return this.editing === null ? this.turns : this.turns.slice(0, this.turns.indexOf(this.editing));
+  }
+
   // Begins a turn. One that is edited goes, and what came after it.
-  say(message) {
-    if (this.editing !== null) this.turns.splice(this.turns.indexOf(this.editing));
+  say(message, results) {
+    this.unsaid = { turns: this.turns, editing: this.editing };
+    this.current = { message, results, run: null };
+    this.turns = [...this.before, this.current];
     this.editing = null;
-    this.current = { message, run: null };
-    this.turns.push(this.current);
   }
 
   // Begins the last turn again, whose answer stays until there is another; whether there is one.
   again() {
+    this.editing = null;
     this.current = this.turns.at(-1) ?? null;
     return this.current !== null;
   }
 
-  // Takes what came of the current turn. Without a word the turn is as before, and a new one was never said: then this
-  // gives its message back.
+  // Takes what came of the current turn. If nothing did, all is as it was before, and a turn that was never said is
+  // returned. An answer that was whole stays where another one in its place broke off.
   take(run) {
     const { current } = this;
-    if (run.text || run.completion) {
+    const isSaid = run.text || run.completion || run.calls.length > 0;
+    if (isSaid && !(run.error && current.run && !current.run.error)) {
       current.run = run;
-      return "";
+      return null;
     }
     this.current = null;
-    if (current.run !== null) return "";
-    this.turns.pop();
-    return current.message;
+    if (current.run !== null) return null;
+    Object.assign(this, this.unsaid);
+    return current;
   }
 
-  // What a request says: all turns and the next message, or up to the last message where there is no next one.
-  messages(system, next = "") {
+  // What a request says: all turns and the next one, or up to the last message where there is no next one.
+  messages(system, next = null) {
     const said = system ? [{ role: "system", content: system }] : [];
-    const kept = next && this.editing !== null ? this.turns.slice(0, this.turns.indexOf(this.editing)) : this.turns;
-    for (const turn of kept) {
-      said.push({ role: "user", content: turn.message });
-      if (next || turn !== kept.at(-1)) said.push({ role: "assistant", content: turn.run?.text ?? "" });
+    const turns = next === null ? this.turns : [...this.before, next];
+    for (const turn of turns) {
+      for (const { id, content } of turn.results) said.push({ role: "tool", tool_call_id: id, content });
+      if (turn.message) said.push({ role: "user", content: turn.message });
+      if (turn !== turns.at(-1)) said.push(answered(turn.run));
     }
-    return next ? [...said, { role: "user", content: next }] : said;
+    return said;
   }
+}
+
+// Where the page is not secure, the browser makes no UUIDs.
+export function newId() {
+  return [...crypto.getRandomValues(new Uint32Array(4))].map((part) => part.toString(16).padStart(8, "0")).join("");
+}
+
+function answered(run) {
+  const calls = (run?.calls ?? []).map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
+  return { role: "assistant", content: run?.text ?? "", ...(calls.length > 0 ? { tool_calls: calls } : {}) };
 }

@@ -52,7 +52,9 @@ export class Thread {
     const entry = Object.assign(made("li", "turn"), { turn, run });
     const asked = made("article", "asked-turn");
     asked.setAttribute("aria-label", `Message ${number}`);
-    asked.append(head("You", button("Edit", () => this.edit(turn), `Edit message ${number}`)), made("p", "message", turn.message));
+    asked.append(head("You", button("Edit", () => this.edit(turn), `Edit message ${number}`)));
+    for (const { name, content } of turn.results) asked.append(made("p", "said-result", `Result of ${name}: ${content}`));
+    if (turn.message) asked.append(made("p", "message", turn.message));
     entry.append(asked);
     if (run !== null) entry.append(this.answer(run, number));
     return entry;
@@ -70,6 +72,7 @@ export class Thread {
     const stream = new Stream(text, this.tip, this.facts);
     stream.clear(run, "", this.rendered);
     stream.draw();
+    if (run.error) box.append(made("p", "hint", `Broke off: ${run.error.message}`));
     return box;
   }
 }

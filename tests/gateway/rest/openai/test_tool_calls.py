@@ -343,6 +343,24 @@ async def test_the_page_gets_reasoning_apart(stack: RecitingStack) -> None:
     assert views[-1]["usage"]["reasoning_tokens"] > 0
 
 
+async def test_the_page_gets_calls_apart(stack: RecitingStack) -> None:
+    """With their ids, names and arguments in pieces; what is wrong with tools has the names that it has on /v1."""
+    body = {"messages": user("in Paris and in Tokyo"), "tools": [TOOL]}
+    reply = await stack.http.post("/page/generate", json=body)
+    views = [json.loads(line.removeprefix("data: ")) for line in reply.text.splitlines() if line.startswith("data: ")]
+    pieces = [piece for view in views for piece in view.get("calls", ())]
+    assert [piece["name"] for piece in pieces if "name" in piece] == ["get_weather", "get_weather"]
+    assert len({piece["call_id"] for piece in pieces if "name" in piece}) == 2
+    arguments = ["".join(each["text"] for each in pieces if each["index"] == n and "text" in each) for n in (0, 1)]
+    assert [json.loads(each) for each in arguments] == [{"city": "Paris"}, {"city": "東京 ☔"}]
+    assert "".join(token["text"] for view in views for token in view.get("tokens", ())) == ""
+    for changes in ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, {"tool_choice": "all"}):
+        bad = {**body, **changes}
+        refusals = [(await stack.http.post(path, json=bad)).json()["error"] for path in (CHAT, "/page/generate")]
+        assert refusals[0] == refusals[1]
+        assert refusals[0]["param"].startswith(next(iter(changes)))
+
+
 async def test_a_gateway_that_reads_no_calls_says_so(tmp_path: Path) -> None:
     """With --tool-format off an answer is text, and what must be a call is refused."""
     async with reciting_stack(tmp_path, script, ANSWERS.values(), tool_format="off") as deaf:
