@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from importlib.metadata import version
 from importlib.resources import files
 from typing import Annotated, Any
 
@@ -22,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+import outrider
 from gateway.generation.events import CompletionEvent, GuessFacts, RoundEvent, round_facts
 from gateway.generation.frontend import Frontend
 from gateway.generation.request import GenerationRequest
@@ -65,7 +65,7 @@ HEADERS = {
 }
 NO_STORE = {"cache-control": "no-store"}
 DIGITS = re.compile(r"-?[0-9]{1,19}")
-VERSION = version("outrider")
+VERSION = outrider.__version__
 # What a token has in the place of a guess, when it was none or guesses are not reported.
 UNGUESSED = dict.fromkeys(each.name for each in fields(GuessFacts))
 

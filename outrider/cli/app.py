@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli import bench, datastore, options
+from outrider.cli import datastore, options
+from outrider.cli.bench import command as bench
 from outrider.cli.chat.command import Chat, chatting
 from outrider.cli.convert_head import run_converter
 from outrider.cli.doctor.command import examine_gateway, examine_machine

@@ -5,7 +5,7 @@ The options are declared in `outrider.datastore.command`; here they only pass th
 
 import typer
 
-from outrider.cli.bench import PASSING_ON
+from outrider.cli.bench.command import PASSING_ON
 from outrider.cli.modules import run_module
 
 COMMAND = "outrider.datastore.command"

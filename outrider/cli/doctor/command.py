@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from importlib.metadata import version
 
+import outrider
 from outrider.cli.doctor.checks import check_ends, check_engine, check_gateway, check_ports, self_test
 from outrider.cli.doctor.models import check_pair, download_fix, place_of
 from outrider.cli.doctor.report import SELF_TEST, SOFTWARE, Finding, Report, exit_code, failed, ok, skipped, warning
@@ -73,7 +73,7 @@ def examine_gateway(
     """Checks a gateway that runs, prints the report and returns the exit code."""
 
     async def check(report: Report, _: Interrupts) -> None:
-        async for finding in check_gateway(address, rest_address, version("outrider"), api_key, tls):
+        async for finding in check_gateway(address, rest_address, outrider.__version__, api_key, tls):
             report.add(finding)
 
     return _examine(check, as_json=as_json)
@@ -86,7 +86,7 @@ def _examine(check: Callable[[Report, Interrupts], Awaitable[None]], *, as_json:
         installed = ", ".join(f"{name} {found or 'missing'}" for name, found in installed_versions().items())
         report.add(ok("versions", f"{installed}."))
         await check(report, interrupts)
-        report.end(version("outrider"))
+        report.end(outrider.__version__)
 
     run(work)
     return exit_code(report.findings)

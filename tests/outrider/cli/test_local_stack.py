@@ -58,8 +58,7 @@ def test_a_simulated_target_takes_a_simulated_draft() -> None:
 
 def test_missing_embedded_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sentence says where it was looked for and which option names another."""
-    monkeypatch.setattr(model_names, "REPOSITORY", tmp_path)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model_names, "PACKAGE", tmp_path)
     with pytest.raises(ModelRefused, match="name a model with --draft") as refusal:
         embedded_model("draft")
     assert str(tmp_path) in refusal.value.message

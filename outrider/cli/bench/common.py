@@ -30,7 +30,7 @@ from outrider.process.options import between, refuse_together, run_app
 from outrider.token_tree import TreeShape
 
 CPU_INFO = Path("/proc/cpuinfo")
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[3]
 DISTRIBUTIONS = {"outrider", "torch", "numpy", "grpcio", "protobuf"}
 # Beginnings of fairy tales, written for tests and measurements; no text of the training corpus.
 OPENINGS = tuple(Path(__file__).with_name("openings.txt").read_text(encoding="utf-8").splitlines())

@@ -1,6 +1,6 @@
 """`outrider bench`: measurements, each in a process of its own, because what measures may need torch.
 
-The options of a measurement are declared where it measures, in `bench`; here they only pass through.
+The options of a measurement are declared where it measures; here they only pass through.
 """
 
 import typer
@@ -20,10 +20,10 @@ def group() -> None:
 @app.command(context_settings=PASSING_ON, add_help_option=False)
 def rounds(context: typer.Context) -> None:
     """Shows what a round costs: floors, the bare engine, empty pings, plain and speculative requests, in one run."""
-    run_module("bench.rounds", context.args)
+    run_module("outrider.cli.bench.rounds", context.args)
 
 
 @app.command(context_settings=PASSING_ON, add_help_option=False)
 def load(context: typer.Context) -> None:
     """Compares a gateway with itself under loads, with numbers of draft tokens by turns: speed, gaps, CPU, answers."""
-    run_module("bench.load", context.args)
+    run_module("outrider.cli.bench.load", context.args)

@@ -17,7 +17,8 @@ from typing import Annotated
 
 import typer
 
-from bench.common import (
+from outrider.cli import options
+from outrider.cli.bench.common import (
     ComputeThreads,
     JsonFlag,
     MeasuredModels,
@@ -33,10 +34,9 @@ from bench.common import (
     stack_of,
     writable,
 )
-from bench.load.driver import LEAST_REQUESTS, Block, Driver, LoadPlan
-from bench.load.report import is_simulated, name_of, plot, render
-from bench.load.summary import summarize
-from outrider.cli import options
+from outrider.cli.bench.load.driver import LEAST_REQUESTS, Block, Driver, LoadPlan
+from outrider.cli.bench.load.report import is_simulated, name_of, plot, render
+from outrider.cli.bench.load.summary import summarize
 from outrider.cli.options import INT32_MAX, INT64_MAX, INT64_MIN, SHARED_OPTIONS, parse_draft_count
 from outrider.cli.running import Interrupts, run
 from outrider.errors import InvalidRequest

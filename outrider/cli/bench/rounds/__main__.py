@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from bench.common import (
+from outrider.cli.bench.common import (
     ComputeThreads,
     JsonFlag,
     MeasuredModels,
@@ -26,11 +26,11 @@ from bench.common import (
     served,
     stack_of,
 )
-from bench.rounds.campaign import Campaign
-from bench.rounds.instruments import Instruments
-from bench.rounds.report import render
-from bench.rounds.samples import RoundsPlan
-from bench.rounds.summary import RoundsSummary
+from outrider.cli.bench.rounds.campaign import Campaign
+from outrider.cli.bench.rounds.instruments import Instruments
+from outrider.cli.bench.rounds.report import render
+from outrider.cli.bench.rounds.samples import RoundsPlan
+from outrider.cli.bench.rounds.summary import RoundsSummary
 from outrider.cli.running import Interrupts, run
 from outrider.client import AsyncClient
 from outrider.process import telemetry
