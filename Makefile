@@ -50,7 +50,7 @@ $(SETUP): pyproject.toml constraints.txt setup.py $(KERNELS)
 	@echo "Setting up $(VENV); this takes a few minutes the first time."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[engine,otlp,dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[all,dev]"
 	@touch $@
 
 run: $(SETUP) ## starts the stack with the assistant, answers with and without speculation, serves until Ctrl-C

@@ -57,7 +57,7 @@ def test_a_key_that_was_typed_is_not_kept() -> None:
     words = [
         "python",
         "-m",
-        "outrider.cli.bench.load",
+        "a.module",
         "--api-key",
         "sk-secret",
         "--address",
