@@ -16,7 +16,7 @@ from outrider.cli.doctor.command import examine_gateway, examine_machine
 from outrider.cli.doctor.policy import show_policy
 from outrider.cli.generate import check_chat, check_request, generation, read_prompt
 from outrider.cli.local_stack import Stack, choose_models
-from outrider.cli.modules import run_module
+from outrider.cli.modules import Extra, NotInstalled, check_installed, run_module
 from outrider.cli.pairs import choose_pair
 from outrider.cli.race import KEY_VARIABLE, QUESTION, STORY
 from outrider.cli.running import note, run
@@ -203,12 +203,12 @@ def doctor(
             raise InvalidRequest("--rest-address", rest_address, "given with --address")
         not_fetched = ""
         try:
-            stack: Stack | ModelRefused = _stack(
+            stack: Stack | ModelRefused | NotInstalled = _stack(
                 models, machine, options.HostedOptions(), has_draft=not no_draft, fetches=False
             )
             if models.target is None:
                 not_fetched = choose_pair(models.pair, fetches=False).reason
-        except ModelRefused as error:
+        except (ModelRefused, NotInstalled) as error:
             # One of the findings.
             stack = error
         raise typer.Exit(examine_machine(stack, not_fetched, connection.api_key, quick=quick, as_json=as_json))
@@ -251,7 +251,8 @@ def _stack(
     has_draft: bool,
     fetches: bool = True,
 ) -> Stack:
-    """The stack to start; without speculation there is no use for a draft. Raises ModelRefused."""
+    """The stack to start; without speculation there is no use for a draft. Raises ModelRefused and NotInstalled."""
+    check_installed(*Extra)
     refuse_together("--target", models.target, {"--pair": models.pair})
     OperatorDefaults.parse("--generation-defaults", machine.generation_defaults or "")
     named, head, defaults = (models.target, models.draft), hosted.head, machine.generation_defaults or ""

@@ -11,8 +11,8 @@ import grpc
 
 from outrider.client.calls import unreadable
 from outrider.errors import InvalidRequest, VocabularyMismatch
+from outrider.model_files.digests import VocabularyDigests
 from outrider.model_files.model_names import SIM_DRAFT, embedded_model, parse, parse_simulated
-from outrider.model_files.vocabulary import Vocabulary
 from outrider.model_service.settings import check_model
 from outrider.process.children import HOST, Launch, ServiceFailed, Supervisor
 from outrider.rpc.channels import open_channel
@@ -185,7 +185,7 @@ async def start_stack(supervisor: Supervisor, stack: Stack) -> Addresses:
     return Addresses(gateway, target, draft, supervisor.addresses("gateway").get("rest"), metrics)
 
 
-async def vocabulary_of(address: str) -> tuple[str, Vocabulary]:
+async def vocabulary_of(address: str) -> tuple[str, VocabularyDigests]:
     """The name of a service's model, and its vocabulary; raises PeerLost when it is gone or not understood."""
     async with open_channel(address) as channel:
         try:
@@ -194,4 +194,4 @@ async def vocabulary_of(address: str) -> tuple[str, Vocabulary]:
             raise error_from(error) from None
     if info is None:
         raise unreadable(address)
-    return info.model_name, Vocabulary(info.vocabulary_size, tuple(info.vocabulary_digests))
+    return info.model_name, VocabularyDigests(info.vocabulary_size, tuple(info.vocabulary_digests))

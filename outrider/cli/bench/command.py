@@ -5,7 +5,7 @@ The options of a measurement are declared where it measures; here they only pass
 
 import typer
 
-from outrider.cli.modules import run_module
+from outrider.cli.modules import Extra, run_module
 
 PASSING_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 
@@ -20,7 +20,7 @@ def group() -> None:
 @app.command(context_settings=PASSING_ON, add_help_option=False)
 def rounds(context: typer.Context) -> None:
     """Shows what a round costs: floors, the bare engine, empty pings, plain and speculative requests, in one run."""
-    run_module("outrider.cli.bench.rounds", context.args)
+    run_module("outrider.cli.bench.rounds", context.args, *Extra)
 
 
 @app.command(context_settings=PASSING_ON, add_help_option=False)

@@ -19,6 +19,7 @@ import typer
 
 from outrider.cli import options, pairs
 from outrider.cli.local_stack import Addresses, Stack, choose_models, start_stack
+from outrider.cli.modules import Extra, check_installed
 from outrider.cli.running import Interrupts, note, service_log
 from outrider.client import AsyncClient, GenerationOptions, Result, Round, Speculation, Stream
 from outrider.errors import InvalidRequest, ModelRefused, OutriderError
@@ -275,7 +276,11 @@ def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
 
 
 def stack_of(models: MeasuredModels, cpus: ComputeThreads) -> Stack:
-    """The stack that the options name, on free ports; without a name the embedded pair. Raises ModelRefused."""
+    """The stack that the options name, on free ports; without a name the embedded pair.
+
+    Raises ModelRefused, and NotInstalled where the gateway or the engine is missing.
+    """
+    check_installed(*Extra)
     refuse_together("--target", models.target, {"--pair": models.pair})
     target, draft, head = models.target, models.draft, None
     if target is None:

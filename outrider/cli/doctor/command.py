@@ -3,12 +3,13 @@
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from importlib import import_module
 
 import outrider
 from outrider.cli.doctor.checks import check_ends, check_engine, check_gateway, check_ports, self_test
-from outrider.cli.doctor.models import check_pair, download_fix, place_of
 from outrider.cli.doctor.report import SELF_TEST, SOFTWARE, Finding, Report, exit_code, failed, ok, skipped, warning
 from outrider.cli.local_stack import Stack, start_stack
+from outrider.cli.modules import NotInstalled
 from outrider.cli.pairs import Pair
 from outrider.cli.running import SYSEXITS, Interrupts, note, run
 from outrider.cli.versions import installed_versions
@@ -16,9 +17,12 @@ from outrider.errors import InvalidRequest, ModelRefused
 from outrider.process.children import ServiceFailed, Supervisor
 from outrider.rpc.tls import Tls
 
+# Reads tokenizers, which those who only have the client lack; so it is loaded by its name.
+MODELS = "outrider.cli.doctor.models"
+
 
 def examine_machine(
-    stack: Stack | ModelRefused, not_fetched: str, api_key: str | None, *, quick: bool, as_json: bool
+    stack: Stack | ModelRefused | NotInstalled, not_fetched: str, api_key: str | None, *, quick: bool, as_json: bool
 ) -> int:
     """Checks this machine for a stack as `outrider up` would start it, or says why there is none to start.
 
@@ -28,6 +32,10 @@ def examine_machine(
     """
 
     async def check(report: Report, interrupts: Interrupts) -> None:
+        if isinstance(stack, NotInstalled):
+            fix = "Install that, or look at a gateway elsewhere with --address."
+            report.add(failed("versions", stack.message, fix))
+            return
         if isinstance(stack, ModelRefused):
             report.add(failed("models", stack.message, "Name models with --target and --draft."))
             return
@@ -40,11 +48,12 @@ def examine_machine(
         ports = {"--rest-port": stack.rest_port or 0, "--port": stack.gateway_port}
         draft_port = {"--draft-port": stack.draft_port} if stack.draft else {}
         report.add(*await check_ports({**ports, **draft_port, "--target-port": stack.target_port}))
-        findings, absent = check_pair(stack)
+        models = import_module(MODELS)
+        findings, absent = models.check_pair(stack)
         report.add(*findings)
 
         is_refused = exit_code(findings) != 0
-        place = None if is_refused else place_of(stack.target)
+        place = None if is_refused else models.place_of(stack.target)
         if place is not None:
             report.add(await check_ends(place))
         model = "" if quick or is_refused or stack.target in absent else stack.target
@@ -59,7 +68,7 @@ def examine_machine(
             report.add(skipped(SELF_TEST, "Nothing was started, because of what failed above."))
         elif absent:
             sentence = f"Nothing was started, because {' and '.join(absent)} would have to be downloaded."
-            report.add(skipped(SELF_TEST, sentence, download_fix(absent)))
+            report.add(skipped(SELF_TEST, sentence, models.download_fix(absent)))
         else:
             _announce("Starting a stack on free ports, to ask it twice")
             report.add(await check_stack(stack, interrupts, api_key))
