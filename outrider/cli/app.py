@@ -254,6 +254,7 @@ def _stack(
     """The stack to start; without speculation there is no use for a draft. Raises ModelRefused and NotInstalled."""
     check_installed(*Extra)
     refuse_together("--target", models.target, {"--pair": models.pair})
+    machine.check_doors()
     OperatorDefaults.parse("--generation-defaults", machine.generation_defaults or "")
     named, head, defaults = (models.target, models.draft), hosted.head, machine.generation_defaults or ""
     if models.target is None:
@@ -275,7 +276,14 @@ def _stack(
         draft=None if hosted.draft_in_target else draft,
         target_flags=target_flags,
         draft_flags=models.draft_flags(),
-        gateway_flags={"--generation-defaults": defaults or None},
+        gateway_flags={
+            "--generation-defaults": defaults or None,
+            "--served-model-name": machine.served_model_name,
+            "--no-auth": machine.no_auth,
+        },
+        host=machine.host,
+        kv_tokens=models.kv_tokens,
+        context_len=models.context_len,
         dtype=models.dtype or Dtype.BFLOAT16,
         device=machine.device,
         draft_device=machine.draft_device or machine.device,

@@ -143,6 +143,7 @@ def load_model(settings: ModelServiceSettings) -> LoadedModel:
         dtype=str(settings.dtype),
         num_threads=settings.threads,
         kv_tokens=settings.kv_tokens,
+        context_len=settings.context_len,
         vocabulary_size=vocabulary.size,
     )
     grammars = None

@@ -295,6 +295,8 @@ def stack_of(models: MeasuredModels, cpus: ComputeThreads) -> Stack:
         # Only what a measurement says counts, whatever its model recommends.
         gateway_flags={"--no-lookup": True, "--generation-defaults": NONE},
         dtype=(models.dtype or Dtype.BFLOAT16).value,
+        kv_tokens=models.kv_tokens,
+        context_len=models.context_len,
         threads=cpus.threads or available_cpus(),
         draft_threads=cpus.draft_threads or 1,
         draft_dtype=models.draft_dtype.value if models.draft_dtype else None,

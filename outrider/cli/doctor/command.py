@@ -14,7 +14,7 @@ from outrider.cli.pairs import Pair
 from outrider.cli.running import SYSEXITS, Interrupts, note, run
 from outrider.cli.versions import installed_versions
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.process.children import ServiceFailed, Supervisor
+from outrider.process.children import HOST, ServiceFailed, Supervisor
 from outrider.rpc.tls import Tls
 
 # Reads tokenizers, which those who only have the client lack; so it is loaded by its name.
@@ -47,7 +47,7 @@ def examine_machine(
             report.add(warning("pair", sentence, "Run `outrider up` once and then this again, or say --pair."))
         ports = {"--rest-port": stack.rest_port or 0, "--port": stack.gateway_port}
         draft_port = {"--draft-port": stack.draft_port} if stack.draft else {}
-        report.add(*await check_ports({**ports, **draft_port, "--target-port": stack.target_port}))
+        report.add(*await check_ports({**ports, **draft_port, "--target-port": stack.target_port}, stack.host))
         models = import_module(MODELS)
         findings, absent = models.check_pair(stack)
         report.add(*findings)
@@ -103,7 +103,7 @@ def _examine(check: Callable[[Report, Interrupts], Awaitable[None]], *, as_json:
 
 async def check_stack(stack: Stack, interrupts: Interrupts, api_key: str | None) -> Finding:
     """A real stack on free ports that downloads nothing, with one request with and one without speculation."""
-    alone = replace(stack, gateway_port=0, draft_port=0, target_port=0, rest_port=None, offline=True)
+    alone = replace(stack, host=HOST, gateway_port=0, draft_port=0, target_port=0, rest_port=None, offline=True)
     # A report has no place for what a supervisor and services say on the way.
     async with Supervisor(lambda _sentence: None, lambda _name, _line: None) as supervisor:
         interrupts.urgent = supervisor.kill

@@ -239,7 +239,7 @@ def test_runner_describes_itself() -> None:
     assert (runner.context_len, runner.vocabulary_size, runner.config.eos_token_ids) == (4096, 4096, {0})
     assert len(runner.identity.model_hash) == 32
     assert str(runner.device) == "cpu"
-    assert runner.model.default_kv_tokens == (512 << 20) // (6 * 2 * 2 * 64 * 4)
+    assert runner.model.default_kv_tokens(runner.context_len) == (512 << 20) // (6 * 2 * 2 * 64 * 4)
 
 
 @pytest.mark.parametrize(("context_len", "kv_tokens"), [(1000, 2048), (8192, 8192), (131_072, 16_384)])
@@ -247,7 +247,7 @@ def test_the_cache_holds_a_context_but_not_at_any_price(context_len: int, kv_tok
     """Llama 3.1 8B in float32 takes 256 KiB a token: 512 MiB by default, a whole context up to 4 GiB."""
     model = copy(target("bfloat16").model)
     model.config = replace(model.config, num_layers=32, num_kv_heads=8, head_dim=128, context_len=context_len)
-    assert model.default_kv_tokens == kv_tokens
+    assert model.default_kv_tokens(model.config.context_len) == kv_tokens
 
 
 @pytest.mark.parametrize(
