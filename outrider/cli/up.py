@@ -93,8 +93,11 @@ def memory_bytes(pid: int | None) -> int | None:
     return int(found[1]) * 1024 + sum(memory_bytes(worker) or 0 for worker in workers) if found else None
 
 
-def status_table(services: Iterable[ServiceView], lines: Sequence[str], page: str | None) -> RenderableType:
-    """Table with a row for each process; below it the lines, and how to end it unless it has ended. Fits 80 columns."""
+def status_table(services: Iterable[ServiceView], lines: Sequence[str], hint: str) -> RenderableType:
+    """Table with a row for each process; below it what is loaded, the lines and, unless it has ended, a hint.
+
+    Fits 80 columns.
+    """
     table = Table("service", "state", "address", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("pid", "restarts", "memory"):
         table.add_column(name, justify="right")
@@ -110,7 +113,6 @@ def status_table(services: Iterable[ServiceView], lines: Sequence[str], page: st
         return table
     files = (f"{each.name}: {each.progress.sentence}" for each in shown if each.progress)
     below = [Text(line, overflow="ellipsis", no_wrap=True) for line in (*files, *lines)]
-    hint = f"Ctrl-C stops it. The page: {page}" if page else "Ctrl-C stops it."
     return Group(table, *below, Text(hint, "dim"))
 
 
@@ -304,9 +306,11 @@ class TableDisplay(Display):
 
     def _draw(self) -> None:
         if self._live.is_started:
-            gateway = self._services.get("gateway")
-            page = page_of(gateway.addresses.get("rest")) if gateway else None
-            self._live.update(status_table(self._services.values(), self._lines, page), refresh=True)
+            hint = ""
+            if self._addresses is not None:
+                page = page_of(self._services["gateway"].addresses.get("rest"))
+                hint = f"Ctrl-C stops it. The page: {page}" if page else "Ctrl-C stops it."
+            self._live.update(status_table(self._services.values(), self._lines, hint), refresh=True)
 
     async def _work(self) -> list[str]:
         """The lines below the table: what the gateway does, or else what the services hold."""

@@ -16,6 +16,7 @@ import torch
 
 from outrider.engine.device_thread import DeviceWorker
 from outrider.engine.models.checkpoints import find_checkpoint
+from outrider.engine.models.progress import Progress
 from outrider.engine.runner import ModelRunner
 from outrider.errors import ModelRefused, NotReady, OutriderError
 from outrider.estimates.timing import ComputeTimes
@@ -59,7 +60,8 @@ class LoadedModel:
 
     async def measured(self) -> "LoadedModel":
         """The model with the costs of its forwards, before it serves."""
-        return replace(self, row_costs=await asyncio.to_thread(measure_rows, self.runner))
+        with Progress("measuring forwards", self.runner.identity.model_name):
+            return replace(self, row_costs=await asyncio.to_thread(measure_rows, self.runner))
 
     def set_threads(self) -> None:
         """Sets torch's number of threads, which it keeps for each thread that calls it; runs on the device thread."""

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Self
 
-ACTIONS = ("reading weights", "arranging weights", "making weights", "hashing weights")
+ACTIONS = ("reading weights", "arranging weights", "making weights", "hashing weights", "measuring forwards")
 GIB, MIB = 1 << 30, 1 << 20
 
 

@@ -1,4 +1,4 @@
-"""How far long steps with a model's files are, told in the log about once a second while they last.
+"""How far long steps with a model's files are, told in the log at least once a second while they last.
 
 `outrider.process.progress` reads these lines again, for whoever started the process.
 """
@@ -12,8 +12,8 @@ import structlog
 
 log = structlog.get_logger()
 
-# Steps that are over sooner say nothing. Below a second, so that a reader who waits for one hears of it.
-TELL_S = 0.9
+# Steps that are over sooner say nothing. Half of what is promised, because one step may follow another.
+TELL_S = 0.45
 
 
 class Progress:
