@@ -18,6 +18,12 @@ def group() -> None:
 
 
 @app.command(context_settings=PASSING_ON, add_help_option=False)
+def speed(context: typer.Context) -> None:
+    """Measures how fast a model reads prompts and answers, with and without speculation, in five lines."""
+    run_module("outrider.cli.bench.speed", context.args)
+
+
+@app.command(context_settings=PASSING_ON, add_help_option=False)
 def rounds(context: typer.Context) -> None:
     """Shows what a round costs: floors, the bare engine, empty pings, plain and speculative requests, in one run."""
     run_module("outrider.cli.bench.rounds", context.args, *Extra)

@@ -25,13 +25,13 @@ from outrider.cli.bench.common import (
     SaveFile,
     Temperatures,
     machine,
+    pair_of,
     parse_numbers,
     parse_temperatures,
     provenance,
     revision,
     run_measurement,
     served,
-    stack_of,
     writable,
 )
 from outrider.cli.bench.load.driver import LEAST_REQUESTS, Block, Driver, LoadPlan
@@ -154,7 +154,7 @@ def load(
     # With REST the gateway serves its metrics too.
     stack = None
     if wanted.address is None:
-        stack = replace(stack_of(models, cpus), rest_port=0)
+        stack = replace(pair_of(models, cpus), rest_port=0)
         # Beside the draft service, so that drafters can be compared.
         target_flags = hosted.target_flags(stack.draft, stack.draft_threads)
         stack = replace(stack, target_flags=target_flags | {"--head": hosted.head or stack.target_flags["--head"]})

@@ -19,12 +19,12 @@ from outrider.cli.bench.common import (
     SaveFile,
     Temperatures,
     machine,
+    pair_of,
     parse_temperatures,
     provenance,
     revision,
     run_measurement,
     served,
-    stack_of,
 )
 from outrider.cli.bench.rounds.campaign import Campaign
 from outrider.cli.bench.rounds.instruments import Instruments
@@ -59,7 +59,7 @@ def rounds(
 ) -> None:
     """Shows what a round costs: floors, the bare engine, empty pings, plain and speculative requests, in one run."""
     telemetry.configure_logs("warning")
-    plan = RoundsPlan(stack_of(models, cpus), tokens, turns, parse_temperatures(temperatures))
+    plan = RoundsPlan(pair_of(models, cpus), tokens, turns, parse_temperatures(temperatures))
     plan = plan.quick() if quick else plan
 
     async def measuring(interrupts: Interrupts) -> None:
