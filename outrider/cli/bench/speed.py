@@ -39,7 +39,7 @@ from outrider.process import telemetry
 from outrider.process.options import between, grouped, options_of, refuse_together
 from outrider.rpc.channels import check_address
 
-# Openings of a prompt, about 500 tokens of the embedded tokenizer.
+# Openings of a prompt, about 430 tokens of the embedded tokenizer.
 OPENINGS = 16
 CHECKED = 2
 LEAST_PAIRS, MOST_PAIRS, LEAST_TOKENS = 2, 1000, 8
