@@ -40,7 +40,7 @@ def check_installed(*extras: Extra) -> None:
     if missing:
         names = "all" if len(missing) == len(Extra) else ",".join(missing)
         parts = " and the ".join(missing)
-        raise NotInstalled(f"The {parts} of Outrider is not installed here: pip install 'outrider[{names}]'.")
+        raise NotInstalled(f"Not installed here, of Outrider: the {parts}. Run pip install 'outrider[{names}]'.")
 
 
 def command(module: str, arguments: Sequence[str]) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from outrider.cli import app as commands
 from outrider.cli import main
 from outrider.cli.bench.load.__main__ import app as bench_load
 from outrider.cli.bench.rounds.__main__ import app as bench_rounds
+from outrider.cli.bench.speed import app as bench_speed
 from outrider.datastore.command import app as datastore
 from outrider.errors import OutriderError
 from outrider.parameters import MAX_STOPS
@@ -47,6 +48,7 @@ def walk(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 COMMANDS = dict(walk(typer.main.get_command(commands)))
 # What `outrider bench`, `outrider datastore` and `outrider certs` pass their arguments on to.
 COMMANDS["bench", "rounds"] = typer.main.get_command(bench_rounds)
+COMMANDS["bench", "speed"] = typer.main.get_command(bench_speed)
 COMMANDS["bench", "load"] = typer.main.get_command(bench_load)
 COMMANDS.update(walk(typer.main.get_command(datastore), ("datastore",)))
 COMMANDS["certs",] = typer.main.get_command(certs)

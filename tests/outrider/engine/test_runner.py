@@ -250,9 +250,20 @@ def test_the_cache_holds_a_context_but_not_at_any_price(context_len: int, kv_tok
     assert model.default_kv_tokens(model.config.context_len) == kv_tokens
 
 
+def test_sessions_may_be_shorter_than_what_the_model_reads() -> None:
+    """A longer one is refused at its beginning, and tokens are those of the whole context."""
+    short = ModelRunner.load(str(TARGET), num_threads=2, context_len=8)
+    assert (short.context_len, short.config.context_len) == (8, 4096)
+    with pytest.raises(PromptTooLong, match="9 tokens are more than the model's context of 8"):
+        short.open(range(1, 10), 9)
+    assert len(short.open(range(1, 9), 8)) == 8
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
+        ({"context_len": 0}, InvalidRequest),
+        ({"context_len": 4097}, InvalidRequest),
         ({"device": "tpu"}, InvalidRequest),
         ({"device": "cuda:99"}, InvalidRequest),
         ({"dtype": "float16"}, InvalidRequest),
