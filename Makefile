@@ -154,6 +154,7 @@ $(AUDIT_SETUP): | $(SETUP)
 	@touch $@
 
 wheel: $(SETUP) ## dist/outrider-VERSION-py3-none-PLATFORM.whl, for every Python from 3.11 on
+	@rm -rf build # else what was deleted since the last one would be in it
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
 
