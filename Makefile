@@ -36,7 +36,7 @@ SIDE_BY_SIDE := -n 2 --dist loadfile
 KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=67108864
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-grid test-surface test-harness test-docker test-fuzz check proto options lock sbom audit models train train-head draft bench bench-sized clean
+.PHONY: help setup run test test-slow test-grid test-surface test-harness test-docker test-fuzz check proto options lock sbom audit wheel models train train-head draft bench bench-sized clean
 
 help: ## lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -50,7 +50,7 @@ $(SETUP): pyproject.toml constraints.txt setup.py $(KERNELS)
 	@echo "Setting up $(VENV); this takes a few minutes the first time."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[engine,otlp,dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[all,dev]"
 	@touch $@
 
 run: $(SETUP) ## starts the stack with the assistant, answers with and without speculation, serves until Ctrl-C
@@ -152,6 +152,11 @@ $(AUDIT_SETUP): | $(SETUP)
 	@test -x $(AUDIT)/bin/python || $(BIN)/python -m venv $(AUDIT)
 	@$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check pip-tools==7.6.2 pip-audit==2.10.1 cyclonedx-bom==7.5.0
 	@touch $@
+
+wheel: $(SETUP) ## dist/outrider-VERSION-py3-none-PLATFORM.whl, for every Python from 3.11 on
+	@rm -rf build # else what was deleted since the last one would be in it
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
 
 models: $(SETUP) ## checks the embedded pair: sizes, digests, and that both load
 	@$(BIN)/python models/check.py

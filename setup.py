@@ -1,19 +1,24 @@
-"""Builds the CPU kernels: plain shared libraries for ctypes, one for each level of the processor. Not Python modules.
+"""Builds the CPU kernels, and puts the models of the repository into the wheel; all else stands in pyproject.toml.
 
-Everything else about the distribution stands in pyproject.toml. The libraries are optional: without a C compiler the
-installation succeeds, and the engine computes with torch instead, slower.
+The kernels are plain shared libraries for ctypes, one for each level of the processor, and no Python modules: so one
+wheel is for every Python on a platform. They are optional: without a C compiler the installation succeeds, and the
+engine computes with torch instead, slower.
 """
 
 import platform
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 PACKAGE = "outrider.engine.ops"
 SOURCES = Path("outrider/engine/ops/kernels")
 # Both levels have fused multiply-add, which the equality of their results rests on.
 X86_LEVELS = {"_native_v4": ["-march=x86-64-v4"], "_native_v3": ["-march=x86-64-v3"]}
 OTHER_PROCESSORS: dict[str, list[str]] = {"_native": []}
+MODELS = ("target", "draft", "smollm2")
 FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fvisibility=default", "-pthread", "-Wno-psabi"]
 
 
@@ -34,4 +39,43 @@ def kernel_libraries() -> list[Extension]:
     ]
 
 
-setup(ext_modules=kernel_libraries())
+class KernelBuild(build_ext):
+    """Libraries whose names say nothing of a Python."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")).with_suffix(".so"))
+
+
+class PackageBuild(build_py):
+    """The packages, and in outrider/models what `embedded_model` finds: the tales, and the drafts for the assistant."""
+
+    def models(self) -> dict[Path, Path]:
+        """Where each file of a model goes, by its place in the repository."""
+        files = (path for role in MODELS for path in sorted(Path("models", role).rglob("*")) if path.is_file())
+        return {path: Path(self.build_lib, "outrider", path) for path in files}
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for source, built in self.models().items():
+                self.mkpath(str(built.parent))
+                self.copy_file(str(source), str(built))
+
+    def get_source_files(self) -> list[str]:
+        return [*super().get_source_files(), *map(str, self.models())]
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        return [*super().get_outputs(include_bytecode), *map(str, self.models().values())]
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for every Python, on one platform because of the kernels."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=kernel_libraries(),
+    cmdclass={"build_ext": KernelBuild, "build_py": PackageBuild, "bdist_wheel": PlatformWheel},
+)

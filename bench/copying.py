@@ -20,7 +20,8 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from bench.common import (
+from outrider.cli import options
+from outrider.cli.bench.common import (
     OPENINGS,
     Gateway,
     Timed,
@@ -33,7 +34,6 @@ from bench.common import (
     rotated,
     spread,
 )
-from outrider.cli import options
 from outrider.client import ChatMessage, Client, GenerationOptions, InvalidRequest, Speculation
 from outrider.process.options import between, grouped, run_app, service_app
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.common import machine, markdown, revision
+from outrider.cli.bench.common import machine, markdown, revision
 from outrider.engine.batching import Feed
 from outrider.engine.models.weights import DTYPES
 from outrider.engine.runner import ModelRunner

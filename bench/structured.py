@@ -22,7 +22,8 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.common import (
+from outrider.cli import options
+from outrider.cli.bench.common import (
     OPENINGS,
     Gateway,
     Timed,
@@ -34,7 +35,6 @@ from bench.common import (
     revision,
     rotated,
 )
-from outrider.cli import options
 from outrider.client import AsyncClient, Client, OutriderError, Speculation
 from outrider.process.options import grouped, run_app, service_app
 

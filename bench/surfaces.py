@@ -23,9 +23,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.common import OPENINGS, machine, markdown, revision, spread
 from bench.house.stack import serving
 from bench.versions import compare
+from outrider.cli.bench.common import OPENINGS, machine, markdown, revision, spread
 from outrider.client import Client, Round, Speculation
 
 TIMEOUT_S = 120.0

@@ -17,8 +17,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.common import OPENINGS, TokensDiffer, machine, markdown, revision, settings_of, spread
 from bench.house.stack import environment, outrider, serving
+from outrider.cli.bench.common import OPENINGS, TokensDiffer, machine, markdown, revision, settings_of, spread
 from outrider.client import Client, Round
 
 TIMEOUT_S = 120.0

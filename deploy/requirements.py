@@ -9,7 +9,10 @@ import tomllib
 from pathlib import Path
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-WANTED = {"gateway": PROJECT["dependencies"], "engine": PROJECT["optional-dependencies"]["engine"]}
+EXTRAS = PROJECT["optional-dependencies"]
+GATEWAY = [*PROJECT["dependencies"], *EXTRAS["gateway"]]
+# The engine's image is made of the gateway's environment.
+WANTED = {"gateway": GATEWAY, "engine": [line for line in EXTRAS["engine"] if line not in GATEWAY]}
 TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "setuptools", "sympy", "typing-extensions")
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ async def start(settings: DraftSettings) -> RunningModelService:
     model, smaller = await load_model_aside(settings), None
     cascade_model, _ = split_cascade(settings.cascade)
     if cascade_model:
-        smaller = await load_model_aside(replace(settings, model=cascade_model))
+        smaller = await load_model_aside(replace(settings, model=cascade_model, context_len=None))
         difference = model.vocabulary.difference(smaller.vocabulary)
         if difference:
             raise ModelRefused(f"--cascade {cascade_model} does not fit the draft: {difference}")

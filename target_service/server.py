@@ -78,7 +78,9 @@ async def start(settings: TargetSettings) -> RunningModelService:
         sampling = model.recommended.defaults.under(SamplingParameters())
         hosted_costs[head.name] = await asyncio.to_thread(measure_steps, head, model.runner, sampling)
     if settings.draft_model:
-        draft = await load_model_aside(replace(settings, model=settings.draft_model, threads=settings.draft_threads))
+        draft = await load_model_aside(
+            replace(settings, model=settings.draft_model, threads=settings.draft_threads, context_len=None)
+        )
         difference = model.vocabulary.difference(draft.vocabulary)
         if difference:
             raise ModelRefused(f"--draft-model {settings.draft_model} does not fit the target: {difference}")

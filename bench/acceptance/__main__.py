@@ -19,7 +19,9 @@ import typer
 from bench.acceptance.report import AcceptanceSummary, render
 from bench.acceptance.runs import AT_A_TIME, AcceptancePlan, ModelPair, RuleCounts, measure
 from bench.acceptance.trees import TreeCounts, measure_trees, render_trees
-from bench.common import (
+from gateway.text.tokenizer import Tokenizer
+from outrider.cli import options
+from outrider.cli.bench.common import (
     OPENINGS,
     SaveFile,
     Temperatures,
@@ -29,8 +31,6 @@ from bench.common import (
     provenance,
     revision,
 )
-from gateway.text.tokenizer import Tokenizer
-from outrider.cli import options
 from outrider.cli.running import note
 from outrider.drafters.hosted import HostedModel
 from outrider.engine.runner import ModelRunner

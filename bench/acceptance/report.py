@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain, product
 
 from bench.acceptance.runs import AcceptancePlan, RuleCounts, name_of
-from bench.common import markdown
+from outrider.cli.bench.common import markdown
 
 SYMBOLS = """\
 Every rule guesses and decides behind the same prefixes of texts that the target wrote at that temperature; nothing is

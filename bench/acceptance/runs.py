@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from bench.common import spec_of
+from outrider.cli.bench.common import spec_of
 from outrider.drafters.drafter import GuessLimits
 from outrider.drafters.hosted import HostedDraft, HostedModel
 from outrider.engine.batching import Feed

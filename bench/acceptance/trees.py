@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from bench.acceptance.report import mean
 from bench.acceptance.runs import AT_A_TIME, AcceptancePlan, ModelPair, Readers
-from bench.common import markdown
+from outrider.cli.bench.common import markdown
 from outrider.drafters.hosted import without_room
 from outrider.drafters.model_drafter import DraftTask, ModelDrafter
 from outrider.drafters.scales import Experience, Scales

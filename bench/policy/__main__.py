@@ -15,8 +15,6 @@ from typing import Annotated
 
 import typer
 
-from bench.common import markdown, parse_numbers, writable
-from bench.load.summary import percentile
 from bench.policy.devices import TRYING, Simulation, World
 from bench.policy.former import files_of, former_simulation
 from bench.policy.jump import draw
@@ -24,6 +22,8 @@ from bench.policy.oracle import FixedChoice, FixedPlanner, best
 from bench.policy.parts import PARTS
 from bench.policy.worlds import h100, world
 from gateway.rounds.choice import Case
+from outrider.cli.bench.common import markdown, parse_numbers, writable
+from outrider.cli.bench.load.summary import percentile
 from outrider.errors import InvalidRequest
 from outrider.model_service.settings import available_cpus
 from outrider.process.options import between, run_app, service_app

@@ -16,10 +16,10 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
-from bench.common import REPOSITORY
 from bench.policy.devices import MAX_LEN, MAX_ROWS, Planner, Simulation, World
 from gateway.rounds.planner import DraftOutlook, RoundPlan
 from gateway.rounds.round import LOOKUP, GuessRequest, Makes, Place, Proposal, Round, TokenLog
+from outrider.cli.bench.common import REPOSITORY
 from outrider.errors import InvalidRequest
 
 ROUNDS, ESTIMATES = "gateway/rounds", "outrider/estimates"

@@ -8,10 +8,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from bench.chart import COLOURS, document, path, text
 from bench.policy.devices import Law, Simulation, TextKind, World
 from bench.policy.oracle import FixedChoice, FixedPlanner, best
 from bench.policy.worlds import HOSTED, TABLES, table
+from outrider.cli.bench.chart import COLOURS, document, path, text
 from outrider.model_service.settings import available_cpus
 
 LOADS, PHASE_S, WINDOW_S, RUNS = (1, 32, 1), 3.0, 0.05, 6

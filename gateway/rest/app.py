@@ -1,12 +1,11 @@
 """Puts the REST surface together: middleware, error handlers, routes."""
 
-from importlib.metadata import version
-
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
+import outrider
 from gateway.generation.frontend import Frontend
 from gateway.rest import page, status, tokens
 from gateway.rest.anthropic import messages, messages_answer
@@ -29,7 +28,7 @@ def build_app(frontend: Frontend, settings: RestSettings, registry: CollectorReg
     app = DocumentedApp(
         title="Outrider",
         description=DESCRIPTION,
-        version=version("outrider"),
+        version=outrider.__version__,
         # Their pages load scripts from elsewhere.
         docs_url=None,
         redoc_url=None,

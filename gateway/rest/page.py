@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, fields, replace
-from importlib.metadata import version
 from importlib.resources import files
 from typing import Annotated, Any
 
@@ -23,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+import outrider
 from gateway.generation.admission import QueuePlace
 from gateway.generation.events import CompletionEvent, GuessFacts, RoundEvent, round_facts
 from gateway.generation.frontend import Frontend
@@ -67,7 +67,7 @@ HEADERS = {
 }
 NO_STORE = {"cache-control": "no-store"}
 DIGITS = re.compile(r"-?[0-9]{1,19}")
-VERSION = version("outrider")
+VERSION = outrider.__version__
 # Fields of a body that only a conversation has.
 ABOUT_MESSAGES = (*TemplateFields.model_fields, "tool_choice", "parallel_tool_calls")
 # What a token has in the place of a guess, when it was none or guesses are not reported.

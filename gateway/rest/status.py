@@ -1,13 +1,13 @@
 """Routes about the gateway: models, liveness, readiness, metrics, version."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from importlib.metadata import version
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel
 from starlette.responses import Response
 
+import outrider
 from gateway.generation.frontend import Frontend
 from gateway.rest.errors import UnknownModel
 from gateway.rest.openapi import documented
@@ -120,7 +120,7 @@ def routes(frontend: Frontend, scrape: Scrape) -> APIRouter:
     @router.get("/version", responses=documented(403))
     async def show_version() -> Version:
         """The version of the gateway."""
-        return Version(version=version("outrider"))
+        return Version(version=outrider.__version__)
 
     @router.get("/metrics", response_class=Response, responses=documented(403, text="text/plain"))
     async def metrics(names: Annotated[list[str], Query(alias="name[]", default_factory=list)]) -> Response:

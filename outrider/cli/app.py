@@ -8,14 +8,15 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli import bench, datastore, options
+from outrider.cli import datastore, options
+from outrider.cli.bench import command as bench
 from outrider.cli.chat.command import Chat, chatting
 from outrider.cli.convert_head import run_converter
 from outrider.cli.doctor.command import examine_gateway, examine_machine
 from outrider.cli.doctor.policy import show_policy
 from outrider.cli.generate import check_chat, check_request, generation, read_prompt
 from outrider.cli.local_stack import Stack, choose_models
-from outrider.cli.modules import run_module
+from outrider.cli.modules import Extra, NotInstalled, check_installed, run_module
 from outrider.cli.pairs import choose_pair
 from outrider.cli.race import KEY_VARIABLE, QUESTION, STORY
 from outrider.cli.running import note, run
@@ -202,12 +203,12 @@ def doctor(
             raise InvalidRequest("--rest-address", rest_address, "given with --address")
         not_fetched = ""
         try:
-            stack: Stack | ModelRefused = _stack(
+            stack: Stack | ModelRefused | NotInstalled = _stack(
                 models, machine, options.HostedOptions(), has_draft=not no_draft, fetches=False
             )
             if models.target is None:
                 not_fetched = choose_pair(models.pair, fetches=False).reason
-        except ModelRefused as error:
+        except (ModelRefused, NotInstalled) as error:
             # One of the findings.
             stack = error
         raise typer.Exit(examine_machine(stack, not_fetched, connection.api_key, quick=quick, as_json=as_json))
@@ -250,8 +251,10 @@ def _stack(
     has_draft: bool,
     fetches: bool = True,
 ) -> Stack:
-    """The stack to start; without speculation there is no use for a draft. Raises ModelRefused."""
+    """The stack to start; without speculation there is no use for a draft. Raises ModelRefused and NotInstalled."""
+    check_installed(*Extra)
     refuse_together("--target", models.target, {"--pair": models.pair})
+    machine.check_doors()
     OperatorDefaults.parse("--generation-defaults", machine.generation_defaults or "")
     named, head, defaults = (models.target, models.draft), hosted.head, machine.generation_defaults or ""
     if models.target is None:
@@ -273,7 +276,14 @@ def _stack(
         draft=None if hosted.draft_in_target else draft,
         target_flags=target_flags,
         draft_flags=models.draft_flags(),
-        gateway_flags={"--generation-defaults": defaults or None},
+        gateway_flags={
+            "--generation-defaults": defaults or None,
+            "--served-model-name": machine.served_model_name,
+            "--no-auth": machine.no_auth,
+        },
+        host=machine.host,
+        kv_tokens=models.kv_tokens,
+        context_len=models.context_len,
         dtype=models.dtype or Dtype.BFLOAT16,
         device=machine.device,
         draft_device=machine.draft_device or machine.device,

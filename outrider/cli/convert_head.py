@@ -1,6 +1,6 @@
 """`outrider convert-head`: pickled drafting heads as safetensors, in a process of its own, because that needs torch."""
 
-from outrider.cli.modules import run_module
+from outrider.cli.modules import Extra, run_module
 
 CONVERTER = "outrider.model_service.convert_head"
 
@@ -9,4 +9,4 @@ def run_converter(folder: str, out: str, theta: float | None, *, as_json: bool) 
     """Converts the head of a folder, prints what was written, and ends with the exit code."""
     switches = [] if theta is None else ["--theta", repr(theta)]
     # After -- nothing is an option, whatever a folder is called.
-    run_module(CONVERTER, [*switches, *(["--json"] if as_json else []), "--", folder, out])
+    run_module(CONVERTER, [*switches, *(["--json"] if as_json else []), "--", folder, out], Extra.ENGINE)

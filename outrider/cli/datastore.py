@@ -5,8 +5,8 @@ The options are declared in `outrider.datastore.command`; here they only pass th
 
 import typer
 
-from outrider.cli.bench import PASSING_ON
-from outrider.cli.modules import run_module
+from outrider.cli.bench.command import PASSING_ON
+from outrider.cli.modules import Extra, run_module
 
 COMMAND = "outrider.datastore.command"
 
@@ -21,10 +21,10 @@ def group() -> None:
 @app.command(context_settings=PASSING_ON, add_help_option=False)
 def build(context: typer.Context) -> None:
     """Builds a datastore from text files, .jsonl or standard input, for the tokens of one model."""
-    run_module(COMMAND, ["build", *context.args])
+    run_module(COMMAND, ["build", *context.args], Extra.GATEWAY)
 
 
 @app.command(context_settings=PASSING_ON, add_help_option=False)
 def inspect(context: typer.Context) -> None:
     """Shows what a datastore holds, whether it is whole, and what it would propose after a text."""
-    run_module(COMMAND, ["inspect", *context.args])
+    run_module(COMMAND, ["inspect", *context.args], Extra.GATEWAY)

@@ -11,10 +11,10 @@ import grpc
 
 from outrider.client.calls import unreadable
 from outrider.errors import InvalidRequest, VocabularyMismatch
+from outrider.model_files.digests import VocabularyDigests
 from outrider.model_files.model_names import SIM_DRAFT, embedded_model, parse, parse_simulated
-from outrider.model_files.vocabulary import Vocabulary
 from outrider.model_service.settings import check_model
-from outrider.process.children import HOST, Launch, ServiceFailed, Supervisor
+from outrider.process.children import HOST, Launch, ServiceFailed, Supervisor, family_of
 from outrider.rpc.channels import open_channel
 from outrider.rpc.errors import error_from
 from outrider.v1.model_service_pb2 import GetModelInfoRequest
@@ -31,13 +31,13 @@ TLS_VARIABLES = ("OUTRIDER_TLS_", "OUTRIDER_SERVICE_TLS_")
 Flags: TypeAlias = dict[str, object]
 
 
-def port_error(port: int) -> OSError | None:
+def port_error(port: int, host: str = HOST) -> OSError | None:
     """Reason why no process can listen on a port of this machine; None where one can."""
-    with socket.socket() as probe:
+    with socket.socket(family_of(host)) as probe:
         # Without this, connections that ended a moment ago would look like a listener.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((HOST, port))
+            probe.bind((host.strip("[]"), port))
         except OSError as error:
             return error
     return None
@@ -67,6 +67,12 @@ class Stack:
     draft_port: int = 0
     target_port: int = 0
     draft_dtype: str | None = None
+    host: str = HOST
+    """Where the gateway listens, an IPv6 address in brackets; the services are for it alone."""
+    kv_tokens: int | None = None
+    """Tokens that the cache of each service holds; None leaves that to the service."""
+    context_len: int | None = None
+    """Most tokens of a session; None takes what the target reads."""
     workers: int | None = None
     """Processes of the gateway; None takes the gateway's own default."""
     api_keys: str | None = None
@@ -116,12 +122,17 @@ def model_launch(role: str, stack: Stack) -> Launch:
         "--dtype": stack.dtype if is_target else stack.draft_dtype or stack.dtype,
         "--threads": stack.threads if is_target else stack.draft_threads,
         "--no-prefix-cache": not stack.prefix_cache,
+        "--kv-tokens": stack.kv_tokens,
+        "--context-len": stack.context_len if is_target else None,
+        # For what it loads; other lines below warnings are not shown.
+        "--log-level": "info",
         **(stack.target_flags if is_target else stack.draft_flags),
     }
     # Named, because a variable of the environment would name one port for all three.
     further = {"metrics": f"{HOST}:0"}
     port = stack.target_port if is_target else stack.draft_port
-    return _launch(role, f"{role}_service", flags, port, further, stack)
+    launch = _launch(role, f"{role}_service", flags, f"{HOST}:{port}", further, stack)
+    return replace(launch, hides_info=True)
 
 
 def gateway_launch(stack: Stack, target_address: str, draft_address: str | None) -> Launch:
@@ -134,25 +145,26 @@ def gateway_launch(stack: Stack, target_address: str, draft_address: str | None)
         "--reflection": True,
         "--workers": stack.workers,
         "--api-keys": stack.api_keys,
+        "--log-level": "warning",
         **stack.gateway_flags,
     }
     shares_port = (stack.workers or 1) > 1
     # REST has the metrics as well, but for a key that the stack's user need not have; and workers that share a port are
     # asked for them to see whether it hangs.
     metrics = f"{HOST}:0" if shares_port or stack.api_keys is not None else ""
-    further = {"rest": "" if stack.rest_port is None else f"{HOST}:{stack.rest_port}", "metrics": metrics}
-    launch = _launch("gateway", "gateway", flags, stack.gateway_port, further, stack)
+    further = {"rest": "" if stack.rest_port is None else f"{stack.host}:{stack.rest_port}", "metrics": metrics}
+    launch = _launch("gateway", "gateway", flags, f"{stack.host}:{stack.gateway_port}", further, stack)
     return replace(launch, shares_port=shares_port)
 
 
-def _launch(name: str, module: str, flags: Flags, port: int, further: Mapping[str, str], stack: Stack) -> Launch:
+def _launch(name: str, module: str, flags: Flags, listen: str, further: Mapping[str, str], stack: Stack) -> Launch:
     words: list[str] = []
     for flag, value in flags.items():
         if value is not None and value is not False:
             words += [flag] if value is True else [flag, str(value)]
     # -P keeps a folder of the user's that is called like one of our packages from being imported instead.
-    command = (sys.executable, "-P", "-m", module, *words, "--log-level", "warning")
-    return Launch(name, command, f"{HOST}:{port}", further=further, environment=OFFLINE if stack.offline else {})
+    command = (sys.executable, "-P", "-m", module, *words)
+    return Launch(name, command, listen, further=further, environment=OFFLINE if stack.offline else {})
 
 
 def metrics_address(addresses: Mapping[str, str]) -> str | None:
@@ -185,7 +197,7 @@ async def start_stack(supervisor: Supervisor, stack: Stack) -> Addresses:
     return Addresses(gateway, target, draft, supervisor.addresses("gateway").get("rest"), metrics)
 
 
-async def vocabulary_of(address: str) -> tuple[str, Vocabulary]:
+async def vocabulary_of(address: str) -> tuple[str, VocabularyDigests]:
     """The name of a service's model, and its vocabulary; raises PeerLost when it is gone or not understood."""
     async with open_channel(address) as channel:
         try:
@@ -194,4 +206,4 @@ async def vocabulary_of(address: str) -> tuple[str, Vocabulary]:
             raise error_from(error) from None
     if info is None:
         raise unreadable(address)
-    return info.model_name, Vocabulary(info.vocabulary_size, tuple(info.vocabulary_digests))
+    return info.model_name, VocabularyDigests(info.vocabulary_size, tuple(info.vocabulary_digests))

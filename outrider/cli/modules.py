@@ -1,12 +1,46 @@
-"""Commands that run in a process of their own, because what they do may need torch, which no command here imports."""
+"""What commands need beside the client: extras that must be installed, and processes of their own.
+
+No command here imports torch, which what it does may need.
+"""
 
 import asyncio
 import sys
 from collections.abc import Sequence
+from enum import StrEnum
+from importlib.util import find_spec
 
 import typer
 
 from outrider.cli.running import Interrupts, run
+from outrider.errors import OutriderError
+
+
+class Extra(StrEnum):
+    """Extras of the package, by which parts of it are installed."""
+
+    GATEWAY = "gateway"
+    ENGINE = "engine"
+
+
+# What is there where an extra is installed, and nowhere else.
+SIGNS = {Extra.GATEWAY: "uvicorn", Extra.ENGINE: "torch"}
+
+
+class NotInstalled(OutriderError):
+    """The operator must install a part of Outrider; the sentence has the command."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "NOT_INSTALLED"
+    exit_code = 78
+
+
+def check_installed(*extras: Extra) -> None:
+    """Raises NotInstalled where one of these extras is missing."""
+    missing = [extra for extra in extras if find_spec(SIGNS[extra]) is None]
+    if missing:
+        names = "all" if len(missing) == len(Extra) else ",".join(missing)
+        parts = " and the ".join(missing)
+        raise NotInstalled(f"Not installed here, of Outrider: the {parts}. Run pip install 'outrider[{names}]'.")
 
 
 def command(module: str, arguments: Sequence[str]) -> tuple[str, ...]:
@@ -15,8 +49,12 @@ def command(module: str, arguments: Sequence[str]) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", module, *arguments)
 
 
-def run_module(module: str, arguments: Sequence[str]) -> None:
-    """Runs a module and ends with its exit code; a signal is passed on, and it ends what it started."""
+def run_module(module: str, arguments: Sequence[str], *extras: Extra) -> None:
+    """Runs a module and ends with its exit code; a signal is passed on, and it ends what it started.
+
+    Raises NotInstalled where an extra that it needs is missing.
+    """
+    check_installed(*extras)
     codes: list[int] = []
 
     async def work(interrupts: Interrupts) -> None:

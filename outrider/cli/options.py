@@ -29,8 +29,9 @@ from outrider.parameters import (
     Rule,
     SamplingParameters,
 )
-from outrider.process.children import MAX_WORKERS
-from outrider.process.options import between, flag_of, grouped, listed, options_of
+from outrider.process.children import HOST, MAX_WORKERS
+from outrider.process.options import between, flag_of, grouped, listed, options_of, refuse_together
+from outrider.rpc.channels import check_address, is_loopback
 from outrider.rpc.messages.tree import MAX_SUPPORT
 from outrider.rpc.tls import Tls
 
@@ -71,6 +72,16 @@ def decoded(name: str, given: bytes) -> str:
 def _text(param: typer.CallbackParam, value: str | None) -> str | None:
     decoded(param.opts[0], (value or "").encode(errors="surrogateescape"))
     return value
+
+
+def _host(param: typer.CallbackParam, value: str) -> str:
+    """The host as addresses have it, one of IPv6 in brackets; raises InvalidRequest about what is none."""
+    host = f"[{value}]" if ":" in value and not value.startswith("[") else value
+    try:
+        check_address("host", f"{host}:0", min_port=0)
+    except InvalidRequest:
+        raise InvalidRequest(param.opts[0], value, "a name or an address of this machine, without a port") from None
+    return host
 
 
 def _each(check: Callable[[typer.CallbackParam, T], object]) -> Callable[..., list[T] | None]:
@@ -292,6 +303,18 @@ class Models:
     draft_dtype: Annotated[
         Dtype | None, _models("--draft-dtype", help="Type of the draft's weights. Default: that of the target.")
     ] = None
+    kv_tokens: Annotated[
+        Count,
+        _count(
+            _models,
+            "Tokens that the cache of each service holds. Default: what 512 MiB hold, or one context.",
+            minimum=1,
+        ),
+    ] = None
+    context_len: Annotated[
+        Count,
+        _count(_models, "Most tokens of a prompt and its answer together. Default: what the target reads.", minimum=1),
+    ] = None
     top_n: Annotated[
         Count,
         _count(
@@ -382,6 +405,33 @@ class MachineOptions:
         Count,
         _count(_machine, "Processes of the gateway, on the same ports. Default: 1.", minimum=1, maximum=MAX_WORKERS),
     ] = None
+    host: Annotated[
+        str,
+        _machine(
+            help="Address of this machine on which the gateway answers, as 0.0.0.0 for all. Any but its own need "
+            "--api-keys or --no-auth.",
+            metavar="HOST",
+            callback=_host,
+        ),
+    ] = HOST
+    no_auth: Annotated[
+        Switch,
+        _machine(
+            "--no-auth",
+            help="Let everybody in who reaches --host.",
+            envvar="OUTRIDER_NO_AUTH",
+            show_default=False,
+        ),
+    ] = None
+    served_model_name: Annotated[
+        Text,
+        _machine(
+            help="Names of the model to clients, with commas; * takes any. Default: that of its file or folder.",
+            envvar="OUTRIDER_SERVED_MODEL_NAME",
+            metavar="NAME,...",
+            show_default=False,
+        ),
+    ] = None
     api_keys: Annotated[
         Text,
         _machine(
@@ -405,6 +455,16 @@ class MachineOptions:
     rest_port: Annotated[int, _port(help="Port of the gateway's REST and page; 0 takes a free one.")] = REST_PORT
     draft_port: Annotated[int, _port(help="Port of the draft service; 0 takes a free one.")] = DRAFT_PORT
     target_port: Annotated[int, _port(help="Port of the target service; 0 takes a free one.")] = TARGET_PORT
+
+    def check_doors(self) -> None:
+        """Raises InvalidRequest about a host beyond this machine with neither keys nor the word that all may come in.
+
+        The gateway would say so too, after the models are loaded and by the names of its own options.
+        """
+        refuse_together("--api-keys", self.api_keys, {"--no-auth": self.no_auth or None})
+        if not (is_loopback(f"{self.host}:0") or self.api_keys or self.no_auth):
+            words = "an address of this machine alone unless --api-keys FILE says who may come in"
+            raise InvalidRequest("--host", self.host, f"{words}, or --no-auth that everybody may")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

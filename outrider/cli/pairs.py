@@ -63,8 +63,7 @@ def choose_pair(asked: Pair | None, *, fetches: bool) -> PairModels:
 
 
 def _assistant(*, fetches: bool) -> PairModels:
-    way_out = "the assistant is served from a copy of the repository"
-    draft, head = (embedded_model(f"smollm2/{role}", way_out) for role in ("draft", "head"))
+    draft, head = (embedded_model(f"smollm2/{role}", "this installation is broken") for role in ("draft", "head"))
     requirements = Path(head).parent / "requirements.txt"
     # A folder for each text of the file: another version or hash is another place.
     requirement = next(line for line in requirements.read_text().splitlines() if not line.startswith("#"))

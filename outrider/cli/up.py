@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,13 +29,16 @@ from outrider.cli.output import is_rich, write
 from outrider.cli.race import RaceQuestion, race
 from outrider.cli.running import Interrupts, Work, note, service_log
 from outrider.errors import NotReady, OutriderError
-from outrider.process.children import Change, RestartPolicy, State, Supervisor
+from outrider.process.children import HOST, Change, RestartPolicy, State, Supervisor
+from outrider.process.progress import FileProgress
 
 REFRESH_S = 1.0
 # For a target to read its weights again, from a slow disk too.
 LOAD_S = 120.0
 BUDGET_VARIABLE, BUDGET_FLAG = "OUTRIDER_REBUILD_BUDGET_SECONDS", "--rebuild-budget-seconds"
 MAX_METRICS_BYTES = 1 << 20
+# What listens on all addresses is no address to open.
+LOCAL = {"0.0.0.0": HOST, "[::]": "[::1]"}
 METRIC_PREFIX = "outrider_"
 RUNNING, WAITING, DRAFT_COUNT = "num_requests_running", "num_requests_waiting", "current_draft_tokens"
 TOKENS = "generation_tokens_total"
@@ -55,6 +58,8 @@ class ServiceView:
     """Addresses by what is served there; empty until it has served once."""
     restarts: int = 0
     model: str = ""
+    progress: FileProgress | None = None
+    """While it starts: the file that it is at, once that takes a second."""
 
     @property
     def address(self) -> str:
@@ -69,7 +74,7 @@ class ServiceViews(dict[str, ServiceView]):
         view = self.setdefault(change.service, ServiceView(change.service))
         # Who has an address already has served before.
         view.restarts += change.state is State.SERVING and bool(view.addresses)
-        view.state, view.pid = change.state, change.pid
+        view.state, view.pid, view.progress = change.state, change.pid, change.progress
         view.addresses = change.addresses or view.addresses
         return view
 
@@ -88,8 +93,11 @@ def memory_bytes(pid: int | None) -> int | None:
     return int(found[1]) * 1024 + sum(memory_bytes(worker) or 0 for worker in workers) if found else None
 
 
-def status_table(services: Iterable[ServiceView], lines: Sequence[str], page: str | None) -> RenderableType:
-    """Table with a row for each process; below it the lines, and how to end it unless it has ended. Fits 80 columns."""
+def status_table(services: Iterable[ServiceView], lines: Sequence[str], hint: str) -> RenderableType:
+    """Table with a row for each process; below it what is loaded, the lines and, unless it has ended, a hint.
+
+    Fits 80 columns.
+    """
     table = Table("service", "state", "address", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("pid", "restarts", "memory"):
         table.add_column(name, justify="right")
@@ -97,13 +105,14 @@ def status_table(services: Iterable[ServiceView], lines: Sequence[str], page: st
     shown = list(services)
     for each in shown:
         used = memory_bytes(each.pid)
-        state = Text(each.state, STYLES[each.state])
+        share = each.progress.share if each.progress else ""
+        state = Text(f"{each.state} {share}".rstrip(), STYLES[each.state])
         cells = (each.address, str(each.pid or ""), str(each.restarts), gibibytes(used) if used else "")
         table.add_row(each.name, state, *cells, Text(each.model))
     if all(each.state is State.STOPPED for each in shown):
         return table
-    below = [Text(line, overflow="ellipsis") for line in lines]
-    hint = f"Ctrl-C stops it. The page: {page}" if page else "Ctrl-C stops it."
+    files = (f"{each.name}: {each.progress.sentence}" for each in shown if each.progress)
+    below = [Text(line, overflow="ellipsis", no_wrap=True) for line in (*files, *lines)]
     return Group(table, *below, Text(hint, "dim"))
 
 
@@ -137,8 +146,11 @@ def work_line(before: Counts | None, now: Counts, seconds: float) -> str:
 
 
 def page_of(rest: str | None) -> str | None:
-    """Address of the page, by that of REST."""
-    return f"http://{rest}/" if rest else None
+    """Address of the page, by that of REST, as a browser on this machine opens it."""
+    if not rest:
+        return None
+    host, _, port = rest.rpartition(":")
+    return f"http://{LOCAL.get(host, host)}:{port}/"
 
 
 def gateway_lines(addresses: Addresses) -> list[str]:
@@ -153,7 +165,9 @@ class Display:
     """Shows what becomes of a stack. What a kind of display has no place of its own for goes to stderr, or nowhere."""
 
     def observe(self, change: Change) -> None:
-        """A process has come into another state."""
+        """A process has come into another state, or has told what it loads."""
+        if change.progress is not None:
+            self.report(f"{change.service}: {change.progress.sentence}")
 
     def report(self, sentence: str) -> None:
         """A sentence about a death or a restart."""
@@ -200,8 +214,11 @@ class JsonDisplay(Display):
         self._services = ServiceViews()
 
     def observe(self, change: Change) -> None:
-        """Writes starting, died, restarted and stopped; that all serve for the first time is one event."""
+        """Writes starting, loading, died, restarted and stopped; that all serve for the first time is one event."""
         view = self._services.apply(change)
+        if change.progress is not None:
+            self._write({"event": "loading", "service": change.service, **asdict(change.progress)})
+            return
         event: dict[str, Any] = {"event": change.state.value, "service": change.service}
         if change.state is State.SERVING and not view.restarts:
             return
@@ -240,9 +257,12 @@ class TableDisplay(Display):
         self._counts: Counts | None = None
         self._counted_s = 0.0
         self._lines: list[str] = []
-        self._live = Live(console=console, auto_refresh=False)
+        # What is shown while everything starts makes room for what is said then.
+        self._live = Live(console=console, auto_refresh=False, transient=True)
 
     def observe(self, change: Change) -> None:
+        if self._addresses is None:
+            self._live.start()
         self._services.apply(change)
         self._draw()
 
@@ -257,6 +277,7 @@ class TableDisplay(Display):
         self.report(f"{name}: {line}")
 
     def serving(self, addresses: Addresses, facts: Sequence[ModelFacts]) -> None:
+        self._live.stop()
         self._addresses = addresses
         for fact in facts:
             self._services[fact.role].model = fact.model
@@ -268,6 +289,7 @@ class TableDisplay(Display):
 
     async def run(self) -> None:
         """Draws the table until it is cancelled; what changes after that is still drawn, until it is closed."""
+        self._live = Live(console=self._console, auto_refresh=False)
         self._live.start()
         try:
             while True:
@@ -283,9 +305,12 @@ class TableDisplay(Display):
         self._live.stop()
 
     def _draw(self) -> None:
-        if self._live.is_started and self._addresses is not None:
-            page = page_of(self._services["gateway"].addresses.get("rest"))
-            self._live.update(status_table(self._services.values(), self._lines, page), refresh=True)
+        if self._live.is_started:
+            hint = ""
+            if self._addresses is not None:
+                page = page_of(self._services["gateway"].addresses.get("rest"))
+                hint = f"Ctrl-C stops it. The page: {page}" if page else "Ctrl-C stops it."
+            self._live.update(status_table(self._services.values(), self._lines, hint), refresh=True)
 
     async def _work(self) -> list[str]:
         """The lines below the table: what the gateway does, or else what the services hold."""
@@ -322,13 +347,13 @@ def check_ports(stack: Stack) -> None:
 
     A service would find it as well, but only after its model is loaded, and without the name of the option.
     """
-    ports = {"port": stack.gateway_port, "target-port": stack.target_port}
+    ports = {"port": (stack.gateway_port, stack.host), "target-port": (stack.target_port, HOST)}
     if stack.rest_port is not None:
-        ports["rest-port"] = stack.rest_port
+        ports["rest-port"] = stack.rest_port, stack.host
     if stack.draft:
-        ports["draft-port"] = stack.draft_port
-    for option, port in ports.items():
-        if error := port_error(port):
+        ports["draft-port"] = stack.draft_port, HOST
+    for option, (port, host) in ports.items():
+        if error := port_error(port, host):
             if error.errno == errno.EADDRINUSE:
                 found = f"Port {port} is taken; stop what listens there, or choose another"
             else:
@@ -381,8 +406,7 @@ def serving(stack: Stack, display: Display, question: RaceQuestion | None) -> Wo
         try:
             async with Supervisor(display.report, display.log, policy, display.observe) as supervisor:
                 interrupts.urgent = supervisor.kill
-                with Console(stderr=True).status("Starting the services"):
-                    addresses = await start_stack(supervisor, outlasting(policy, stack))
+                addresses = await start_stack(supervisor, outlasting(policy, stack))
                 served = filter(None, (addresses.target, addresses.draft))
                 display.serving(addresses, await asyncio.gather(*map(model_facts, served)))
                 running.add(asyncio.create_task(supervisor.watch()))

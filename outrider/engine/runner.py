@@ -119,10 +119,20 @@ class StepExtension:
 class ModelRunner:
     """Runs forwards over many sessions at once."""
 
-    def __init__(self, model: Decoder, identity: ModelIdentity, kv_tokens: int, max_rows: int = MAX_ROWS) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        identity: ModelIdentity,
+        kv_tokens: int,
+        max_rows: int = MAX_ROWS,
+        *,
+        context_len: int | None = None,
+    ) -> None:
+        """Without a context_len sessions may be as long as the model reads."""
         self.model: Decoder = fused(model) if isinstance(model, Transformer) else model
         self.identity = identity
         self.max_rows = max_rows
+        self.context_len = context_len or model.config.context_len
         config = model.config
         self.pool = BlockPool(-(-kv_tokens // BLOCK_SIZE))
         num_slots = self.pool.num_blocks * BLOCK_SIZE
@@ -143,14 +153,15 @@ class ModelRunner:
         dtype: str = "bfloat16",
         num_threads: int = 1,
         kv_tokens: int | None = None,
+        context_len: int | None = None,
         vocabulary_size: int | None = None,
     ) -> Self:
         """Loads a folder, a hub id, a sized or simulated model (model_names.py), or what find_checkpoint found.
 
         dtype, "bfloat16", "float32", or on the CPU "int8" or "int4", is that of the weights in memory, whatever the
-        file holds. kv_tokens is the size of the cache in tokens; by default Decoder.default_kv_tokens.
-        vocabulary_size defaults to the width of the logits. Raises ModelRefused and InvalidRequest, and NotReady when
-        files changed meanwhile.
+        file holds. kv_tokens is the size of the cache in tokens; by default Decoder.default_kv_tokens. context_len is
+        the most tokens of a session, by default as many as the model reads. vocabulary_size defaults to the width of
+        the logits. Raises ModelRefused and InvalidRequest, and NotReady when files changed meanwhile.
         """
         torch_device = _checked_device(device)
         if dtype not in DTYPES:
@@ -167,6 +178,10 @@ class ModelRunner:
             message = f"{checkpoint.name}: dtype is {dtype}, but only models of our own families are quantised"
             raise ModelRefused(message, dtype=dtype)
         config = checkpoint.config
+        longest = config.context_len if context_len is None else context_len
+        if not 1 <= longest <= config.context_len:
+            limit = f"in [1, {config.context_len}], which is what {checkpoint.name} reads"
+            raise InvalidRequest("context_len", longest, limit)
         size = config.vocab_size if vocabulary_size is None else vocabulary_size
         if not 1 <= size <= config.vocab_size:
             message = f"{checkpoint.name}: the tokenizer knows {size} ids, but the model embeds {config.vocab_size}"
@@ -179,7 +194,8 @@ class ModelRunner:
             decoder = checkpoint.build(torch_device, DTYPES[dtype], ops)
             digest = checkpoint.digest()
         identity = ModelIdentity(checkpoint.name, digest, dtype, num_threads, size, checkpoint.modelling)
-        return cls(decoder, identity, kv_tokens or decoder.default_kv_tokens)
+        kv_tokens = kv_tokens or decoder.default_kv_tokens(longest)
+        return cls(decoder, identity, kv_tokens, context_len=longest)
 
     @property
     def parts(self) -> TargetParts:
@@ -238,10 +254,6 @@ class ModelRunner:
     def vocabulary_size(self) -> int:
         """Ids that the tokenizer knows; logits past it are padding."""
         return self.identity.vocabulary_size
-
-    @property
-    def context_len(self) -> int:
-        return self.config.context_len
 
     def open(self, token_ids: Sequence[int], prompt_len: int, salt: bytes | None = None) -> Session:
         """A session with nothing cached and no block taken; raises PromptTooLong and InvalidRequest.

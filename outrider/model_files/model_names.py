@@ -273,15 +273,15 @@ def parse_simulated(model: str) -> SimulatedModel | None:
     return found
 
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def embedded_model(role: str, way_out: str | None = None) -> str:
-    """Folder of the embedded model, in the repository or in the working directory.
+    """Folder of the embedded model, in the package as a wheel installs it, or else in the repository.
 
     Raises ModelRefused, which ends with the way out: by default the option that names another model.
     """
-    folders = [place / "models" / role for place in (REPOSITORY, Path.cwd())]
+    folders = [place / "models" / role for place in (PACKAGE, PACKAGE.parent)]
     for folder in folders:
         if (folder / "config.json").is_file():
             return str(folder)

@@ -1,33 +1,26 @@
-"""Ids of tokens, as digests that two services can compare."""
+"""The vocabulary of a model, by its tokenizer."""
 
-import hashlib
 import json
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Self
 
 from tokenizers import Tokenizer
 
 from outrider.errors import ModelRefused
+from outrider.model_files.digests import DIGEST_BYTES, IDS_PER_DIGEST, VocabularyDigests
 from outrider.model_files.folder_tokenizer import folder_tokenizer
 from outrider.model_files.gguf.files import gguf_in
 from outrider.model_files.gguf.header import GgufFile
 from outrider.model_files.gguf.tokenizer import doubt, read_tokenizer
 
-IDS_PER_DIGEST = 1024
-DIGEST_BYTES = 8
 VOCABULARY_FILE = "vocabulary.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """Size (one more than the largest id) and one 64-bit digest of (id, token) for every 1,024 ids, in order."""
-
-    size: int
-    digests: tuple[int, ...]
+class Vocabulary(VocabularyDigests):
+    """The digests of a model's tokenizer, read from its files."""
 
     @classmethod
     def read(cls, place: Path | str) -> Self:
@@ -57,23 +50,6 @@ class Vocabulary:
         (folder / VOCABULARY_FILE).write_text(text, encoding="utf-8")
 
     @classmethod
-    def of(cls, tokens: Iterable[tuple[str, int]]) -> Self:
-        """The vocabulary of pairs of token and id."""
-        by_id = sorted((token_id, token) for token, token_id in tokens)
-        if not by_id:
-            raise ModelRefused("The tokenizer has no tokens.")
-        size = by_id[-1][0] + 1
-        digests = [0] * -(-size // IDS_PER_DIGEST)
-        for number, chunk in groupby(by_id, lambda pair: pair[0] // IDS_PER_DIGEST):
-            state = hashlib.blake2b(digest_size=DIGEST_BYTES)
-            for token_id, token in chunk:
-                data = token.encode("utf-8", "surrogatepass")
-                # The length goes in too, or a token could borrow bytes from its neighbour.
-                state.update(token_id.to_bytes(4, "little") + len(data).to_bytes(4, "little") + data)
-            digests[number] = int.from_bytes(state.digest(), "little")
-        return cls(size, tuple(digests))
-
-    @classmethod
     def embedded(cls, tokenizer: Tokenizer, num_rows: int, model: str) -> Self:
         """The tokens that a model, which is called so, has one of its rows for; others can be in no answer.
 
@@ -86,19 +62,6 @@ class Vocabulary:
             message = f"{model}: the tokenizer knows the id {last}, but the model has only {num_rows} rows"
             raise ModelRefused(message, token_id=last, rows=num_rows)
         return cls.of((token, token_id) for token, token_id in tokens.items() if token_id < num_rows)
-
-    def difference(self, other: "Vocabulary") -> str | None:
-        """Sentence about the first difference, or None when the two are the same."""
-        if self.size != other.size:
-            return f"The vocabularies have {self.size} and {other.size} ids."
-        if len(self.digests) != len(other.digests):
-            return f"The vocabularies of {self.size} ids have {len(self.digests)} and {len(other.digests)} digests."
-        for number, (own, others) in enumerate(zip(self.digests, other.digests, strict=True)):
-            if own != others:
-                first = number * IDS_PER_DIGEST
-                last = min(first + IDS_PER_DIGEST, self.size) - 1
-                return f"The vocabularies of {self.size} ids differ between the ids {first} and {last}."
-        return None
 
 
 def misfit(tokenizer: Tokenizer, whole: Vocabulary, model: Vocabulary) -> str | None:

@@ -16,8 +16,9 @@ import torch
 
 from outrider.engine.device_thread import DeviceWorker
 from outrider.engine.models.checkpoints import find_checkpoint
+from outrider.engine.models.progress import Progress
 from outrider.engine.runner import ModelRunner
-from outrider.errors import ModelRefused, NotReady, OutriderError
+from outrider.errors import InvalidRequest, ModelRefused, NotReady, OutriderError
 from outrider.estimates.timing import ComputeTimes
 from outrider.grammar import GrammarEngine
 from outrider.model_files.ends import find_ends, told
@@ -32,6 +33,7 @@ from outrider.model_service.sessions import SessionStore
 from outrider.model_service.settings import ModelServiceSettings
 from outrider.model_service.watchdog import watch
 from outrider.process.metrics import LoopTasks, RunningMetrics, serve_metrics
+from outrider.process.options import flag_of
 from outrider.process.run import exit_now
 from outrider.process.streams import LostLines
 from outrider.rpc import channels
@@ -59,7 +61,8 @@ class LoadedModel:
 
     async def measured(self) -> "LoadedModel":
         """The model with the costs of its forwards, before it serves."""
-        return replace(self, row_costs=await asyncio.to_thread(measure_rows, self.runner))
+        with Progress("measuring forwards", self.runner.identity.model_name):
+            return replace(self, row_costs=await asyncio.to_thread(measure_rows, self.runner))
 
     def set_threads(self) -> None:
         """Sets torch's number of threads, which it keeps for each thread that calls it; runs on the device thread."""
@@ -137,14 +140,18 @@ def load_model(settings: ModelServiceSettings) -> LoadedModel:
         ends = {token_id: places for token_id, places in ends.items() if token_id < vocabulary.size}
     if tokenizer is not None and (reason := tokenizer_doubt(checkpoint.folder)):
         log.warning("tokens may be wrong", model=checkpoint.name, reason=reason)
-    runner = ModelRunner.load(
-        checkpoint,
-        device=settings.device,
-        dtype=str(settings.dtype),
-        num_threads=settings.threads,
-        kv_tokens=settings.kv_tokens,
-        vocabulary_size=vocabulary.size,
-    )
+    try:
+        runner = ModelRunner.load(
+            checkpoint,
+            device=settings.device,
+            dtype=str(settings.dtype),
+            num_threads=settings.threads,
+            kv_tokens=settings.kv_tokens,
+            context_len=settings.context_len,
+            vocabulary_size=vocabulary.size,
+        )
+    except InvalidRequest as error:
+        raise error.rename_fields(flag_of) from None
     grammars = None
     if tokenizer is not None:
         try:

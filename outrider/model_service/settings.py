@@ -96,6 +96,10 @@ class ModelServiceSettings(ProcessSettings):
             "Tokens that the cache holds.", within(1), default="512 MiB, or one context; of sim its device's memory"
         ),
     ] = None
+    context_len: Annotated[
+        int | None,
+        Setting("Most tokens of a prompt and its answer together.", within(1), default="what the model reads"),
+    ] = None
     lease_seconds: Annotated[float, Setting("How long a session outlives a broken link.", within(0))] = 60.0
     # A forward of 512 rows of a large model on a CPU may take a minute.
     stall_seconds: Annotated[

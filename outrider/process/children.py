@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.errors import OutriderError
 from outrider.process.metrics import scraped
+from outrider.process.progress import FileProgress, log_line
 from outrider.process.run import LISTENING
 from outrider.rpc.channels import open_channel
 
@@ -51,13 +52,22 @@ class ServiceFailed(OutriderError):
         self.said = said
 
 
+def family_of(host: str) -> socket.AddressFamily:
+    """Family of a host's addresses; one of IPv6 is in brackets."""
+    return socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+
+
 def free_port(host: str) -> int:
     """A port that is free, and for a minute is not given to processes that want any port.
 
     Its last connection has just been closed from this side, and until the system forgets that connection the port goes
     only to those who name it. So a child has the time to load its model.
     """
-    with socket.create_server((host, 0)) as listener, socket.create_connection(listener.getsockname()):
+    place, family = (host.strip("[]"), 0), family_of(host)
+    with (
+        socket.create_server(place, family=family) as listener,
+        socket.create_connection(listener.getsockname()[:2]),
+    ):
         listener.accept()[0].close()
         port: int = listener.getsockname()[1]
         return port
@@ -82,6 +92,8 @@ class Launch:
     """Variables that hold for it whatever this process has."""
     defaults: Mapping[str, str] = field(default_factory=lambda: QUIET_GRPC)
     """Variables that hold for it where this process has none; a server with TLS has no other word about refusals."""
+    hides_info: bool = False
+    """Whether lines of its log below warnings are read for its progress alone, and not passed on."""
     shares_port: bool = False
     """Whether others answer at `listen` too, so that an answer says nothing of this one: its metrics are asked."""
 
@@ -109,18 +121,27 @@ def _ending(code: int) -> str:
 class ServiceProcess:
     """A running child, made by `start`. Its `launch` names the ports that it has."""
 
-    def __init__(self, launch: Launch, process: asyncio.subprocess.Process, log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        process: asyncio.subprocess.Process,
+        log: Callable[[str], None],
+        progress: Callable[[FileProgress], None],
+    ) -> None:
         self.launch = launch
         self._process = process
         self._log = log
+        self._progress = progress
         self._serves = False
         # Until the child serves, its last line is held back: when it ends, that is the sentence that says why.
         self._held_line = ""
         self._logging = asyncio.create_task(self._log_stderr())
 
     @classmethod
-    async def start(cls, launch: Launch, log: Callable[[str], None]) -> Self:
-        """Starts the child and returns when it serves. `log` gets every line of its stderr.
+    async def start(
+        cls, launch: Launch, log: Callable[[str], None], progress: Callable[[FileProgress], None] = lambda _: None
+    ) -> Self:
+        """Starts the child and returns when it serves. `log` gets the lines of its stderr, `progress` what it loads.
 
         Raises ServiceFailed with the child's own last sentence when it ends first, or when the time is up.
         """
@@ -135,7 +156,7 @@ class ServiceProcess:
             start_new_session=True,
             env={**launch.defaults, **os.environ, **launch.environment},
         )
-        service, the_service = cls(launch, process, log), f"The {launch.name} service"
+        service, the_service = cls(launch, process, log, progress), f"The {launch.name} service"
         ended, serving = asyncio.create_task(service.wait()), asyncio.create_task(service._until_listening())
         try:
             await asyncio.wait({ended, serving}, timeout=launch.ready_timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -209,6 +230,11 @@ class ServiceProcess:
             if not data:
                 break
             line = data.decode(errors="replace").rstrip("\r\n")
+            values = log_line(line)
+            if (progress := FileProgress.of(values)) is not None:
+                self._progress(progress)
+            if values.get("level") in {"debug", "info"} and self.launch.hides_info:
+                continue
             if self._serves:
                 self._pass_on(line)
             elif line.strip():
@@ -285,7 +311,10 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A service came into another state. The last two are of one that died: how, and the wait before the next try."""
+    """A service came into another state, or on in it.
+
+    `ending` and `delay_s` are of one that died: how, and the wait before the next try.
+    """
 
     service: str
     state: State
@@ -293,6 +322,8 @@ class Change:
     addresses: Mapping[str, str] = field(default_factory=dict)
     ending: str = ""
     delay_s: float | None = None
+    progress: FileProgress | None = None
+    """Of one that is starting: the file that it is at."""
 
 
 class Supervisor:
@@ -379,7 +410,11 @@ class Supervisor:
 
     async def _spawn(self, launch: Launch) -> ServiceProcess:
         self._observe(Change(launch.name, State.STARTING))
-        process = await ServiceProcess.start(launch, partial(self._log, launch.name))
+        process = await ServiceProcess.start(
+            launch,
+            partial(self._log, launch.name),
+            lambda progress: self._observe(Change(launch.name, State.STARTING, progress=progress)),
+        )
         self._observe(Change(launch.name, State.SERVING, process.pid, process.launch.addresses))
         return process
 

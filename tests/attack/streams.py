@@ -12,7 +12,7 @@ from typing import Any, Self
 import httpx
 from support.basics import eventually
 
-from bench.common import OPENINGS
+from outrider.cli.bench.common import OPENINGS
 from outrider.cli.local_stack import Addresses
 from outrider.client import AsyncClient, Round, Speculation
 

@@ -28,8 +28,8 @@ from support.basics import eventually
 from support.observability import num_descriptors, peak_bytes, thread_names
 from support.stack import DRAFT, TARGET, until_quiet
 
-from bench.common import markdown
-from bench.load.summary import percentile
+from outrider.cli.bench.common import markdown
+from outrider.cli.bench.load.summary import percentile
 from outrider.cli.local_stack import Addresses, Stack, start_stack
 from outrider.cli.model_facts import model_facts
 from outrider.cli.running import note

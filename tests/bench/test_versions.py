@@ -2,8 +2,8 @@
 
 import pytest
 
-from bench.common import TokensDiffer
 from bench.versions import compare, in_turns, render
+from outrider.cli.bench.common import TokensDiffer
 
 
 def test_tokens_that_differ_end_the_run() -> None:

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.basics import eventually
 from support.stack import request_of
 
-from bench.common import OPENINGS
+from outrider.cli.bench.common import OPENINGS
 from outrider.rpc.errors import error_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub

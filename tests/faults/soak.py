@@ -17,7 +17,7 @@ from support.rest.rest_rows import body_of
 from support.rest.rest_stack import COMPLETIONS
 from support.stack import request_of
 
-from bench.common import OPENINGS
+from outrider.cli.bench.common import OPENINGS
 from outrider.rpc.errors import error_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2

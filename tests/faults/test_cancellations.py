@@ -9,7 +9,7 @@ import pytest
 from support.basics import eventually
 from support.stack import RunningStack, request_of, running_stack
 
-from bench.common import OPENINGS
+from outrider.cli.bench.common import OPENINGS
 from outrider.v1 import generation_service_pb2 as pb
 
 NUM_REQUESTS = 1000

@@ -24,8 +24,8 @@ from support.grid import plain_of
 from support.observability import num_descriptors
 from support.stack import until_quiet
 
-from bench.common import machine, markdown, revision
-from bench.load.driver import scrape
+from outrider.cli.bench.common import machine, markdown, revision
+from outrider.cli.bench.load.driver import scrape
 from outrider.cli.model_facts import model_facts
 from outrider.cli.running import note
 from outrider.cli.up import memory_bytes

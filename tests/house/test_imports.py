@@ -5,12 +5,17 @@ test loads.
 """
 
 import ast
+import sys
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("outrider", "draft_service", "target_service", "gateway", "bench", "models")
@@ -57,6 +62,7 @@ SHARED = (
 )
 PLUMBING = ("outrider.rpc", "outrider.process")
 SERVICE = (*SHARED, *PLUMBING, "outrider.engine", "outrider.drafters", "outrider.model_service")
+COMMANDS = ("outrider.client", "outrider.model_service.settings")
 RULES = (
     Rule("outrider.errors"),
     Rule("outrider.parameters", ("outrider.errors",)),
@@ -77,7 +83,14 @@ RULES = (
     Rule("outrider.model_service", (*SHARED, *PLUMBING, "outrider.engine"), torch=True, protobuf=True),
     Rule("outrider.model_service.settings", (*SHARED, *PLUMBING)),
     Rule("outrider.client", (*SHARED, "outrider.rpc"), protobuf=True),
-    Rule("outrider.cli", (*SHARED, *PLUMBING, "outrider.client", "outrider.model_service.settings"), protobuf=True),
+    Rule("outrider.cli", (*SHARED, *PLUMBING, *COMMANDS), protobuf=True),
+    Rule("outrider.cli.bench", (*SHARED, *PLUMBING, "outrider.cli", *COMMANDS), protobuf=True),
+    Rule(
+        "outrider.cli.bench.rounds",
+        (*SERVICE, "outrider.cli", "outrider.client", "target_service", "gateway.text"),
+        torch=True,
+        protobuf=True,
+    ),
     Rule("draft_service", SERVICE, torch=True),
     Rule("draft_service.servicer", ("draft_service", *SERVICE), torch=True, protobuf=True),
     Rule("target_service", (*SERVICE, "outrider.estimates"), torch=True),
@@ -129,6 +142,21 @@ RULES = (
 )
 # They stand outside the house and may look at all of it.
 FREE = ("bench", "models")
+# Programs, and the extras of pyproject.toml that must be installed beside the client for each to start.
+PROGRAMS = {
+    "outrider.client": (),
+    "outrider.cli.app": (),
+    "outrider.cli.bench.load.__main__": (),
+    "outrider.datastore.command": ("gateway",),
+    "gateway.__main__": ("gateway",),
+    "gateway.server": ("gateway",),
+    "gateway.worker_process": ("gateway",),
+    "outrider.cli.doctor.models": ("gateway",),
+    "draft_service.__main__": ("engine",),
+    "target_service.__main__": ("engine",),
+    "outrider.model_service.convert_head": ("engine",),
+    "outrider.cli.bench.rounds.__main__": ("gateway", "engine"),
+}
 
 
 @dataclass(frozen=True)
@@ -246,6 +274,23 @@ def heavy_chains(modules: Mapping[str, Module]) -> list[str]:
     ]
 
 
+def undeclared(program: str, extras: Iterable[str], modules: Mapping[str, Module]) -> list[str]:
+    """Distributions that a program imports and that its extras do not bring, neither themselves nor as a need."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+    direct = {canonicalize_name(Requirement(line).name) for line in lines}
+    needs = (Requirement(line) for name in direct for line in requires(name) or ())
+    brought = direct | {canonicalize_name(each.name) for each in needs if each.marker is None}
+    owners = packages_distributions()
+    tops = {name.partition(".")[0] for name in reached(program, modules)} - sys.stdlib_module_names - {*FOLDERS}
+    return [
+        f"{program} imports {top}"
+        for top in sorted(tops)
+        # Several share the package google, each of them declared.
+        if not {canonicalize_name(owner) for owner in owners.get(top, ())} & brought
+    ]
+
+
 def knots(modules: Mapping[str, Module]) -> list[str]:
     """Imports inside functions, relative imports, and TYPE_CHECKING."""
     found = []
@@ -299,6 +344,18 @@ def test_rare_drafters_and_dialects_stand_aside(modules: dict[str, Module]) -> N
 def test_light_processes_never_reach_torch(modules: dict[str, Module]) -> None:
     """Gateway, client and command line reach neither torch nor the engine by any chain, the last two no llguidance."""
     assert heavy_chains(modules) == []
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_each_program_has_what_it_imports(program: str, modules: dict[str, Module]) -> None:
+    """The client and commands that ask a gateway elsewhere need no extra, and each part of the stack its own alone."""
+    assert undeclared(program, PROGRAMS[program], modules) == []
+
+
+@pytest.mark.parametrize(("program", "missing"), [("gateway.server", "fastapi"), ("target_service.__main__", "torch")])
+def test_what_an_extra_would_bring_is_found(program: str, missing: str, modules: dict[str, Module]) -> None:
+    """The check can fail: without their extras the parts lack what they import."""
+    assert f"{program} imports {missing}" in undeclared(program, (), modules)
 
 
 def test_no_knots(modules: dict[str, Module]) -> None:

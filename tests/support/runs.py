@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from bench.rounds.samples import (
+from outrider.cli.bench.rounds.samples import (
     BARE,
     DRAFT,
     ENGINE,
@@ -25,7 +25,7 @@ from bench.rounds.samples import (
     TimeSample,
     fixed,
 )
-from bench.rounds.summary import RoundsSummary
+from outrider.cli.bench.rounds.summary import RoundsSummary
 
 SIZES = {TARGET: ModelSize("big", step_bytes=200_000_000), DRAFT: ModelSize("small", step_bytes=2_000_000)}
 STEP_MS = {(TARGET, 1): 10.0, (TARGET, 3): 11.0, (TARGET, 5): 12.0, (DRAFT, 1): 0.5, (DRAFT, 3): 0.6, (DRAFT, 5): 0.7}

@@ -14,7 +14,7 @@ from support.basics import eventually
 from support.rest.event_streams import check_stream
 from support.rest.rest_stack import CHAT, COMPLETIONS, PATIENCE_S, RestStack, rest_stack, said
 
-from bench.common import OPENINGS
+from outrider.cli.bench.common import OPENINGS
 
 NUM_CLIENTS = 100
 PLACES = 6

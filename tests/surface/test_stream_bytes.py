@@ -11,7 +11,7 @@ from support.rest.event_streams import EventStream, check_stream, read_events
 from support.rest.rest_stack import CHAT, COMPLETIONS, PATIENCE_S, RestStack, rest_stack, said
 from support.rest.vllm_figures import PerRequestMetrics, read_metrics
 
-from bench.common import OPENINGS
+from outrider.cli.bench.common import OPENINGS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TALE = "Once upon a time there was a king who had"

@@ -48,6 +48,7 @@ LIVE_PATH, ALIVE = "/live", '{"status":"alive"}'
 GENERATION_SERVICE = "outrider.v1.GenerationService"
 # What each option's port is for, as `who_answers` names it.
 ROLES = {"--rest-port": "rest", "--port": "gateway", "--draft-port": "draft", "--target-port": "target"}
+GATEWAY_PORTS = ("--rest-port", "--port")
 NAMES = {"rest": "REST and the page", "gateway": "gateway", "draft": "draft service", "target": "target service"}
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps -e ."
 # Far longer than a large model takes to load.
@@ -128,16 +129,20 @@ def rest_text(
     return body.decode(errors="replace") if response.status == 200 else None
 
 
-async def check_ports(wanted: Mapping[str, int]) -> list[Finding]:
-    """Findings about ports: one about all free ones, and one about each other; 0 means any and is not looked at."""
+async def check_ports(wanted: Mapping[str, int], host: str = HOST) -> list[Finding]:
+    """Findings about ports: one about all free ones, and one about each other; 0 means any and is not looked at.
+
+    The gateway's, which --port and --rest-port name, are of `host`.
+    """
     ports = {option: number for option, number in wanted.items() if number}
-    answerers = await asyncio.gather(*(who_answers(f"{HOST}:{number}") for number in ports.values()))
+    places = {option: host if option in GATEWAY_PORTS else HOST for option in ports}
+    answerers = await asyncio.gather(*(who_answers(f"{places[option]}:{number}") for option, number in ports.items()))
     free: list[str] = []
     findings: list[Finding] = []
     for (option, number), answerer in zip(ports.items(), answerers, strict=True):
         choose = f"{option} 0 takes a free one."
         if answerer is None:
-            if error := port_error(number):
+            if error := port_error(number, places[option]):
                 findings.append(failed(PORTS, f"{number} cannot be used: {error.strerror}.", choose, UNAVAILABLE))
             else:
                 free.append(str(number))

@@ -3,22 +3,26 @@
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from importlib.metadata import version
+from importlib import import_module
 
+import outrider
 from outrider.cli.doctor.checks import check_ends, check_engine, check_gateway, check_ports, self_test
-from outrider.cli.doctor.models import check_pair, download_fix, place_of
 from outrider.cli.doctor.report import SELF_TEST, SOFTWARE, Finding, Report, exit_code, failed, ok, skipped, warning
 from outrider.cli.local_stack import Stack, start_stack
+from outrider.cli.modules import NotInstalled
 from outrider.cli.pairs import Pair
 from outrider.cli.running import SYSEXITS, Interrupts, note, run
 from outrider.cli.versions import installed_versions
 from outrider.errors import InvalidRequest, ModelRefused
-from outrider.process.children import ServiceFailed, Supervisor
+from outrider.process.children import HOST, ServiceFailed, Supervisor
 from outrider.rpc.tls import Tls
+
+# Reads tokenizers, which those who only have the client lack; so it is loaded by its name.
+MODELS = "outrider.cli.doctor.models"
 
 
 def examine_machine(
-    stack: Stack | ModelRefused, not_fetched: str, api_key: str | None, *, quick: bool, as_json: bool
+    stack: Stack | ModelRefused | NotInstalled, not_fetched: str, api_key: str | None, *, quick: bool, as_json: bool
 ) -> int:
     """Checks this machine for a stack as `outrider up` would start it, or says why there is none to start.
 
@@ -28,6 +32,10 @@ def examine_machine(
     """
 
     async def check(report: Report, interrupts: Interrupts) -> None:
+        if isinstance(stack, NotInstalled):
+            fix = "Install that, or look at a gateway elsewhere with --address."
+            report.add(failed("versions", stack.message, fix))
+            return
         if isinstance(stack, ModelRefused):
             report.add(failed("models", stack.message, "Name models with --target and --draft."))
             return
@@ -39,12 +47,13 @@ def examine_machine(
             report.add(warning("pair", sentence, "Run `outrider up` once and then this again, or say --pair."))
         ports = {"--rest-port": stack.rest_port or 0, "--port": stack.gateway_port}
         draft_port = {"--draft-port": stack.draft_port} if stack.draft else {}
-        report.add(*await check_ports({**ports, **draft_port, "--target-port": stack.target_port}))
-        findings, absent = check_pair(stack)
+        report.add(*await check_ports({**ports, **draft_port, "--target-port": stack.target_port}, stack.host))
+        models = import_module(MODELS)
+        findings, absent = models.check_pair(stack)
         report.add(*findings)
 
         is_refused = exit_code(findings) != 0
-        place = None if is_refused else place_of(stack.target)
+        place = None if is_refused else models.place_of(stack.target)
         if place is not None:
             report.add(await check_ends(place))
         model = "" if quick or is_refused or stack.target in absent else stack.target
@@ -59,7 +68,7 @@ def examine_machine(
             report.add(skipped(SELF_TEST, "Nothing was started, because of what failed above."))
         elif absent:
             sentence = f"Nothing was started, because {' and '.join(absent)} would have to be downloaded."
-            report.add(skipped(SELF_TEST, sentence, download_fix(absent)))
+            report.add(skipped(SELF_TEST, sentence, models.download_fix(absent)))
         else:
             _announce("Starting a stack on free ports, to ask it twice")
             report.add(await check_stack(stack, interrupts, api_key))
@@ -73,7 +82,7 @@ def examine_gateway(
     """Checks a gateway that runs, prints the report and returns the exit code."""
 
     async def check(report: Report, _: Interrupts) -> None:
-        async for finding in check_gateway(address, rest_address, version("outrider"), api_key, tls):
+        async for finding in check_gateway(address, rest_address, outrider.__version__, api_key, tls):
             report.add(finding)
 
     return _examine(check, as_json=as_json)
@@ -86,7 +95,7 @@ def _examine(check: Callable[[Report, Interrupts], Awaitable[None]], *, as_json:
         installed = ", ".join(f"{name} {found or 'missing'}" for name, found in installed_versions().items())
         report.add(ok("versions", f"{installed}."))
         await check(report, interrupts)
-        report.end(version("outrider"))
+        report.end(outrider.__version__)
 
     run(work)
     return exit_code(report.findings)
@@ -94,7 +103,7 @@ def _examine(check: Callable[[Report, Interrupts], Awaitable[None]], *, as_json:
 
 async def check_stack(stack: Stack, interrupts: Interrupts, api_key: str | None) -> Finding:
     """A real stack on free ports that downloads nothing, with one request with and one without speculation."""
-    alone = replace(stack, gateway_port=0, draft_port=0, target_port=0, rest_port=None, offline=True)
+    alone = replace(stack, host=HOST, gateway_port=0, draft_port=0, target_port=0, rest_port=None, offline=True)
     # A report has no place for what a supervisor and services say on the way.
     async with Supervisor(lambda _sentence: None, lambda _name, _line: None) as supervisor:
         interrupts.urgent = supervisor.kill

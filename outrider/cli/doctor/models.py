@@ -89,7 +89,10 @@ def check_pair(stack: Stack) -> tuple[list[Finding], list[str]]:
         sentence = f"There is nothing to compare without the files of {' and '.join(missing)}."
         findings.append(skipped(VOCABULARY, sentence))
     if found:
-        needs = {role: needed_bytes(files, dtypes[role]) for role, files in found.items()}
+        needs = {
+            role: needed_bytes(files, dtypes[role], stack.kv_tokens, stack.context_len if role == "target" else None)
+            for role, files in found.items()
+        }
         findings.append(check_memory(needs, available_bytes()))
     return findings, absent
 
@@ -127,7 +130,7 @@ def read_model(role: str, model: str) -> ModelFiles | None:
     if simulated is not None:
         count, context_len, stored_dtype = simulated.parameter_count, SIM_CONTEXT_LEN, "bfloat16"
     known = simulated or sized
-    local_name = model_stem(given) if given.is_file() else (given.resolve() if given.is_dir() else given).name
+    local_name = model_stem(given.name) if given.is_file() else (given.resolve() if given.is_dir() else given).name
     name = known.name if known else local_name
     tokenizer, num_rows = tokenizer_in(folder), _positive(config, "vocab_size", 0)
     vocabulary = Vocabulary.read(folder) if tokenizer is None else Vocabulary.embedded(tokenizer, num_rows, name)
@@ -217,9 +220,10 @@ def check_fit(target: ModelFiles, draft: ModelFiles) -> list[Finding]:
     return findings
 
 
-def needed_bytes(model: ModelFiles, dtype: str) -> int:
+def needed_bytes(model: ModelFiles, dtype: str, kv_tokens: int | None = None, context_len: int | None = None) -> int:
     """Weights, cache and process of a service with this model on the CPU, where keys and values are float32.
 
+    The cache is of so many tokens, by default as the service takes it for a context, the model's own or a shorter one.
     A simulated model has neither weights nor keys.
     """
     if model.simulated is not None:
@@ -227,7 +231,8 @@ def needed_bytes(model: ModelFiles, dtype: str) -> int:
     # Integers are made of bfloat16, which is all in memory before.
     item_bytes = 4 if dtype == "float32" else 2
     token_bytes = 2 * 4 * model.key_value_width
-    cache = max(DEFAULT_KV_BYTES, min(model.context_len * token_bytes, MAX_KV_BYTES))
+    cache = max(DEFAULT_KV_BYTES, min((context_len or model.context_len) * token_bytes, MAX_KV_BYTES))
+    cache = cache if kv_tokens is None else kv_tokens * token_bytes
     return model.parameter_count * item_bytes + cache + PROCESS_BYTES
 
 

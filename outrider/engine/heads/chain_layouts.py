@@ -62,7 +62,7 @@ class ChainCheckpoint:
 
     def load(self, target: TargetParts, device: torch.device, dtype: torch.dtype, ops: Ops) -> Head:
         """Reads the tensors, matrices in dtype; raises ModelRefused where their values do not fit."""
-        tensors = read_tensors(self.stored, self.folder.name, device, dtype)
+        tensors = read_tensors(self.stored, device, dtype)
         head = self.build(tensors, target, ops)
         if tensors:
             raise ValueError(f"nothing reads {', '.join(sorted(tensors))}")

@@ -96,12 +96,12 @@ class FeatureCheckpoint:
 
     def load(self, target: TargetParts, device: torch.device, dtype: torch.dtype, ops: Ops) -> FeatureHead:
         """A tensor of the head's that is the target's, bit by bit, is dropped for the target's."""
-        tensors, title = self.files.tensors, self.folder.name
+        tensors = self.files.tensors
         # First, because it is small and may refuse the head.
         own_ids = {name: tensors[name] for name in (OFFSETS, REACHABLE) if name in tensors}
-        kept = self._target_ids(read_tensors(own_ids, title, torch.device("cpu"), dtype), target.vocab_size, device)
+        kept = self._target_ids(read_tensors(own_ids, torch.device("cpu"), dtype), target.vocab_size, device)
         others = {name: tensor for name, tensor in tensors.items() if name not in own_ids}
-        for name, tensor in read_tensors(others, title, device, dtype).items():
+        for name, tensor in read_tensors(others, device, dtype).items():
             shared = {"embedding.weight": target.embedding, "head.weight": target.output}.get(name)
             is_same = isinstance(shared, Tensor) and tensor.dtype == shared.dtype and torch.equal(tensor, shared)
             if not is_same:

@@ -33,4 +33,4 @@ def read_pass(folder: Path, target: TargetParts) -> Tensor:
     check_tensors(folder, stored, {NAME: (count, target.hidden_size)}, {}, "the target")
     if not 1 <= count <= MAX_COUNT:
         raise ModelRefused(f"{folder} has {count} rows of {NAME}, but must have 1 to {MAX_COUNT}", rows=count)
-    return read_tensors(stored, folder.name, torch.device("cpu"), torch.float32)[NAME]
+    return read_tensors(stored, torch.device("cpu"), torch.float32)[NAME]

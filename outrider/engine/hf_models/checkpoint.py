@@ -28,6 +28,7 @@ from outrider.engine.hf_models.config import (
 )
 from outrider.engine.hf_models.decoder import HfDecoder
 from outrider.engine.models.config import DecoderFacts, JsonKeys, read_eos_token_ids, read_json
+from outrider.engine.models.progress import Progress
 from outrider.engine.models.weights import (
     Shapes,
     StoredTensor,
@@ -105,7 +106,9 @@ class HfCheckpoint:
     def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> HfDecoder:
         """Reads the files; raises ModelRefused before it does where their headers do not fit."""
         stored = self.tensors.check(self.folder, stored_tensors(weight_files(self.folder)))
-        model = load(self.kind, self.configuration, self.folder, stored, (device, dtype, ops))
+        # In one call, which does not say how far it is.
+        with Progress("reading weights", ", ".join(file.name for file in weight_files(self.folder))):
+            model = load(self.kind, self.configuration, self.folder, stored, (device, dtype, ops))
         decoder = HfDecoder(self.config, model, ops)
         if device.type == "cpu" and not rows_are_independent(decoder):
             raise ModelRefused(f"{self.folder}: {self.kind.__name__} computes other bits for a row in other company")

@@ -8,18 +8,17 @@ from pkgutil import resolve_name
 from typing import Protocol, Self
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from outrider.engine.models.config import FAMILIES, DecoderFacts, JsonKeys, ModelConfig, read_architecture, read_json
 from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.progress import Progress
 from outrider.engine.models.simulated import SimulatedCheckpoint
 from outrider.engine.models.sized import sized_hash, widen, widened
 from outrider.engine.models.transformer import Transformer
-from outrider.engine.models.weights import expected_shapes, load_tensors, model_hash, resolve
+from outrider.engine.models.weights import load_tensors, model_hash, resolve
 from outrider.engine.ops import Ops
-from outrider.model_files.gguf.files import model_stem
+from outrider.model_files.gguf.files import HubName, model_stem
 from outrider.model_files.model_names import Shape, parse, parse_simulated, tokenizer_source
 
 # Imported by name, here and nowhere else, because an import at the top would make everybody pay: for transformers
@@ -67,7 +66,14 @@ class FolderCheckpoint:
         return load_tensors(self.folder, self.config, device, dtype)
 
     def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> Decoder:
-        return Transformer(self.config, self.load(device, dtype), ops)
+        tensors = self.load(device, dtype)
+
+        def remaining() -> int:
+            # The transformer takes them out one by one.
+            return sum(tensor.nbytes for tensor in list(tensors.values()))
+
+        with Progress("arranging weights", self.name, remaining(), remaining):
+            return Transformer(self.config, tensors, ops)
 
     def digest(self) -> str:
         return model_hash(self.folder)
@@ -86,13 +92,14 @@ class SizedCheckpoint(FolderCheckpoint):
         return cls(name, folder, widened(ModelConfig.read(folder), shape), shape=shape, seed=seed)
 
     def load(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Makes all tensors; a bar on stderr shows progress when it is a terminal."""
         small = ModelConfig.read(self.folder)
         source = load_tensors(self.folder, small, torch.device("cpu"), torch.float32)
-        console = Console(stderr=True)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            made = widen(source, small, self.config, self.seed, device, dtype)
-            return dict(progress.track(made, len(expected_shapes(self.config)), description=f"Making {self.name}"))
+        made: dict[str, Tensor] = {}
+        with Progress("making weights", self.name, self.shape.parameter_count * dtype.itemsize) as progress:
+            for name, tensor in widen(source, small, self.config, self.seed, device, dtype):
+                made[name] = tensor
+                progress.done_bytes += tensor.nbytes
+        return made
 
     def digest(self) -> str:
         return sized_hash(model_hash(self.folder), self.shape, self.seed)
@@ -107,8 +114,10 @@ def find_checkpoint(model: str) -> Checkpoint:
         return SizedCheckpoint.of(sized.name, Path(tokenizer_source(model)), sized.shape, sized.seed)
     folder, given = resolve(model), Path(model).expanduser()
     # A file's suffix says nothing that a reader of logs would miss.
-    own_name = model_stem(given) if given.is_file() else given.resolve().name
-    name = own_name if os.path.exists(given) else model.rsplit("/", 1)[-1]
+    own_name = model_stem(given.name) if given.is_file() else given.resolve().name
+    hub = HubName.parse(model)
+    hub_name = model_stem(hub.file) if hub.file else model.rsplit("/", 1)[-1]
+    name = own_name if os.path.exists(given) else hub_name
     if folder.is_file():
         read: Callable[[str, Path], Checkpoint] = resolve_name(GGUF).of
         return read(name, folder)

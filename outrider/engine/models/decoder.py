@@ -39,12 +39,11 @@ class Decoder(ABC):
         """Type of keys and values: as exact as activations on the CPU, as small as weights on an accelerator."""
         return torch.float32 if self.embedding.device.type == "cpu" else self.embedding.dtype
 
-    @property
-    def default_kv_tokens(self) -> int:
+    def default_kv_tokens(self, context_len: int) -> int:
         """Tokens whose keys and values fit into 512 MiB, or one full context, up to 4 GiB for that."""
         config = self.config
         token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.cache_dtype.itemsize
-        return max(DEFAULT_KV_BYTES // token_bytes, min(config.context_len, MAX_KV_BYTES // token_bytes))
+        return max(DEFAULT_KV_BYTES // token_bytes, min(context_len, MAX_KV_BYTES // token_bytes))
 
     @abstractmethod
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:

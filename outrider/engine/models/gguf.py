@@ -14,14 +14,13 @@ import torch
 from blake3 import blake3
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from outrider.engine.models.checkpoints import FolderCheckpoint
 from outrider.engine.models.config import JsonKeys, ModelConfig, eos_token_ids_in
+from outrider.engine.models.progress import Progress
 from outrider.engine.models.rope import DividedRope, Rope
-from outrider.engine.models.weights import check_numbers, expected_shapes
+from outrider.engine.models.weights import check_numbers, expected_shapes, hash_bytes
 from outrider.errors import ModelRefused
 from outrider.model_files.gguf.config import architecture_of, json_config, spelled
 from outrider.model_files.gguf.header import GgufFile, TensorPlace
@@ -105,15 +104,14 @@ def read_config(file: GgufFile) -> ModelConfig:
 def load_gguf(file: GgufFile, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """All tensors of the model on the device, by checkpoint name: matrices in dtype, vectors in float32.
 
-    The rows of queries and keys are put back from the order in which llama.cpp rotates a Llama's. A bar on stderr shows
-    progress when it is a terminal.
+    The rows of queries and keys are put back from the order in which llama.cpp rotates a Llama's.
     """
-    console, tensors, is_permuted = Console(stderr=True), dict[str, Tensor](), architecture_of(file) == "llama"
+    tensors, is_permuted = dict[str, Tensor](), architecture_of(file) == "llama"
     data = {part: np.memmap(part, np.uint8, "r") for part in {place.file for place in file.tensors.values()}}
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        names = list(expected_shapes(config))
-        for name in progress.track(names, description=f"Loading {file.path.name}"):
+    with Progress("reading weights", "", sum(place.size for place in file.tensors.values())) as progress:
+        for name in expected_shapes(config):
             place = file.tensors[_gguf_name(name)]
+            progress.file = place.file.name
             tensor = _widened(data[place.file], place, dtype if len(place.shape) > 1 else torch.float32)
             heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2], 0)
             if heads and is_permuted:
@@ -121,14 +119,16 @@ def load_gguf(file: GgufFile, config: ModelConfig, device: torch.device, dtype: 
                 tensor = halves.transpose(1, 2).reshape(tensor.shape)
             check_numbers(place.file, place.name, tensor)
             tensors[name] = tensor.to(device)
+            progress.done_bytes += place.size
     return tensors
 
 
 def gguf_hash(file: GgufFile) -> str:
     """Thirty-two hexadecimal digits that name a model: BLAKE3 over the file or its parts, whatever their names."""
     digest = blake3(max_threads=blake3.AUTO)
-    for part in file.parts:
-        digest.update_mmap(part)
+    with Progress("hashing weights", "", sum(part.stat().st_size for part in file.parts)) as progress:
+        for part in file.parts:
+            hash_bytes(digest, part, progress)
     return digest.hexdigest()[:32]
 
 

@@ -116,8 +116,7 @@ class SimulatedDecoder(Decoder):
     def device_name(self) -> str:
         return f"simulated {self.model.device.name}"
 
-    @property
-    def default_kv_tokens(self) -> int:
+    def default_kv_tokens(self, context_len: int) -> int:
         """Tokens that the memory of the device would hold."""
         return self.model.kv_tokens
 

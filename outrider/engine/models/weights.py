@@ -5,6 +5,7 @@ wrong is found in the files' headers, before anything large is allocated, and is
 """
 
 import json
+import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,12 +16,11 @@ from typing import Any
 import huggingface_hub
 import torch
 from blake3 import blake3
-from rich.console import Console
-from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outrider.engine.models.config import FAMILIES, JsonKeys, ModelConfig, read_json
+from outrider.engine.models.progress import Progress
 from outrider.errors import ModelRefused, NotReady
 from outrider.model_files.gguf.files import IGNORED, HubName, cached_gguf, fetch_file, fetch_gguf, gguf_in, part_names
 
@@ -28,6 +28,8 @@ from outrider.model_files.gguf.files import IGNORED, HubName, cached_gguf, fetch
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.bfloat16, "int4": torch.bfloat16}
 PACKED_BITS = {"int8": 8, "int4": 4}
 FILE_DTYPES = ("BF16", "F16", "F32")
+# Taken into a hash at once: enough for all processors.
+HASHED_BYTES = 64 << 20
 # What a hub is asked for first.
 PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 
@@ -239,8 +241,8 @@ def check_tensors(
 def load_tensors(folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """All tensors of the model on the device: matrices in dtype, vectors (norms, biases) in float32.
 
-    A bar on stderr shows progress when it is a terminal. Raises ModelRefused for missing, unexpected, misshapen or
-    quantized tensors, before any is read. "lm_head.weight" of a tied model may be absent, and is used if it is there.
+    Raises ModelRefused for missing, unexpected, misshapen or quantized tensors, before any is read. "lm_head.weight" of
+    a tied model may be absent, and is used if it is there.
     """
     # What other models of the same folder hold, a head's layers for instance, is theirs.
     foreign = FAMILIES[config.architecture].foreign_tensors
@@ -248,29 +250,26 @@ def load_tensors(folder: Path, config: ModelConfig, device: torch.device, dtype:
     stored = {tensor.name: tensor for tensor in found if not tensor.name.startswith(foreign)}
     shapes = expected_shapes(config)
     check_tensors(folder, stored, shapes, {"lm_head.weight": shapes["model.embed_tokens.weight"]})
-    return read_tensors(stored, folder.name, device, dtype)
+    return read_tensors(stored, device, dtype)
 
 
-def read_tensors(
-    stored: Mapping[str, StoredTensor], title: str, device: torch.device, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """The tensors by the names in stored: matrices in dtype, vectors in float32, integers in int64.
-
-    A bar with the title shows progress on stderr when that is a terminal.
-    """
-    console = Console(stderr=True)
+def read_tensors(stored: Mapping[str, StoredTensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors by the names in stored: matrices in dtype, vectors in float32, integers in int64."""
     tensors: dict[str, Tensor] = {}
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        files = sorted({tensor.file for tensor in stored.values()})
-        for file in progress.track(files, description=f"Loading {title}"):
+    files = sorted({tensor.file for tensor in stored.values()})
+    with Progress("reading weights", "", sum(file.stat().st_size for file in files)) as progress:
+        for file in files:
+            progress.file = file.name
             with safe_open(file, framework="pt") as tensor_file:
                 for name in sorted(name for name, tensor in stored.items() if tensor.file == file):
                     tensor = tensor_file.get_tensor(stored[name].name)
+                    num_bytes = tensor.nbytes
                     # Always a copy: the file's memory is mapped, unaligned, and changes if someone overwrites it.
                     kept = dtype if tensor.ndim > 1 else torch.float32
                     kept = kept if tensor.is_floating_point() else torch.int64
                     tensors[name] = tensor.to(device=device, dtype=kept, copy=True)
                     check_numbers(file, stored[name].name, tensors[name])
+                    progress.done_bytes += num_bytes
     return tensors
 
 
@@ -322,6 +321,21 @@ def model_hash(folder: Path) -> str:
 def files_hash(config: Mapping[str, Any], files: Sequence[Path]) -> str:
     """Hash of what config.json holds, or should hold, and of these weight files."""
     digest = blake3(json.dumps(config, sort_keys=True).encode(), max_threads=blake3.AUTO)
-    for file in files:
-        digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode()).update_mmap(file)
+    with Progress("hashing weights", "", sum(file.stat().st_size for file in files)) as progress:
+        for file in files:
+            digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
+            hash_bytes(digest, file, progress)
     return digest.hexdigest()[:32]
+
+
+def hash_bytes(digest: blake3, file: Path, progress: Progress) -> None:
+    """Takes a whole file into a digest, piece by piece, so that the progress moves."""
+    progress.file = file.name
+    with file.open("rb") as opened:
+        if not os.fstat(opened.fileno()).st_size:
+            return
+        with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
+            for start in range(0, len(data), HASHED_BYTES):
+                with data[start : start + HASHED_BYTES] as piece:
+                    digest.update(piece)
+                    progress.done_bytes += len(piece)

@@ -128,11 +128,12 @@ def processor_levels() -> tuple[str, ...]:
 def load_kernels(*names: str, folder: Path = FOLDER) -> Kernels | None:
     """The fastest kernels that are built and run here, or the first of `names`; None where there are none.
 
-    Another folder is one of another version whose functions have the same arguments.
+    A build for every Python goes before one that an earlier version made for a single one. Another folder is one of
+    another version whose functions have the same arguments.
     """
     for name in names or processor_levels():
         stem = "_" + name.replace("-", "_")
-        paths = (folder / (stem + suffix) for suffix in EXTENSION_SUFFIXES)
+        paths = (folder / (stem + suffix) for suffix in reversed(EXTENSION_SUFFIXES))
         path = next((path for path in paths if path.exists()), None)
         if path is not None and name in processor_levels():
             functions = ctypes.CDLL(str(path))

@@ -12,6 +12,11 @@ from outrider.errors import ModelRefused
 
 SUFFIX, SAFETENSORS = ".gguf", ".safetensors"
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.[A-Za-z]+)")
+# How names end by the habit of llama.cpp and of those who publish its files: -Q4_K_M, .i1-IQ3_XXS, -UD-Q4_K_XL, -f16.
+_QUANTISED = re.compile(
+    r"(?<=.)[-._](?:(?:UD|i1|imat)[-._])*(?:I?Q[1-8](?:_[0-9A-Z]+)*|TQ[12]_0|MXFP4(?:_MOE)?|NVFP4|B?F16|FP16|F32)$",
+    re.IGNORECASE,
+)
 MAX_PARTS = 1000
 # Models lie at the top of a repository; Mistral's own format repeats the weights under other names.
 IGNORED = ["consolidated*", "*/*"]
@@ -56,10 +61,11 @@ def part_names(name: str) -> list[str]:
     return [f"{part['stem']}-{number:05d}-of-{part['count']}{part['suffix']}" for number in range(1, count + 1)]
 
 
-def model_stem(path: Path) -> str:
-    """Name of a model by its file: without the suffix, and without which part it is."""
-    part = _PART.fullmatch(path.name)
-    return path.stem if part is None else part["stem"]
+def model_stem(name: str) -> str:
+    """Name of a model by its file: without the suffix, which part it is, and how its numbers are quantised."""
+    part = _PART.fullmatch(name)
+    stem = Path(name).stem if part is None else part["stem"]
+    return _QUANTISED.sub("", stem)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from bench.acceptance.__main__ import conclude
 from bench.acceptance.report import AcceptanceSummary, Estimate, mean, render, share
 from bench.acceptance.runs import AcceptancePlan, ModelPair, Readers, RuleCounts, measure
-from bench.common import OPENINGS
+from outrider.cli.bench.common import OPENINGS
 from outrider.drafters.hosted import HostedModel
 from outrider.engine.runner import ModelRunner
 from outrider.parameters import Acceptance, Rule

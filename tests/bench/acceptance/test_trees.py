@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from bench.acceptance.__main__ import conclude
 from bench.acceptance.runs import AcceptancePlan, ModelPair
 from bench.acceptance.trees import Proposed, TreeCounts, kept_rows, measure_trees, render_trees
-from bench.common import OPENINGS
+from outrider.cli.bench.common import OPENINGS
 from outrider.drafters.hosted import HostedModel
 from outrider.engine.runner import ModelRunner
 from outrider.token_tree import TokenTree

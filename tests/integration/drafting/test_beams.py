@@ -13,7 +13,7 @@ from support.models.tiny_models import TARGET
 from support.rest.rest_stack import CHAT, COMPLETIONS, rest_stack
 from support.stack import PATIENT, RunningStack, reference_model, request_of, running_stack
 
-from bench.common import OPENINGS
+from outrider.cli.bench.common import OPENINGS
 from outrider.client import Answer, BeamSearch, InvalidRequest, PromptTooLong, Speculation
 from outrider.v1 import generation_service_pb2 as pb
 

@@ -20,7 +20,7 @@ from support.basics import eventually
 from support.models.tiny_models import write_tiny_model
 from support.stack import DRAFT, PATIENT, TARGET, Answer, RunningStack, greedy_reference, running_stack, token_ids
 
-from bench.common import OPENINGS
+from outrider.cli.bench.common import OPENINGS
 from outrider.datastore.build import build
 from outrider.model_files.vocabulary import Vocabulary
 from outrider.v1 import generation_service_pb2 as pb

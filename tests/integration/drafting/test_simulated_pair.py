@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 from support.stack import PATIENT, Answer, answers, running_stack, token_ids
 
-from bench.common import OPENINGS
+from outrider.cli.bench.common import OPENINGS
 from outrider.v1 import types_pb2
 
 PROMPTS = OPENINGS[:16]

@@ -3,7 +3,7 @@
 import pytest
 from support.stack import TARGET, Answer, RunningStack, running_stack
 
-from bench.common import OPENINGS
+from outrider.cli.bench.common import OPENINGS
 
 
 async def said(stack: RunningStack) -> list[Answer]:

@@ -25,10 +25,10 @@ from support.certificates import (
 )
 from support.stack import PATIENT, TARGET, RunningStack, running_stack, token_ids
 
-from bench.common import REPOSITORY
 from gateway.server import start
 from gateway.sessions.peer import ServicePeer
 from gateway.settings import GatewaySettings
+from outrider.cli.bench.common import REPOSITORY
 from outrider.cli.doctor.checks import check_gateway
 from outrider.cli.doctor.report import Status
 from outrider.client import AsyncClient, Speculation

@@ -15,8 +15,8 @@ import pytest
 import tokenizers
 from support.stack import DRAFT, PATIENT, TARGET, Answer, RunningStack, running_stack, token_ids
 
-from bench.common import OPENINGS
 from gateway.lookup.chains import KEY_LEN
+from outrider.cli.bench.common import OPENINGS
 from outrider.v1 import types_pb2
 
 MAX_TOKENS = 40

@@ -8,7 +8,7 @@ import torch
 from support.stack import Answer, running_stack
 
 from bench.acceptance.runs import hop_bytes
-from bench.common import OPENINGS
+from outrider.cli.bench.common import OPENINGS
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, WEIGHT_SUM, quantise
 from outrider.parameters import DraftDistribution

@@ -7,7 +7,7 @@ import pytest
 from support.models.tiny_models import TARGET, TRAINED
 from support.stack import RunningStack, answers, request_of, running_stack, token_ids
 
-from bench.common import OPENINGS
+from outrider.cli.bench.common import OPENINGS
 
 AT_A_TIME = 20
 

@@ -14,8 +14,8 @@ from support.basics import grid, slow
 from support.models.tiny_models import write_tiny_model
 from support.stack import DRAFT, PATIENT, TARGET, RunningStack, running_stack
 
-from bench.common import OPENINGS
 from gateway.lookup.guesses import GRAMMAR
+from outrider.cli.bench.common import OPENINGS
 from outrider.client import Answer, InvalidRequest, OutriderError, Speculation
 from outrider.errors import NoTokenLeft
 from outrider.model_files.tokenizer_files import load_tokenizer

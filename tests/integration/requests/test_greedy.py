@@ -8,7 +8,7 @@ from support.basics import slow
 from support.models.tiny_models import TARGET, write_drafts
 from support.stack import PATIENT, answers, first_difference_is_near_tie, greedy_reference, running_stack, token_ids
 
-from bench.common import OPENINGS
+from outrider.cli.bench.common import OPENINGS
 
 DRAFT_COUNTS, FEW_DRAFT_COUNTS = (0, 1, 3, 5, 8), (0, 3, 8)
 DRAFTS = ("trained", "random", "itself", "adversary")

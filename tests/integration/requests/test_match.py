@@ -8,7 +8,7 @@ from support.basics import eventually
 from support.models.tiny_models import TARGET, TRAINED
 from support.stack import Answer, RunningStack, answers, running_stack, token_ids
 
-from bench.common import OPENINGS
+from outrider.cli.bench.common import OPENINGS
 from outrider.v1 import types_pb2
 
 TEMPERATURES = (0.7, 1.0, 1.3)

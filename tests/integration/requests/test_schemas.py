@@ -11,7 +11,7 @@ import pytest
 from support.requests.schemas import Made, make
 from support.stack import Answer, RunningStack, running_stack
 
-from bench.common import OPENINGS
+from outrider.cli.bench.common import OPENINGS
 from outrider.errors import InvalidRequest
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,11 @@ import draft_service
 import gateway
 import outrider
 import target_service
-from bench.load.__main__ import app as bench_load
-from bench.rounds.__main__ import app as bench_rounds
 from outrider.cli import app as commands
 from outrider.cli import main
+from outrider.cli.bench.load.__main__ import app as bench_load
+from outrider.cli.bench.rounds.__main__ import app as bench_rounds
+from outrider.cli.bench.speed import app as bench_speed
 from outrider.datastore.command import app as datastore
 from outrider.errors import OutriderError
 from outrider.parameters import MAX_STOPS
@@ -48,6 +48,7 @@ def walk(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 COMMANDS = dict(walk(typer.main.get_command(commands)))
 # What `outrider bench`, `outrider datastore` and `outrider certs` pass their arguments on to.
 COMMANDS["bench", "rounds"] = typer.main.get_command(bench_rounds)
+COMMANDS["bench", "speed"] = typer.main.get_command(bench_speed)
 COMMANDS["bench", "load"] = typer.main.get_command(bench_load)
 COMMANDS.update(walk(typer.main.get_command(datastore), ("datastore",)))
 COMMANDS["certs",] = typer.main.get_command(certs)
@@ -196,10 +197,10 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     """The option and the command say the same; JSON has more."""
     for words in (["--version"], ["version"]):
         assert outcome(monkeypatch, *words) == 0
-        assert capsys.readouterr().out == f"outrider {version('outrider')}\n"
+        assert capsys.readouterr().out == f"outrider {outrider.__version__}\n"
     assert outcome(monkeypatch, "version", "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["version"] == version("outrider")
+    assert told["version"] == outrider.__version__
     assert {"python", "grpcio", "protobuf"} <= set(told)
 
 

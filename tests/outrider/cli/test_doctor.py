@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from support.services.markov import MarkovModel
 from support.services.markov_services import DraftServicer, serving
 from support.stack import RunningStack, running_stack
 
+import outrider
 from outrider.cli.doctor.checks import (
     Answerer,
     check_gateway,
@@ -231,7 +231,7 @@ async def stack() -> AsyncIterator[RunningStack]:
 
 async def checked(address: str, rest_address: str | None = None) -> list[Finding]:
     """All findings about a gateway."""
-    return [finding async for finding in check_gateway(address, rest_address, version("outrider"))]
+    return [finding async for finding in check_gateway(address, rest_address, outrider.__version__)]
 
 
 @pytest.mark.asyncio(loop_scope="module")

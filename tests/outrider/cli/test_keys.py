@@ -5,13 +5,13 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from importlib.metadata import version
 
 import pytest
 import pytest_asyncio
 from support.keys import key_of, write_keys
 from support.services.markov_services import MarkovStack, markov_stack, write_tokenizer
 
+import outrider
 from outrider.cli.doctor.checks import GATEWAY, REST, SELF_TEST, check_gateway, who_answers
 from outrider.cli.local_stack import Stack, gateway_launch
 from outrider.cli.race import STORY, race
@@ -82,7 +82,7 @@ async def test_the_doctor_examines_a_gateway_with_a_key(stack: MarkovStack) -> N
     assert (answerer := await who_answers(rest)) is not None
     assert answerer.role == "rest"
     for key, codes in ((key_of("alice"), [0, 0, 0]), (None, [0, 69, InvalidKey.exit_code])):
-        findings = [finding async for finding in check_gateway(address, rest, version("outrider"), key)]
+        findings = [finding async for finding in check_gateway(address, rest, outrider.__version__, key)]
         assert [finding.check for finding in findings] == [GATEWAY, REST, SELF_TEST]
         assert [finding.exit_code for finding in findings] == codes
     assert "--api-key" in findings[1].fix

@@ -1,15 +1,17 @@
 """Which processes a stack has, and how each is started."""
 
 import socket
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from draft_service.server import DraftSettings
 from gateway.settings import GatewaySettings
 from outrider.cli.local_stack import Stack, choose_models, gateway_launch, model_launch, start_stack
-from outrider.cli.options import HostedOptions, Models
+from outrider.cli.options import HostedOptions, MachineOptions, Models
 from outrider.cli.up import check_ports, outlasting
 from outrider.errors import InvalidRequest, ModelRefused, NotReady
 from outrider.model_files import model_names
@@ -58,8 +60,7 @@ def test_a_simulated_target_takes_a_simulated_draft() -> None:
 
 def test_missing_embedded_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sentence says where it was looked for and which option names another."""
-    monkeypatch.setattr(model_names, "REPOSITORY", tmp_path)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model_names, "PACKAGE", tmp_path)
     with pytest.raises(ModelRefused, match="name a model with --draft") as refusal:
         embedded_model("draft")
     assert str(tmp_path) in refusal.value.message
@@ -141,9 +142,40 @@ def test_a_draft_in_the_target_s_process_has_threads_of_its_own() -> None:
     assert not any(hosted.target_flags(None, 2).values())
 
 
+def test_the_host_is_the_gateway_s_and_sizes_are_of_the_services() -> None:
+    """gRPC and REST answer there, the services on this machine alone; the draft reads as far as it can."""
+    stack = replace(PAIR, host="[::]", rest_port=0, kv_tokens=640, context_len=512)
+    target, draft = (model_launch(role, stack) for role in ("target", "draft"))
+    gateway = gateway_launch(stack, "127.0.0.1:7", None)
+    assert (gateway.listen, gateway.further["rest"]) == ("[::]:0", "[::]:0")
+    assert {target.listen, draft.listen} == {"127.0.0.1:0"}
+    for words in (target.command, draft.command):
+        assert words[words.index("--kv-tokens") + 1] == "640"
+    assert target.command[target.command.index("--context-len") + 1] == "512"
+    assert "--context-len" not in draft.command
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ({}, ""),
+        ({"host": "localhost"}, ""),
+        ({"host": "[::1]"}, ""),
+        ({"host": "0.0.0.0", "api_keys": "keys.toml"}, ""),
+        ({"host": "0.0.0.0", "no_auth": True}, ""),
+        ({"host": "0.0.0.0"}, "--host is '0.0.0.0', but must be an address of this machine alone unless --api-keys"),
+        ({"api_keys": "keys.toml", "no_auth": True}, "--no-auth is 'True', but must be left out with --api-keys"),
+    ],
+)
+def test_who_comes_in_from_elsewhere_is_said_before_anything_is_loaded(options: dict[str, Any], refusal: str) -> None:
+    """By the names of the options that were typed."""
+    with pytest.raises(InvalidRequest, match=refusal) if refusal else nullcontext():
+        MachineOptions(**options).check_doors()
+
+
 def test_services_know_the_flags_that_they_get() -> None:
     """An option that they call otherwise would end them at their start."""
-    stack = replace(PAIR, workers=2, api_keys="keys.toml", prefix_cache=False)
+    stack = replace(PAIR, workers=2, api_keys="keys.toml", prefix_cache=False, kv_tokens=64, context_len=64)
     stack = replace(stack, target_flags=HostedOptions(draft_in_target=True, lookahead=True).target_flags("d", 1))
     stack = replace(stack, draft_flags=Models(top_n=4, cascade="lookup", cascade_depth=2).draft_flags())
     launches: dict[type[ProcessSettings], Launch] = {

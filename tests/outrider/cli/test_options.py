@@ -17,10 +17,10 @@ from support.requests.bad_requests import LONG, RARE, paths
 from support.stack import RunningStack, running_stack
 from typer.main import get_command
 
-from bench.load.__main__ import NAMES as LOAD_NAMES
-from bench.load.__main__ import LoadOptions
-from bench.load.__main__ import app as bench_load
 from outrider.cli.app import app
+from outrider.cli.bench.load.__main__ import NAMES as LOAD_NAMES
+from outrider.cli.bench.load.__main__ import LoadOptions
+from outrider.cli.bench.load.__main__ import app as bench_load
 from outrider.cli.options import OPTIONS, SHARED_OPTIONS, in_options
 from outrider.client import GenerationOptions, InvalidRequest, OutriderError, Speculation
 from outrider.client.requests import CALL_OPTIONS

@@ -31,10 +31,12 @@ from outrider.cli.up import (
     TableDisplay,
     choose_display,
     memory_bytes,
+    page_of,
     parse_counts,
     work_line,
 )
 from outrider.process.children import Change, State
+from outrider.process.progress import FileProgress
 
 FACTS = [ModelFacts("target", "big", 11, "bfloat16", "cpu", 2, "cpu-x", 4096, 100, 16, "127.0.0.1:2")]
 METRICS_PLACES = {"gateway": "127.0.0.1:4", "target": "127.0.0.1:5"}
@@ -133,6 +135,41 @@ def test_json_tells_every_event_on_a_line_of_its_own() -> None:
     times = [datetime.fromisoformat(each["timestamp"]) for each in events]
     assert times == sorted(times)
     assert all(each.tzinfo == UTC for each in times)
+
+
+LOADING = Change("target", State.STARTING, progress=FileProgress("reading weights", "a.gguf", 1 << 30, 4 << 30))
+SENTENCE = "target: reading weights: a.gguf, 1.0 of 4.0 GiB (25%)"
+
+
+def test_each_display_shows_what_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines on stderr, an event, and in the table the share beside the state and the file below, until it serves."""
+    LinesDisplay(io.StringIO()).observe(LOADING)
+    assert capsys.readouterr().err == SENTENCE + "\n"
+    output = io.StringIO()
+    JsonDisplay(output).observe(LOADING)
+    event = json.loads(output.getvalue())
+    assert (event["event"], event["service"], event["file"], event["done_bytes"]) == (
+        "loading",
+        "target",
+        "a.gguf",
+        1 << 30,
+    )
+    drawn = io.StringIO()
+    display = TableDisplay(Console(file=drawn, width=80, force_terminal=True, color_system=None))
+    display.observe(LIFE[0])
+    display.observe(LOADING)
+    assert "starting 25%" in drawn.getvalue()
+    assert SENTENCE in drawn.getvalue()
+    drawn.truncate(0)
+    display.observe(LIFE[1])
+    assert SENTENCE not in drawn.getvalue()
+    display.close()
+
+
+@pytest.mark.parametrize(("rest", "page"), [("0.0.0.0:80", "127.0.0.1:80"), ("[::]:80", "[::1]:80"), ("a:1", "a:1")])
+def test_the_page_is_named_as_a_browser_here_opens_it(rest: str, page: str) -> None:
+    """All addresses of a machine are none that could be opened."""
+    assert page_of(rest) == f"http://{page}/"
 
 
 def test_lines_name_the_page_first() -> None:

@@ -239,7 +239,7 @@ def test_runner_describes_itself() -> None:
     assert (runner.context_len, runner.vocabulary_size, runner.config.eos_token_ids) == (4096, 4096, {0})
     assert len(runner.identity.model_hash) == 32
     assert str(runner.device) == "cpu"
-    assert runner.model.default_kv_tokens == (512 << 20) // (6 * 2 * 2 * 64 * 4)
+    assert runner.model.default_kv_tokens(runner.context_len) == (512 << 20) // (6 * 2 * 2 * 64 * 4)
 
 
 @pytest.mark.parametrize(("context_len", "kv_tokens"), [(1000, 2048), (8192, 8192), (131_072, 16_384)])
@@ -247,12 +247,23 @@ def test_the_cache_holds_a_context_but_not_at_any_price(context_len: int, kv_tok
     """Llama 3.1 8B in float32 takes 256 KiB a token: 512 MiB by default, a whole context up to 4 GiB."""
     model = copy(target("bfloat16").model)
     model.config = replace(model.config, num_layers=32, num_kv_heads=8, head_dim=128, context_len=context_len)
-    assert model.default_kv_tokens == kv_tokens
+    assert model.default_kv_tokens(model.config.context_len) == kv_tokens
+
+
+def test_sessions_may_be_shorter_than_what_the_model_reads() -> None:
+    """A longer one is refused at its beginning, and tokens are those of the whole context."""
+    short = ModelRunner.load(str(TARGET), num_threads=2, context_len=8)
+    assert (short.context_len, short.config.context_len) == (8, 4096)
+    with pytest.raises(PromptTooLong, match="9 tokens are more than the model's context of 8"):
+        short.open(range(1, 10), 9)
+    assert len(short.open(range(1, 9), 8)) == 8
 
 
 @pytest.mark.parametrize(
     ("options", "error"),
     [
+        ({"context_len": 0}, InvalidRequest),
+        ({"context_len": 4097}, InvalidRequest),
         ({"device": "tpu"}, InvalidRequest),
         ({"device": "cuda:99"}, InvalidRequest),
         ({"dtype": "float16"}, InvalidRequest),

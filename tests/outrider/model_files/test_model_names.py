@@ -75,18 +75,18 @@ def test_every_preset_holds_its_model_and_has_its_count(model: str) -> None:
 
 def test_a_missing_model_inside_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it was looked for, and who needs it."""
-    monkeypatch.setattr(model_names, "REPOSITORY", tmp_path)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model_names, "PACKAGE", tmp_path)
     with pytest.raises(ModelRefused, match=r"no embedded draft model in .*; sized:10m is made of it"):
         tokenizer_source("sized:10m")
 
 
-def test_the_working_directory_may_hold_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container, whose working directory is / and whose models are mounted at /models."""
-    repository = model_names.REPOSITORY
-    monkeypatch.setattr(model_names, "REPOSITORY", tmp_path / "site-packages")
-    monkeypatch.chdir(repository)
-    assert tokenizer_source("sized:200m") == str(repository / "models" / "target")
+def test_an_installed_package_has_its_models_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a wheel put there goes before folders beside it, and the working directory is not looked at."""
+    for folder in (tmp_path / "outrider", tmp_path):
+        (folder / "models" / "target").mkdir(parents=True)
+        (folder / "models" / "target" / "config.json").touch()
+    monkeypatch.setattr(model_names, "PACKAGE", tmp_path / "outrider")
+    assert tokenizer_source("sized:200m") == str(tmp_path / "outrider" / "models" / "target")
 
 
 def simulated(model: str) -> SimulatedModel:

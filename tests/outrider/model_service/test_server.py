@@ -13,9 +13,9 @@ from support.basics import PATIENCE_S, check_empty, eventually, spec_of
 from support.models.tiny_models import PROMPT, SETTINGS
 from support.services.session_clients import TargetClient, channel_to
 
-from outrider.errors import OutriderError
+from outrider.errors import InvalidRequest, OutriderError
 from outrider.model_service import server
-from outrider.model_service.server import DEVICE_PATIENCE_S
+from outrider.model_service.server import DEVICE_PATIENCE_S, load_model
 from outrider.process.children import STOP_GRACE_S
 from outrider.rpc.channels import DRAIN_S, AddressTaken
 from target_service.server import start
@@ -101,3 +101,11 @@ async def test_sigterm_ends_a_process_with_a_stuck_device() -> None:
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+def test_a_context_beyond_the_model_s_is_refused_by_its_option() -> None:
+    """With what the model reads, before a weight is loaded."""
+    with pytest.raises(
+        InvalidRequest, match=r"^--context-len is 4097, but must be in \[1, 4096\], which is what target"
+    ):
+        load_model(replace(SETTINGS, context_len=4097))

@@ -121,6 +121,31 @@ async def test_starts_and_stops_in_order(record: Record) -> None:
     assert record.log == [("gateway", "drained"), ("draft", "drained"), ("target", "drained")]
 
 
+async def test_what_a_child_loads_is_observed(record: Record) -> None:
+    """Between its start and its service; and of its log a launch may hide all lines below warnings."""
+    lines = (
+        '{"event": "reading weights", "file": "a", "done_bytes": 1, "total_bytes": 4, "level": "info"}',
+        '{"event": "a warning", "level": "warning"}',
+        "a bare line",
+    )
+    script = f"import sys; print({chr(10).join(lines)!r}, file=sys.stderr, flush=True)\n" + SERVES
+    changes: list[Change] = []
+    async with Supervisor(
+        record.report, lambda name, line: record.log.append((name, line)), QUICK, changes.append
+    ) as running:
+        await running.start(replace(launch(script), hides_info=True))
+    assert [change.progress.sentence for change in changes if change.progress] == [
+        "reading weights: a, 0.0 of 0.0 MiB (25%)"
+    ]
+    assert [line for _, line in record.log] == [*lines[1:], "drained"]
+    assert [change.state for change in changes] == [
+        State.STARTING,
+        State.STARTING,
+        State.SERVING,
+        State.STOPPED,
+    ]
+
+
 async def test_refusal_carries_sentence_and_code(supervisor: Supervisor, record: Record) -> None:
     """A child that exits 78 ends the start with its code and last sentence, said once, and takes the others along."""
     serving = launch(SERVES, "draft")

@@ -14,7 +14,7 @@ from support.models.tiny_gguf import F32, Metadata, Tensors, metadata_of, tensor
 from support.models.tiny_models import TARGET, TRAINED, write_tiny_model
 from support.stack import PATIENT, answers, running_stack, token_ids
 
-from bench.common import OPENINGS
+from outrider.cli.bench.common import OPENINGS
 from outrider.engine.models import gguf as module
 from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.models.config import ModelConfig

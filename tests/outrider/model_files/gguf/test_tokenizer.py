@@ -15,8 +15,8 @@ from support.models.tiny_models import TARGET, write_tiny_model
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from bench.common import OPENINGS
 from gateway.text.tokenizer import Tokenizer as GatewayTokenizer
+from outrider.cli.bench.common import OPENINGS
 from outrider.cli.doctor.models import check_pair
 from outrider.cli.local_stack import Stack
 from outrider.model_files.gguf.header import GgufFile

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import distributions
 from itertools import pairwise, product
 from pathlib import Path
@@ -19,6 +19,7 @@ import typer
 
 from outrider.cli import options, pairs
 from outrider.cli.local_stack import Addresses, Stack, choose_models, start_stack
+from outrider.cli.modules import Extra, check_installed
 from outrider.cli.running import Interrupts, note, service_log
 from outrider.client import AsyncClient, GenerationOptions, Result, Round, Speculation, Stream
 from outrider.errors import InvalidRequest, ModelRefused, OutriderError
@@ -30,7 +31,7 @@ from outrider.process.options import between, refuse_together, run_app
 from outrider.token_tree import TreeShape
 
 CPU_INFO = Path("/proc/cpuinfo")
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[3]
 DISTRIBUTIONS = {"outrider", "torch", "numpy", "grpcio", "protobuf"}
 # Beginnings of fairy tales, written for tests and measurements; no text of the training corpus.
 OPENINGS = tuple(Path(__file__).with_name("openings.txt").read_text(encoding="utf-8").splitlines())
@@ -274,24 +275,39 @@ def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
     return target_model, draft_model
 
 
-def stack_of(models: MeasuredModels, cpus: ComputeThreads) -> Stack:
-    """The stack that the options name, on free ports; without a name the embedded pair. Raises ModelRefused."""
+def pair_of(models: MeasuredModels, cpus: ComputeThreads) -> Stack:
+    """The stack that the options name, whose draft is all that guesses. Raises ModelRefused, also without a draft."""
+    stack = stack_of(models, cpus, options.HostedOptions())
+    if stack.draft is None:
+        raise ModelRefused(f"There is no draft for {stack.target}; name one with --draft.", model=stack.target)
+    return replace(stack, gateway_flags=stack.gateway_flags | {"--no-lookup": True})
+
+
+def stack_of(models: MeasuredModels, cpus: ComputeThreads, hosted: options.HostedOptions) -> Stack:
+    """The stack that the options name, on free ports; without a name the embedded pair.
+
+    Another target may have no draft. Raises ModelRefused, and NotInstalled where the gateway or the engine is missing.
+    """
+    check_installed(*Extra)
     refuse_together("--target", models.target, {"--pair": models.pair})
     target, draft, head = models.target, models.draft, None
     if target is None:
         named = pairs.choose_pair(models.pair or pairs.Pair.TALES, fetches=True)
         target, draft, head = named.target, draft or named.draft, named.head
-    target, draft = choose_pair(target, draft)
+    target, draft = choose_models(target, draft, no_draft=False)
+    threads = cpus.draft_threads or 1
     return Stack(
         target=target,
-        draft=draft,
-        target_flags={"--head": head},
+        draft=None if hosted.draft_in_target else draft,
+        target_flags=hosted.target_flags(draft, threads) | {"--head": hosted.head or head},
         draft_flags=models.draft_flags(),
         # Only what a measurement says counts, whatever its model recommends.
-        gateway_flags={"--no-lookup": True, "--generation-defaults": NONE},
+        gateway_flags={"--generation-defaults": NONE},
         dtype=(models.dtype or Dtype.BFLOAT16).value,
+        kv_tokens=models.kv_tokens,
+        context_len=models.context_len,
         threads=cpus.threads or available_cpus(),
-        draft_threads=cpus.draft_threads or 1,
+        draft_threads=threads,
         draft_dtype=models.draft_dtype.value if models.draft_dtype else None,
         # A prompt that is asked again under other settings must cost the same again.
         prefix_cache=False,

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from support.runs import summary
 
-from bench.common import PLAIN, fixed
-from bench.rounds.report import render
-from bench.rounds.samples import BARE, DRAFT, MEMORY, READ, TARGET, TimeSample
+from outrider.cli.bench.common import PLAIN, fixed
+from outrider.cli.bench.rounds.report import render
+from outrider.cli.bench.rounds.samples import BARE, DRAFT, MEMORY, READ, TARGET, TimeSample
 
 
 def test_the_fastest_read_sets_the_floor() -> None:

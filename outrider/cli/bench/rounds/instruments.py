@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bench.common import spec_of
-from bench.rounds.samples import (
+from outrider.cli.bench.common import spec_of
+from outrider.cli.bench.rounds.samples import (
     CONTEXT_LEN,
     DRAFT,
     ENGINE,

@@ -4,8 +4,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.chart import Panel, line_chart
-from bench.common import Spread
+from outrider.cli.bench.chart import Panel, line_chart
+from outrider.cli.bench.common import Spread
 
 
 def marks(drawn: str) -> list[tuple[float, float]]:

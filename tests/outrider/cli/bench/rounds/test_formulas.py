@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from support.runs import summary
 
-from bench.rounds.samples import RoundSample
-from bench.rounds.summary import Costs, acceptance_rate, parts, tokens_per_round
+from outrider.cli.bench.rounds.samples import RoundSample
+from outrider.cli.bench.rounds.summary import Costs, acceptance_rate, parts, tokens_per_round
 
 COSTS = Costs(verify_ms={1: 10.0, 3: 11.0, 5: 12.0}, c=0.05, target_ping=0.1, draft_ping=0.2)
 ROUND = RoundSample(

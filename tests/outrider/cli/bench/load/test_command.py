@@ -15,9 +15,9 @@ from support.command_line import said, scripted_gateway
 from support.keys import key_of, write_keys
 from support.stack import running_stack
 
-from bench.common import AUTO, PLAIN, ComputeThreads, fixed
-from bench.load.__main__ import LoadOptions, check, metrics_of, plan_of
-from bench.load.driver import CHECKED, CLIENT, LEAST_REQUESTS, Driver, LoadPlan, NothingToMeasure
+from outrider.cli.bench.common import AUTO, PLAIN, ComputeThreads, fixed
+from outrider.cli.bench.load.__main__ import LoadOptions, check, metrics_of, plan_of
+from outrider.cli.bench.load.driver import CHECKED, CLIENT, LEAST_REQUESTS, Driver, LoadPlan, NothingToMeasure
 from outrider.cli.options import HostedOptions, Models
 from outrider.errors import InvalidRequest, PeerLost
 from outrider.process.metrics import new_registry, serve_metrics

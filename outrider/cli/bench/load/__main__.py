@@ -17,26 +17,26 @@ from typing import Annotated
 
 import typer
 
-from bench.common import (
+from outrider.cli import options
+from outrider.cli.bench.common import (
     ComputeThreads,
     JsonFlag,
     MeasuredModels,
     SaveFile,
     Temperatures,
     machine,
+    pair_of,
     parse_numbers,
     parse_temperatures,
     provenance,
     revision,
     run_measurement,
     served,
-    stack_of,
     writable,
 )
-from bench.load.driver import LEAST_REQUESTS, Block, Driver, LoadPlan
-from bench.load.report import is_simulated, name_of, plot, render
-from bench.load.summary import summarize
-from outrider.cli import options
+from outrider.cli.bench.load.driver import LEAST_REQUESTS, Block, Driver, LoadPlan
+from outrider.cli.bench.load.report import is_simulated, name_of, plot, render
+from outrider.cli.bench.load.summary import summarize
 from outrider.cli.options import INT32_MAX, INT64_MAX, INT64_MIN, SHARED_OPTIONS, parse_draft_count
 from outrider.cli.running import Interrupts, run
 from outrider.errors import InvalidRequest
@@ -154,7 +154,7 @@ def load(
     # With REST the gateway serves its metrics too.
     stack = None
     if wanted.address is None:
-        stack = replace(stack_of(models, cpus), rest_port=0)
+        stack = replace(pair_of(models, cpus), rest_port=0)
         # Beside the draft service, so that drafters can be compared.
         target_flags = hosted.target_flags(stack.draft, stack.draft_threads)
         stack = replace(stack, target_flags=target_flags | {"--head": hosted.head or stack.target_flags["--head"]})

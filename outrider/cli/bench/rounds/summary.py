@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from bench.common import AUTO, PLAIN, Spread, spread
-from bench.rounds.samples import (
+from outrider.cli.bench.common import AUTO, PLAIN, Spread, spread
+from outrider.cli.bench.rounds.samples import (
     BARE,
     DRAFT,
     ENGINE,

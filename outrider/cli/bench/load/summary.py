@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from bench.common import AUTO, PLAIN, TREE, Spread, interval, spread
-from bench.load.driver import CLIENT, Block, Clocks
+from outrider.cli.bench.common import AUTO, PLAIN, TREE, Spread, interval, spread
+from outrider.cli.bench.load.driver import CLIENT, Block, Clocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from bench.chart import Panel, line_chart
-from bench.common import PLAIN, markdown
-from bench.load.driver import Block
-from bench.load.summary import LoadFigures, client_share
+from outrider.cli.bench.chart import Panel, line_chart
+from outrider.cli.bench.common import PLAIN, markdown
+from outrider.cli.bench.load.driver import Block
+from outrider.cli.bench.load.summary import LoadFigures, client_share
 from outrider.model_files.model_names import SIM_PREFIX
 
 SYMBOLS = """\

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from support.runs import SIZES, summary
 
-from bench.rounds.report import render
-from bench.rounds.summary import RoundsSummary
+from outrider.cli.bench.rounds.report import render
+from outrider.cli.bench.rounds.summary import RoundsSummary
 
 
 def test_the_report_has_every_section() -> None:

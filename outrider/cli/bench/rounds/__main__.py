@@ -12,25 +12,25 @@ from typing import Annotated
 
 import typer
 
-from bench.common import (
+from outrider.cli.bench.common import (
     ComputeThreads,
     JsonFlag,
     MeasuredModels,
     SaveFile,
     Temperatures,
     machine,
+    pair_of,
     parse_temperatures,
     provenance,
     revision,
     run_measurement,
     served,
-    stack_of,
 )
-from bench.rounds.campaign import Campaign
-from bench.rounds.instruments import Instruments
-from bench.rounds.report import render
-from bench.rounds.samples import RoundsPlan
-from bench.rounds.summary import RoundsSummary
+from outrider.cli.bench.rounds.campaign import Campaign
+from outrider.cli.bench.rounds.instruments import Instruments
+from outrider.cli.bench.rounds.report import render
+from outrider.cli.bench.rounds.samples import RoundsPlan
+from outrider.cli.bench.rounds.summary import RoundsSummary
 from outrider.cli.running import Interrupts, run
 from outrider.client import AsyncClient
 from outrider.process import telemetry
@@ -59,7 +59,7 @@ def rounds(
 ) -> None:
     """Shows what a round costs: floors, the bare engine, empty pings, plain and speculative requests, in one run."""
     telemetry.configure_logs("warning")
-    plan = RoundsPlan(stack_of(models, cpus), tokens, turns, parse_temperatures(temperatures))
+    plan = RoundsPlan(pair_of(models, cpus), tokens, turns, parse_temperatures(temperatures))
     plan = plan.quick() if quick else plan
 
     async def measuring(interrupts: Interrupts) -> None:

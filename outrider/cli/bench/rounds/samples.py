@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from bench.common import AUTO, OPENINGS, PLAIN, fixed
+from outrider.cli.bench.common import AUTO, OPENINGS, PLAIN, fixed
 from outrider.cli.local_stack import Stack
 from outrider.client import RoundFacts
 

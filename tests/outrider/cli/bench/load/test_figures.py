@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.common import AUTO, PLAIN, TREE, fixed
-from bench.load.driver import CLIENT, Block, Burst, Clocks, LoadAnswer
-from bench.load.report import plot, render
-from bench.load.summary import LoadFigures, percentile, summarize
+from outrider.cli.bench.common import AUTO, PLAIN, TREE, fixed
+from outrider.cli.bench.load.driver import CLIENT, Block, Burst, Clocks, LoadAnswer
+from outrider.cli.bench.load.report import plot, render
+from outrider.cli.bench.load.summary import LoadFigures, percentile, summarize
 
 MODELS = {"gateway": "sim:h100-8b", "target": "sim:h100-8b", "draft": "sim:h100-1b"}
 SHARES = {CLIENT: 0.1, "gateway": 0.2, "target": 0.5}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from bench.common import (
+from outrider.cli.bench.common import (
     AUTO,
     PLAIN,
     fixed,
@@ -54,7 +54,16 @@ def test_temperatures_stand_between_commas() -> None:
 
 def test_a_key_that_was_typed_is_not_kept() -> None:
     """In neither way of typing it; all other words are."""
-    words = ["python", "-m", "bench.load", "--api-key", "sk-secret", "--address", "a:1", "--api-key=sk-secret"]
+    words = [
+        "python",
+        "-m",
+        "a.module",
+        "--api-key",
+        "sk-secret",
+        "--address",
+        "a:1",
+        "--api-key=sk-secret",
+    ]
     kept = [*words[:4], "...", *words[5:7], "--api-key=..."]
     assert without_key(words) == kept
 

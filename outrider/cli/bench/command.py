@@ -1,11 +1,11 @@
 """`outrider bench`: measurements, each in a process of its own, because what measures may need torch.
 
-The options of a measurement are declared where it measures, in `bench`; here they only pass through.
+The options of a measurement are declared where it measures; here they only pass through.
 """
 
 import typer
 
-from outrider.cli.modules import run_module
+from outrider.cli.modules import Extra, run_module
 
 PASSING_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 
@@ -18,12 +18,18 @@ def group() -> None:
 
 
 @app.command(context_settings=PASSING_ON, add_help_option=False)
+def speed(context: typer.Context) -> None:
+    """Measures how fast a model reads prompts and answers, with and without speculation, in five lines."""
+    run_module("outrider.cli.bench.speed", context.args)
+
+
+@app.command(context_settings=PASSING_ON, add_help_option=False)
 def rounds(context: typer.Context) -> None:
     """Shows what a round costs: floors, the bare engine, empty pings, plain and speculative requests, in one run."""
-    run_module("bench.rounds", context.args)
+    run_module("outrider.cli.bench.rounds", context.args, *Extra)
 
 
 @app.command(context_settings=PASSING_ON, add_help_option=False)
 def load(context: typer.Context) -> None:
     """Compares a gateway with itself under loads, with numbers of draft tokens by turns: speed, gaps, CPU, answers."""
-    run_module("bench.load", context.args)
+    run_module("outrider.cli.bench.load", context.args)

@@ -1,8 +1,8 @@
 """The report as Markdown: tables of a summary."""
 
-from bench.common import PLAIN, markdown, spread
-from bench.rounds.samples import BARE, CONTEXT_LEN, MEMORY, OPERATORS, PING, ROLES
-from bench.rounds.summary import RoundsSummary, acceptance_rate, parts, tokens_per_round
+from outrider.cli.bench.common import PLAIN, markdown, spread
+from outrider.cli.bench.rounds.samples import BARE, CONTEXT_LEN, MEMORY, OPERATORS, PING, ROLES
+from outrider.cli.bench.rounds.summary import RoundsSummary, acceptance_rate, parts, tokens_per_round
 
 OVERHEAD_MS = 0.25  # what a round may cost beside two pings
 BUSY = " THE MACHINE WAS BUSY: times in this report mean little, ratios of neighbours a little more."

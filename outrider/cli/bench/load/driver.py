@@ -24,7 +24,7 @@ import grpc
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from bench.common import PLAIN, fresh_prompt, rotated, settings_of
+from outrider.cli.bench.common import PLAIN, fresh_prompt, rotated, settings_of
 from outrider.cli.running import note
 from outrider.client import Round, Speculation
 from outrider.client.calls import Caller, Terms

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.common import AUTO, PLAIN, fixed
-from bench.rounds.samples import BARE, DRAFT, ENGINE, MEMORY, OPERATORS, PING, READ, TARGET
+from outrider.cli.bench.common import AUTO, PLAIN, fixed
+from outrider.cli.bench.rounds.samples import BARE, DRAFT, ENGINE, MEMORY, OPERATORS, PING, READ, TARGET
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[5]
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "bench", "rounds", "--quick")
 SETTINGS = {BARE, PLAIN, fixed(2), fixed(4), AUTO}
 

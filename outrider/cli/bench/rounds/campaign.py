@@ -14,9 +14,10 @@ from typing import Any
 import grpc.aio
 from google.protobuf.message import Message
 
-from bench.common import TokensDiffer, rotated, settings_of, spec_of, timed
-from bench.rounds.instruments import Instruments
-from bench.rounds.samples import (
+from gateway.text.tokenizer import Tokenizer
+from outrider.cli.bench.common import TokensDiffer, rotated, settings_of, spec_of, timed
+from outrider.cli.bench.rounds.instruments import Instruments
+from outrider.cli.bench.rounds.samples import (
     BARE,
     DRAFT,
     PING,
@@ -28,7 +29,6 @@ from bench.rounds.samples import (
     TimedAnswer,
     TimeSample,
 )
-from gateway.text.tokenizer import Tokenizer
 from outrider.cli.running import note
 from outrider.client import AsyncClient, Speculation
 from outrider.errors import ProtocolViolation
