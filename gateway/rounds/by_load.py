@@ -15,14 +15,14 @@ class ByLoad:
         self._added: dict[int, int] = {}
         self._counts: dict[int, int] = {}
 
-    def add(self, load: int, sample: float, now: int = 0) -> None:
-        """Adds a sample; `now` counts whatever samples grow old by."""
+    def add(self, load: int, sample: float, now: int = 0, num_rounds: int = 1) -> None:
+        """Adds a sample of so many rounds, all of one forward; `now` counts whatever samples grow old by."""
         key = load_key(load)
         if key not in self._averages:
             self._averages[key] = Average()
         self._averages[key].add(sample)
         self._added[key] = now
-        self._counts[key] = self._counts.get(key, 0) + 1
+        self._counts[key] = self._counts.get(key, 0) + num_rounds
 
     def known(self, load: int) -> bool:
         """Whether this very load has been seen."""
@@ -41,7 +41,7 @@ class ByLoad:
         return weight * self._averages[key].mean + (1 - weight) * model
 
     def count(self, load: int, now: int, most_age: int) -> int:
-        """Samples at this very load; 0 where the last one is that old."""
+        """Rounds at this very load; 0 where the last one is that old."""
         key = load_key(load)
         return self._counts.get(key, 0) if now - self._added.get(key, now - most_age) < most_age else 0
 

@@ -79,6 +79,7 @@ class RoundCosts:
         self._tuning = tuning
         self._measured: dict[tuple[str, Place], Mapping[int, float]] = {}
         self._rows = Average()  # of the target's forwards
+        self._forward = (0.0, 0)  # rows and microseconds of the target's last one
         self._rounds_since_prompt = math.inf
         self.plain = PlainCosts(self.verify_us, tuning)
         self.offers = LookupOffers(tuning.offer_memory)
@@ -237,7 +238,10 @@ class RoundCosts:
         proposal, verdict = committed.proposal, committed.verdict
         self.load = max(verdict.session_count, 1)
         rows = _rows_of(committed)
-        self.verify_us.add(rows, verdict.compute_us / max(verdict.forward_count, 1))
+        if (forward := (rows, verdict.compute_us)) != self._forward:
+            # All that had a part in a forward tell of it, and it is one sample.
+            self._forward = forward
+            self.verify_us.add(rows, verdict.compute_us / max(verdict.forward_count, 1))
         # Prompts are paid by the token and not by the round: what waited for one says nothing of rounds.
         self._rounds_since_prompt = 0 if verdict.prompt_row_count else self._rounds_since_prompt + 1
         has_waited = bool(verdict.hop.queue_us) and self._rounds_since_prompt <= self.load

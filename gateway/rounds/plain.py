@@ -44,8 +44,7 @@ class PlainCosts:
             self._pending_us.append(committed.round_us)
             if len(self._pending_us) >= load:
                 mean_us = max(sum(self._pending_us) / len(self._pending_us), 1.0)
-                for _ in self._pending_us:
-                    self._token_us.add(load, mean_us, now)
+                self._token_us.add(load, mean_us, now, len(self._pending_us))
                 self._pending_us.clear()
         if is_pure or not self._overhead_us.known(load):
             self._overhead_us.add(load, overhead_us, now)

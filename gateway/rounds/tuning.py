@@ -63,9 +63,9 @@ class PolicyTuning:
     most_asked: int = 8
     """Sessions that try a drafter of which nothing becomes known: it may never guess anything."""
 
-    worth_changing: float = 1.06
+    worth_changing: float = 1.10
     """How much faster guesses must look before sessions that decode plainly begin with them, or they would swing."""
-    worth_keeping: float = 1.02
+    worth_keeping: float = 1.05
     """How much faster they must look to go on: costs are known within some hundredths, and a round's gap is longer."""
     halt_gain: float = 1.1
     """How much faster a lookup must look before a stretch is ended for it: the rest of the stretch is lost."""

@@ -76,8 +76,8 @@ HARMED = {
         4.0,
         3,
     ),
-    "doubt": (world(44), 16, 1.0, 4.0, 1),
-    "plain": (world(22), 4, 1.0, 4.0, 1),
+    "doubt": (world(23), 4, 1.0, 4.0, 2),
+    "plain": (world(60), 4, 1.0, 4.0, 2),
 }
 """Worlds that a missing part harms, with sessions, seconds before and of the measurement, and seeds."""
 
