@@ -13,7 +13,16 @@ import typer
 from anyio.from_thread import start_blocking_portal
 from rich.console import Console
 
-from outrider.cli.chat.conversation import COMMANDS, ChatTurn, Conversation, help_text, numbered, parse_line
+from outrider.cli.chat.conversation import (
+    COMMANDS,
+    ChatTurn,
+    Conversation,
+    help_text,
+    numbered,
+    parse_length,
+    parse_line,
+    parse_temperature,
+)
 from outrider.cli.chat.terminal import Reader, Screen, choose_ends
 from outrider.cli.local_stack import Stack, start_stack
 from outrider.cli.options import OPTIONS, in_options
@@ -84,7 +93,8 @@ class Talk:
 
     def __init__(self, client: Client, chat: Chat, reader: Reader, screen: Screen, *, is_interactive: bool) -> None:
         self._client = client
-        self._options = chat.options
+        self._at_first = chat.options
+        self._options = chat.options.copy()
         self._conversation = Conversation(chat.system, chat.options.get("seed"))
         self._reader = reader
         self._screen = screen
@@ -135,6 +145,20 @@ class Talk:
                     conversation.system = "" if text == "-" else text
                 system = conversation.system
                 say(f"The system message is: {system}" if system else "There is no system message.")
+            case "temperature", argument:
+                if argument:
+                    at_first = self._at_first.get("temperature")
+                    self._options["temperature"] = at_first if argument == "-" else parse_temperature(argument)
+                temperature = self._options.get("temperature")
+                say(f"The temperature is {'the default' if temperature is None else f'{temperature:g}'}.")
+            case "length", argument:
+                if argument:
+                    most = self._at_first.get("max_tokens")
+                    self._options["max_tokens"] = most if argument == "-" else parse_length(argument)
+                length = self._options.get("max_tokens")
+                say(
+                    f"An answer has at most {'as many tokens as by default' if length is None else f'{length} tokens'}."
+                )
             case "reset", _:
                 conversation.turns.clear()
                 say("The conversation is forgotten.")
