@@ -275,12 +275,15 @@ def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
     return target_model, draft_model
 
 
-def pair_of(models: MeasuredModels, cpus: ComputeThreads) -> Stack:
-    """The stack that the options name, whose draft is all that guesses. Raises ModelRefused, also without a draft."""
+def pair_of(models: MeasuredModels, cpus: ComputeThreads, *, lookup: bool) -> Stack:
+    """The stack that the options name, with or without guesses from earlier text beside those of its draft.
+
+    Raises ModelRefused, also without a draft.
+    """
     stack = stack_of(models, cpus, options.HostedOptions())
     if stack.draft is None:
         raise ModelRefused(f"There is no draft for {stack.target}; name one with --draft.", model=stack.target)
-    return replace(stack, gateway_flags=stack.gateway_flags | {"--no-lookup": True})
+    return replace(stack, gateway_flags=stack.gateway_flags | {"--no-lookup": not lookup})
 
 
 def stack_of(models: MeasuredModels, cpus: ComputeThreads, hosted: options.HostedOptions) -> Stack:

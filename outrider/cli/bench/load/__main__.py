@@ -154,7 +154,7 @@ def load(
     # With REST the gateway serves its metrics too.
     stack = None
     if wanted.address is None:
-        stack = replace(pair_of(models, cpus), rest_port=0)
+        stack = replace(pair_of(models, cpus, lookup=True), rest_port=0)
         # Beside the draft service, so that drafters can be compared.
         target_flags = hosted.target_flags(stack.draft, stack.draft_threads)
         stack = replace(stack, target_flags=target_flags | {"--head": hosted.head or stack.target_flags["--head"]})
