@@ -15,6 +15,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from transformers.utils import logging
 
+from outrider.engine.devices import checked_device
 from outrider.engine.models.weights import model_hash
 from outrider.errors import InvalidRequest, ModelRefused
 from outrider.model_files.vocabulary import Vocabulary
@@ -47,7 +48,7 @@ def train(
     """Checks the options, makes the pair, and prints what every stage reached."""
     refuse_together("--from-pair", from_pair, options_of(given, "target_steps", "draft_steps"))
     settings = given.resolved()
-    torch_device = checked_device(device)
+    torch_device = checked_device(device, "--device")
     if threads is not None:
         torch.set_num_threads(threads)
     documents = read_documents(corpus, separator)
@@ -66,16 +67,6 @@ def train(
     console.print("Held-out loss in nats a token; behind so many tokens the same ones are measured.")
     console.print(outcome_table(outcomes, held_out))
     console.print(f"Serve it: outrider up --target {out / 'target'} --draft {out / 'draft'}")
-
-
-def checked_device(name: str) -> torch.device:
-    """The device of this name. Raises InvalidRequest when there is none here."""
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InvalidRequest("--device", name, "cpu, or cuda where torch can use one") from error
-    return device
 
 
 def pair_digest(pair: Path | None) -> str | None:

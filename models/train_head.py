@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers.utils import logging
 
+from outrider.engine.devices import checked_device
 from outrider.engine.models.weights import model_hash
 from outrider.errors import InvalidRequest
 from outrider.process.options import grouped, options_of, run_app, service_app
-from train import checked_device
 from training.data import END_OF_TEXT, END_OF_TEXT_ID, digest, encode, read_documents
 from training.head_run import HeadRun, HeadSettings, files_of
 from training.model import trained_model
@@ -45,7 +45,7 @@ def train_head(
 ) -> None:
     """Checks the options, makes the head, and prints what it reached."""
     settings = given.checked()
-    torch_device = checked_device(device)
+    torch_device = checked_device(device, "--device")
     if threads is not None:
         torch.set_num_threads(threads)
     model = trained_model("--target", target)
