@@ -8,7 +8,7 @@ from outrider.errors import InvalidRequest
 
 
 def checked_device(name: str, field: str = "device") -> torch.device:
-    """The device "cpu" or "cuda:N". Raises InvalidRequest about the field, where this process does not see the device."""
+    """The device "cpu" or "cuda:N". Raises InvalidRequest about the field where this process does not see it."""
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -145,20 +145,8 @@ class Talk:
                     conversation.system = "" if text == "-" else text
                 system = conversation.system
                 say(f"The system message is: {system}" if system else "There is no system message.")
-            case "temperature", argument:
-                if argument:
-                    at_first = self._at_first.get("temperature")
-                    self._options["temperature"] = at_first if argument == "-" else parse_temperature(argument)
-                temperature = self._options.get("temperature")
-                say(f"The temperature is {'the default' if temperature is None else f'{temperature:g}'}.")
-            case "length", argument:
-                if argument:
-                    most = self._at_first.get("max_tokens")
-                    self._options["max_tokens"] = most if argument == "-" else parse_length(argument)
-                length = self._options.get("max_tokens")
-                say(
-                    f"An answer has at most {'as many tokens as by default' if length is None else f'{length} tokens'}."
-                )
+            case "temperature" | "length" as name, argument:
+                say(self._set(name, argument))
             case "reset", _:
                 conversation.turns.clear()
                 say("The conversation is forgotten.")
@@ -167,6 +155,23 @@ class Talk:
             case _:
                 return False
         return True
+
+    def _set(self, name: str, argument: str) -> str:
+        """Sets the temperature or length of the answers to come, unless the argument is empty; says which it is.
+
+        Raises WrongCommand about a value that it cannot have.
+        """
+        if name == "temperature":
+            if argument:
+                at_first = self._at_first.get("temperature")
+                self._options["temperature"] = at_first if argument == "-" else parse_temperature(argument)
+            temperature = self._options.get("temperature")
+            return f"The temperature is {'the default' if temperature is None else f'{temperature:g}'}."
+        if argument:
+            longest = self._at_first.get("max_tokens")
+            self._options["max_tokens"] = longest if argument == "-" else parse_length(argument)
+        length = self._options.get("max_tokens")
+        return f"An answer has at most {'as many tokens as by default' if length is None else f'{length} tokens'}."
 
     def _race(self) -> None:
         """Answers the last message twice, one after the other, because both answers share the machine."""

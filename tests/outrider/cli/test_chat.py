@@ -11,7 +11,16 @@ from dataclasses import replace
 import pytest
 from support.command_line import RESULT, ScriptedGateway, scripted_gateway
 
-from outrider.cli.chat.conversation import COMMANDS, ChatTurn, Conversation, WrongCommand, help_text, parse_line
+from outrider.cli.chat.conversation import (
+    COMMANDS,
+    ChatTurn,
+    Conversation,
+    WrongCommand,
+    help_text,
+    parse_length,
+    parse_line,
+    parse_temperature,
+)
 from outrider.cli.race import verdict
 from outrider.client import GeneratedToken, Origin, Round
 from outrider.parameters import Acceptance, Rule
@@ -238,3 +247,30 @@ def test_help_lists_every_command() -> None:
     for name, (_, meaning) in COMMANDS.items():
         assert f"/{name}" in help_text()
         assert meaning in help_text()
+
+
+async def test_temperature_and_length_change_inside(gateway: ScriptedGateway) -> None:
+    """The next answers have what was set, and with - again what the chat began with."""
+    lines = b"One\n/temperature 0.7\n/length 200\nTwo\n/temperature\n/temperature -\n/length -\nThree\n"
+    code, _, notes = await run_command("--max-tokens", "9", "--address", gateway.address, stdin=lines)
+    asked = [chat.generation for chat in gateway.chats]
+    assert (code, [each.max_tokens for each in asked]) == (0, [9, 200, 9])
+    temperatures = [each.sampling.temperature if each.sampling.HasField("temperature") else None for each in asked]
+    assert temperatures == [None, pytest.approx(0.7), None]
+    assert notes.count("The temperature is 0.7.") == 2
+    for sentence in ("The temperature is the default.", "at most 200 tokens.", "at most 9 tokens."):
+        assert notes.count(sentence) == 1
+
+
+@pytest.mark.parametrize("value", ["warm", "-1", "nan", "inf", "100.5", "1,5"])
+def test_a_temperature_that_cannot_be_is_refused(value: str) -> None:
+    """By name, with the limit."""
+    with pytest.raises(WrongCommand, match=f"^/temperature is '{value}', but must be a number from 0 to 100, or -.$"):
+        parse_temperature(value)
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "2.5", "long", "2147483648", "9" * 5000])
+def test_a_length_that_cannot_be_is_refused(value: str) -> None:
+    """By name, with the limit."""
+    with pytest.raises(WrongCommand, match=r"^/length is .*, but must be a whole number from 1 to 2147483647, or -\.$"):
+        parse_length(value)
