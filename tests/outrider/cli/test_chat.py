@@ -267,7 +267,7 @@ def test_a_race_is_told_by_the_median_of_its_turns() -> None:
     ],
 )
 def test_a_busy_machine_gives_no_figure_of_speed(plain_s: tuple[float, ...], others: str, doubt: str) -> None:
-    """Whether others were seen, the same work took unequal times, or speculation seems to bring more than its tokens."""
+    """Others were seen, the same work took unequal times, or speculation seems to bring more than its tokens."""
     told = verdict(lane(1.0, 1.0, 1.0, rounds=46), lane(*plain_s, rounds=59), others)
     busy = f"Identical token for token: 60 tokens. The machine was busy, so there is no figure of speed: {doubt}. "
     assert told == f"{busy}A pass of the target brought 1.28 tokens."
