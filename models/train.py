@@ -11,7 +11,6 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from tokenizers import Tokenizer
 from transformers.utils import logging
 
@@ -23,6 +22,7 @@ from outrider.process.options import grouped, options_of, refuse_together, run_a
 from training.data import digest, encode, read_documents, train_tokenizer
 from training.model import ROLES
 from training.run import CheckpointEvery, Run, RunSettings, Separator, Threads, held_out_of, outcome_table
+from training.steady import SteadyConsole
 from training.storage import Storage
 
 app = service_app()
@@ -59,11 +59,12 @@ def train(
     held_out = held_out_of(encode(tokenizer, documents), settings)
     # Only now, so that a text that is refused leaves no folder.
     storage.claim(identity, tokenizer.to_str())
-    console = Console(highlight=False)
+    console = SteadyConsole()
     console.print(f"{'Going on with' if goes_on else 'Making'} a pair in {out}:")
     sizes = f"{len(documents):,} documents, {len(held_out.token_ids):,} tokens of {tokenizer.get_vocab_size():,} kinds"
     console.print(f"{sizes}, {len(held_out.blocks):,} blocks of {held_out.block_len} held out")
-    outcomes = Run(settings, held_out, tokenizer, from_pair, torch_device, storage, console).make()
+    with console.steadily():
+        outcomes = Run(settings, held_out, tokenizer, from_pair, torch_device, storage, console).make()
     console.print("Held-out loss in nats a token; behind so many tokens the same ones are measured.")
     console.print(outcome_table(outcomes, held_out))
     console.print(f"Serve it: outrider up --target {out / 'target'} --draft {out / 'draft'}")
