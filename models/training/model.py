@@ -92,7 +92,8 @@ def trained_model(option: str, place: Path, extended_to: Preset | None = None) -
     """
     # Another architecture would be read as one of these without a word.
     try:
-        file = gguf_in(place) and GgufFile.read(gguf_in(place))
+        path = gguf_in(place)
+        file = None if path is None else GgufFile.read(path)
         facts = read_config(file) if file else ModelConfig.read(place)
         configured, built = CLASSES.get(facts.architecture, (None, None))
         if configured is None or built is None or type(facts.rope) is not Rope:
@@ -132,7 +133,7 @@ def target_tokenizer(option: str, place: Path) -> PreTrainedTokenizerFast:
     try:
         Vocabulary.read(place)
         if (path := gguf_in(place)) is None:
-            return PreTrainedTokenizerFast.from_pretrained(place)  # type: ignore[no-any-return]
+            return PreTrainedTokenizerFast.from_pretrained(place)
         file = GgufFile.read(path)
         made = PreTrainedTokenizerFast(tokenizer_object=load_tokenizer(str(path)), **special_tokens(file))
         made.chat_template, made.name_or_path = chat_templates(file).get("default"), str(place)

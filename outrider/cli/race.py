@@ -83,7 +83,8 @@ def verdict(fast: Sequence[ChatTurn], plain: Sequence[ChatTurn], others: str = "
     there is no figure of speed.
     """
     # One that was stopped may have no neighbour.
-    pairs = [(one and one.result, other and other.result) for one, other in zip_longest(fast, plain)]
+    results = ([each.result for each in lane] for lane in (fast, plain))
+    pairs = list(zip_longest(*results))
     ended = [(one, other) for one, other in pairs if one is not None and other is not None]
     if len(ended) < len(pairs):
         return "No result: all answers must end by themselves to be compared."
