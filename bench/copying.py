@@ -6,7 +6,8 @@
 The copy set is made from the corpus: texts to repeat, to copy with one word replaced, and to quote one paragraph of. A
 gateway with lookups must serve at the address. Each prompt is answered plainly, by lookups alone and by whatever the
 gateway finds fastest, with all drafters and without lookups, in turns, and the tokens are compared. Each
-request has a cache_salt of its own, so that none finds the answer of another one in a memory.
+request has a cache_salt of its own, so that none finds the answer of another one in a memory. Answers that repeat
+themselves are counted apart from all others: lookups guess them well, and nobody wants them.
 """
 
 import json
@@ -41,6 +42,9 @@ TIMEOUT_S = 300.0
 PLAIN, LOOKUP, AUTO, WITHOUT = "plain", "lookup", "auto", "auto without lookup"
 REPEAT, EDIT, EXTRACT = "repeat", "edit", "extract"
 MIN_CHARS, MAX_CHARS = 250, 600  # of a passage
+# An answer repeats itself where this share of its tokens ends a piece of so many that it had before.
+REPEATED_SHARE, PIECE_LEN = 0.2, 8
+REPEATING = "all that repeat themselves"
 COLUMNS = ("lookup over plain", "auto over plain", "lowest quarter of it", "auto over auto without")
 # What people ask an assistant, written for this measurement.
 EVERYDAY = tuple(Path(__file__).with_name("everyday.txt").read_text(encoding="utf-8").splitlines())
@@ -138,22 +142,32 @@ def measure(client: Client, prompts: Sequence[Prompt], length: Length, has_draft
         if len(answers[PLAIN].token_ids) < 8:
             # An answer of a few words is too short to measure.
             continue
+        kind = REPEATING if repeats(answers[PLAIN].token_ids) else prompt.kind
         for name, taken in answers.items():
-            found[prompt.kind][name].append(taken)
+            found[kind][name].append(taken)
     return found
 
 
+def repeats(token_ids: Sequence[int]) -> bool:
+    """Whether an answer goes in circles: much of it stands in it before, in pieces of PIECE_LEN tokens."""
+    pieces = [tuple(token_ids[end - PIECE_LEN : end]) for end in range(PIECE_LEN, len(token_ids) + 1)]
+    return len(pieces) - len(set(pieces)) > REPEATED_SHARE * len(token_ids)
+
+
 def render(found: Found) -> str:
-    """Table of each kind's median ratios to plain decoding with their intervals, and tokens a round."""
-    rows = []
+    """Table of each kind's median ratios to plain decoding with their intervals, and tokens a pass of the target.
+
+    All of all kinds are in the row before the last, without answers that repeat themselves, which have the last.
+    """
     whole: dict[str, list[Timed]] = defaultdict(list)
-    for kind, taken in found.items():
-        rows.append(_row(kind, taken))
-        for name, each in taken.items():
+    for kind in found.keys() - {REPEATING}:
+        for name, each in found[kind].items():
             whole[name] += each
+    kinds = {kind: taken for kind, taken in found.items() if kind != REPEATING} | {"all others": whole}
+    kinds |= {kind: taken for kind, taken in found.items() if kind == REPEATING}
     return markdown(
-        ["kind", "answers", "plain, ms a token", *COLUMNS, "tokens a round: lookup", "auto"],
-        [*rows, _row("all", whole)],
+        ["kind", "answers", "plain, ms a token", *COLUMNS, "tokens a pass: lookup", "auto"],
+        [_row(kind, taken) for kind, taken in kinds.items() if taken],
     )
 
 
@@ -166,7 +180,7 @@ def _row(kind: str, taken: dict[str, list[Timed]]) -> list[str]:
         found = ratios_of(slow, fast)
         return interval(found).show(".2f") if found else ""
 
-    mean = {name: sum(each.tokens_a_round for each in some) / len(some) for name, some in taken.items()}
+    mean = {name: sum(each.tokens_a_pass for each in some) / len(some) for name, some in taken.items()}
     plain_ms = interval(each.token_us / 1e3 for each in taken[PLAIN]).show(".2f")
     lowest = f"{spread(ratios_of(PLAIN, AUTO)).low:.2f}"
     ratios = [ratio(PLAIN, LOOKUP), ratio(PLAIN, AUTO), lowest, ratio(WITHOUT, AUTO)]

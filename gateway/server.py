@@ -45,7 +45,7 @@ from outrider.model_files.vocabulary import Vocabulary
 from outrider.process.metrics import (
     SCRAPE_S,
     LoopTasks,
-    ProcessTime,
+    ProcessFigures,
     RunningMetrics,
     exposition,
     new_registry,
@@ -131,7 +131,7 @@ async def start(settings: GatewaySettings) -> RunningGateway:
     tokenizer = await asyncio.to_thread(Tokenizer, settings.tokenizer)
     template = await asyncio.to_thread(ChatTemplate.read, settings.tokenizer, settings.tool_format)
     registry, upkeep = new_registry(), Upkeep()
-    for collector in (ProcessTime(), LoopTasks(), LostLines(), upkeep):
+    for collector in (ProcessFigures(), LoopTasks(), LostLines(), upkeep):
         registry.register(collector)
     async with AsyncExitStack() as undo:
         figures = None

@@ -34,7 +34,7 @@ from outrider.process.children import (
     State,
     Supervisor,
 )
-from outrider.process.metrics import new_registry, scraped, serve_metrics
+from outrider.process.metrics import ProcessFigures, new_registry, scraped, serve_metrics
 from outrider.process.options import FileUnusable, words_of
 from outrider.rpc.channels import hold
 
@@ -63,10 +63,11 @@ class WorkerFigures(Collector):
         with ThreadPoolExecutor(len(self.places)) as pool:
             texts = list(pool.map(_figures, self.places))
         for number, text in enumerate(texts):
-            worker = str(number)
-            up.add_metric([worker], text is not None)
-            restarts.add_metric([worker], self.starts[number] - 1)
-            for family in text_string_to_metric_families(text or ""):
+            up.add_metric([str(number)], text is not None)
+            restarts.add_metric([str(number)], self.starts[number] - 1)
+        found = {str(number): text_string_to_metric_families(text or "") for number, text in enumerate(texts)}
+        for worker, own in (*found.items(), ("supervisor", ProcessFigures().collect())):
+            for family in own:
                 merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:
                     merged.add_sample(sample.name, {"worker": worker, **sample.labels}, sample.value)

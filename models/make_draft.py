@@ -11,20 +11,18 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from outrider.engine.models.weights import model_hash
-from outrider.errors import InvalidRequest, ModelRefused
+from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.model_files.vocabulary import Vocabulary
 from outrider.process.options import grouped, options_of, run_app, service_app
 from training.data import digest, read_documents
 from training.dialogue import Turns, Writing
 from training.draft_report import markdown, read_questions
 from training.draft_run import DraftRun, DraftRunSettings, check_fit
-from training.model import trained_model
+from training.model import CausalModel, target_tokenizer, trained_model
 from training.run import CheckpointEvery, Separator, Threads
+from training.steady import SteadyConsole
 from training.storage import Storage
 
 app = service_app()
@@ -34,7 +32,9 @@ app = service_app()
 @grouped
 def make_draft(
     *,
-    target: Annotated[Path, typer.Option(help="Folder of a Llama model, with its tokenizer.")],
+    target: Annotated[
+        Path, typer.Option(help="Folder of a Llama or Qwen 3 model, with its tokenizer, or a GGUF file.")
+    ],
     out: Annotated[Path, typer.Option(help="Folder of the drafts, and of what a stopped run needs to go on.")] = Path(
         "build/draft"
     ),
@@ -53,39 +53,36 @@ def make_draft(
     """Checks the options, makes the drafts, and writes and prints what they reach."""
     if threads is not None:
         torch.set_num_threads(threads)
-    model = trained_model("--target", target)
-    # The place of a target is private: drafts carry only its name.
-    name = target.absolute().name
-    documents = [] if corpus is None else read_documents(corpus, separator)
-    asked = [] if questions is None else read_questions(questions)
-    check_fit(given, model)
-    writing = read_writing(target, model, given, documents)
-    identity = {
-        "--target": model_hash(target),
-        "--corpus": digest(documents),
-        "--questions": digest([each.category + each.text for each in asked]),
-        **options_of(given),
-    }
-    storage = Storage(out, checkpoint_every)
-    goes_on = storage.holds(identity)
-    # Only now, so that what is refused leaves no folder.
-    storage.claim(identity, writing.tokenizer.backend_tokenizer.to_str())
-    console = Console(highlight=False)
-    console.print(f"{'Going on with' if goes_on else 'Making'} drafts in {out}:")
-    run = DraftRun(given, model, name, Vocabulary.read(target), writing, asked, storage, console)
-    report = markdown(run.make())
-    (out / "report.md").write_text(report, encoding="utf-8")
-    console.print(report)
-    console.print(f"Serve them: outrider up --target {target} --head {out / 'head'} --draft {out / 'draft'}")
+    console = SteadyConsole()
+    with console.steadily():
+        model = trained_model("--target", target)
+        # The place of a target is private: drafts carry only its name.
+        name = target.absolute().name
+        documents = [] if corpus is None else read_documents(corpus, separator)
+        asked = [] if questions is None else read_questions(questions)
+        check_fit(given, model)
+        writing = read_writing(target, model, given, documents)
+        identity = {
+            "--target": find_checkpoint(str(target)).digest(),
+            "--corpus": digest(documents),
+            "--questions": digest([each.category + each.text for each in asked]),
+            **options_of(given),
+        }
+        storage = Storage(out, checkpoint_every)
+        goes_on = storage.holds(identity)
+        # Only now, so that what is refused leaves no folder.
+        storage.claim(identity, writing.tokenizer.backend_tokenizer.to_str())
+        console.print(f"{'Going on with' if goes_on else 'Making'} drafts in {out}:")
+        run = DraftRun(given, model, name, Vocabulary.read(target), writing, asked, storage, console)
+        report = markdown(run.make())
+        (out / "report.md").write_text(report, encoding="utf-8")
+        console.print(report)
+        console.print(f"Serve them: outrider up --target {target} --head {out / 'head'} --draft {out / 'draft'}")
 
 
-def read_writing(target: Path, model: LlamaForCausalLM, settings: DraftRunSettings, documents: list[str]) -> Writing:
+def read_writing(target: Path, model: CausalModel, settings: DraftRunSettings, documents: list[str]) -> Writing:
     """Beginnings of the target's texts. Raises InvalidRequest about `--target`, and about temperatures."""
-    try:
-        Vocabulary.read(target)
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
-    except (ModelRefused, OSError, ValueError) as error:
-        raise InvalidRequest("--target", str(target), f"a model whose tokenizer can be read: {error}") from error
+    tokenizer = target_tokenizer("--target", target)
     config = model.config
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     turns = Turns.read(tokenizer, frozenset(each for each in ends if each is not None))

@@ -11,10 +11,10 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from tokenizers import Tokenizer
 from transformers.utils import logging
 
+from outrider.engine.devices import checked_device
 from outrider.engine.models.weights import model_hash
 from outrider.errors import InvalidRequest, ModelRefused
 from outrider.model_files.vocabulary import Vocabulary
@@ -22,6 +22,7 @@ from outrider.process.options import grouped, options_of, refuse_together, run_a
 from training.data import digest, encode, read_documents, train_tokenizer
 from training.model import ROLES
 from training.run import CheckpointEvery, Run, RunSettings, Separator, Threads, held_out_of, outcome_table
+from training.steady import SteadyConsole
 from training.storage import Storage
 
 app = service_app()
@@ -47,7 +48,7 @@ def train(
     """Checks the options, makes the pair, and prints what every stage reached."""
     refuse_together("--from-pair", from_pair, options_of(given, "target_steps", "draft_steps"))
     settings = given.resolved()
-    torch_device = checked_device(device)
+    torch_device = checked_device(device, "--device")
     if threads is not None:
         torch.set_num_threads(threads)
     documents = read_documents(corpus, separator)
@@ -58,24 +59,15 @@ def train(
     held_out = held_out_of(encode(tokenizer, documents), settings)
     # Only now, so that a text that is refused leaves no folder.
     storage.claim(identity, tokenizer.to_str())
-    console = Console(highlight=False)
+    console = SteadyConsole()
     console.print(f"{'Going on with' if goes_on else 'Making'} a pair in {out}:")
     sizes = f"{len(documents):,} documents, {len(held_out.token_ids):,} tokens of {tokenizer.get_vocab_size():,} kinds"
     console.print(f"{sizes}, {len(held_out.blocks):,} blocks of {held_out.block_len} held out")
-    outcomes = Run(settings, held_out, tokenizer, from_pair, torch_device, storage, console).make()
+    with console.steadily():
+        outcomes = Run(settings, held_out, tokenizer, from_pair, torch_device, storage, console).make()
     console.print("Held-out loss in nats a token; behind so many tokens the same ones are measured.")
     console.print(outcome_table(outcomes, held_out))
     console.print(f"Serve it: outrider up --target {out / 'target'} --draft {out / 'draft'}")
-
-
-def checked_device(name: str) -> torch.device:
-    """The device of this name. Raises InvalidRequest when there is none here."""
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InvalidRequest("--device", name, "cpu, or cuda where torch can use one") from error
-    return device
 
 
 def pair_digest(pair: Path | None) -> str | None:

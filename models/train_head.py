@@ -10,19 +10,19 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from tokenizers import Tokenizer
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from outrider.engine.models.weights import model_hash
+from outrider.engine.devices import checked_device
+from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.errors import InvalidRequest
 from outrider.process.options import grouped, options_of, run_app, service_app
-from train import checked_device
-from training.data import END_OF_TEXT, END_OF_TEXT_ID, digest, encode, read_documents
+from training.data import END_OF_TEXT, digest, encode, read_documents
 from training.head_run import HeadRun, HeadSettings, files_of
-from training.model import trained_model
+from training.model import CausalModel, target_tokenizer, trained_model
 from training.run import CheckpointEvery, RunSettings, Separator, Threads, held_out_of
+from training.steady import SteadyConsole
 from training.storage import Storage
 
 app = service_app()
@@ -33,7 +33,9 @@ app = service_app()
 def train_head(
     *,
     corpus: Annotated[Path, typer.Option(help="UTF-8 text, plain or as .xz or .gz: best the target's own.")],
-    target: Annotated[Path, typer.Option(help="Folder of a Llama model, with its tokenizer.")] = Path("models/target"),
+    target: Annotated[
+        Path, typer.Option(help="Folder of a Llama or Qwen 3 model, with its tokenizer, or a GGUF file.")
+    ] = Path("models/target"),
     out: Annotated[Path, typer.Option(help="Folder of the head, and of what a stopped run needs to go on.")] = Path(
         "build/head"
     ),
@@ -45,37 +47,48 @@ def train_head(
 ) -> None:
     """Checks the options, makes the head, and prints what it reached."""
     settings = given.checked()
-    torch_device = checked_device(device)
+    torch_device = checked_device(device, "--device")
     if threads is not None:
         torch.set_num_threads(threads)
-    model = trained_model("--target", target)
-    nn.Module.to(model, torch_device)
-    tokenizer = target_tokenizer(target)
-    documents = read_documents(corpus, separator)
-    identity = {"--corpus": digest(documents), "--target": model_hash(target), **options_of(settings)}
-    storage = Storage(out, checkpoint_every)
-    goes_on = storage.holds(identity)
-    held_out = held_out_of(encode(tokenizer, documents), RunSettings(preset=settings.preset, seed=settings.seed))
-    files = files_of(settings, held_out, model, str(target))
-    run = HeadRun(settings, files, held_out, model, storage, Console(highlight=False))
-    # Only now, so that what is refused leaves no folder.
-    storage.claim(identity, tokenizer.to_str())
-    run.console.print(f"{'Going on with' if goes_on else 'Making'} a head in {out}:")
-    sizes = f"{len(documents):,} documents, {len(held_out.token_ids):,} tokens"
-    run.console.print(f"{sizes}, {len(held_out.blocks):,} blocks of {held_out.block_len} held out")
-    table = run.make()
-    run.console.print("How often a guess is kept at temperature 1, or is the target's likeliest; all before it right.")
-    run.console.print(table)
-    run.console.print(f"The head: {out / 'head'}")
+    console = SteadyConsole()
+    with console.steadily():
+        model = trained_model("--target", target)
+        nn.Module.to(model, torch_device)
+        tokenizer = target_tokenizer("--target", target)
+        documents = read_documents(corpus, separator)
+        identity = {
+            "--corpus": digest(documents),
+            "--target": find_checkpoint(str(target)).digest(),
+            **options_of(settings),
+        }
+        storage = Storage(out, checkpoint_every)
+        goes_on = storage.holds(identity)
+        backend = tokenizer.backend_tokenizer
+        token_ids = encode(backend, documents, separator_id(tokenizer, model))
+        held_out = held_out_of(token_ids, RunSettings(preset=settings.preset, seed=settings.seed))
+        files = files_of(settings, held_out, model, str(target))
+        run = HeadRun(settings, files, held_out, model, storage, console)
+        # Only now, so that what is refused leaves no folder.
+        storage.claim(identity, backend.to_str())
+        console.print(f"{'Going on with' if goes_on else 'Making'} a head in {out}:")
+        sizes = f"{len(documents):,} documents, {len(held_out.token_ids):,} tokens"
+        console.print(f"{sizes}, {len(held_out.blocks):,} blocks of {held_out.block_len} held out")
+        table = run.make()
+        console.print("How often a guess is kept at temperature 1, or is the target's likeliest; all before it right.")
+        console.print(table)
+        console.print(f"The head: {out / 'head'}")
 
 
-def target_tokenizer(target: Path) -> Tokenizer:
-    """The tokenizer beside the target. Raises InvalidRequest when there is none, or not one of models/train.py."""
-    path = target / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
-    if tokenizer is None or tokenizer.token_to_id(END_OF_TEXT) != END_OF_TEXT_ID:
-        raise InvalidRequest("--target", str(target), f"a model with a tokenizer.json whose id 0 is {END_OF_TEXT}")
-    return tokenizer
+def separator_id(tokenizer: PreTrainedTokenizerFast, model: CausalModel) -> int:
+    """The id that stands before each document. Raises InvalidRequest about a target that has none."""
+    config = model.config
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    end_of_text = tokenizer.get_vocab().get(END_OF_TEXT)
+    found = next((each for each in (end_of_text, *ends, config.bos_token_id) if each is not None), None)
+    if found is None:
+        limit = f"a model that has {END_OF_TEXT}, or names an end or a beginning of sequence"
+        raise InvalidRequest("--target", tokenizer.name_or_path, limit)
+    return int(found)
 
 
 if __name__ == "__main__":

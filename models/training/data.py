@@ -69,11 +69,11 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, documents: Sequence[str]) -> Tensor:
-    """All documents as one line [N] int64, each after END_OF_TEXT_ID."""
+def encode(tokenizer: Tokenizer, documents: Sequence[str], separator_id: int = END_OF_TEXT_ID) -> Tensor:
+    """All documents as one line [N] int64, each after the id that separates them."""
     token_ids: list[int] = []
     for encoding in tokenizer.encode_batch(list(documents), add_special_tokens=False):
-        token_ids += [END_OF_TEXT_ID, *encoding.ids]
+        token_ids += [separator_id, *encoding.ids]
     return torch.tensor(token_ids)
 
 

@@ -1,4 +1,4 @@
-"""A frozen Llama that writes many texts at once, a token of each in every step, and shows what it computes on the way.
+"""A frozen target that writes many texts at once, a token of each in every step, and shows what it computes on the way.
 
 All texts are as long at every step, so attention reads one block of keys without a mask. Products are computed in
 bfloat16, as the services do by default; residuals, norms and rotations in float32.
@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
-from transformers import LlamaForCausalLM
 
 from outrider.engine.models.rope import Rope, rotary_tables
 from training.heads import rotated
+from training.model import CausalModel
 
 DRAWN_TOGETHER = 32
 
@@ -22,6 +22,8 @@ class LayerWeights(NamedTuple):
 
     input_norm: Tensor
     qkv: Tensor
+    head_norms: tuple[Tensor, Tensor] | None
+    """Of queries and keys, where the model has them (Qwen 3)."""
     output: Tensor
     post_norm: Tensor
     gate_up: Tensor
@@ -40,7 +42,7 @@ class States(NamedTuple):
 class BatchDecoder:
     """On the CPU; `rewind` says how many texts there are, before the first step."""
 
-    def __init__(self, model: LlamaForCausalLM, taps: tuple[int, ...]) -> None:
+    def __init__(self, model: CausalModel, taps: tuple[int, ...]) -> None:
         config = model.config
         self.taps, self.epsilon = taps, config.rms_norm_eps
         self.num_heads, self.num_groups = config.num_attention_heads, config.num_key_value_heads
@@ -54,6 +56,9 @@ class BatchDecoder:
             LayerWeights(
                 weights[f"{prefix}input_layernorm.weight"].float(),
                 stacked(f"{prefix}self_attn.", "q_proj", "k_proj", "v_proj"),
+                (weights[f"{prefix}self_attn.q_norm.weight"], weights[f"{prefix}self_attn.k_norm.weight"])
+                if f"{prefix}self_attn.q_norm.weight" in weights
+                else None,
                 stacked(f"{prefix}self_attn.", "o_proj"),
                 weights[f"{prefix}post_attention_layernorm.weight"].float(),
                 stacked(f"{prefix}mlp.", "gate_proj", "up_proj"),
@@ -91,6 +96,11 @@ class BatchDecoder:
             heads = linear(self._normed(x, layer.input_norm), layer.qkv).view(batch, -1, self.head_dim)
             sizes = (self.num_heads, self.num_groups, self.num_groups)
             query, key, value = heads.split_with_sizes(sizes, 1)
+            if layer.head_norms is not None:
+                query, key = (
+                    rms_norm(each.float(), weight.shape, weight.float(), self.epsilon).bfloat16()
+                    for each, weight in zip((query, key), layer.head_norms, strict=True)
+                )
             cos, sin = self.cos[now], self.sin[now]
             keys, values = self._keys[number], self._values[number]
             keys[:, :, now], values[:, :, now] = rotated(key, cos, sin).bfloat16(), value

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -21,12 +20,15 @@ from training.decoding import BatchDecoder
 from training.dialogue import Text, Writing
 from training.heads import Eagle3
 from training.material import seeded, write_shard
+from training.steady import SteadyConsole
+from training.storage import Storage
 from training.stored import StoredTeacher
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 DEPTHS = 5
 OWN = "its own texts"
-OWN_TEXTS, QUESTIONS_EACH, ANSWER_LEN, MAX_QUESTION_LEN, TOGETHER = 12, 3, 128, 1200, 48
+OWN_TEXTS, QUESTIONS_EACH, ANSWER_LEN, MAX_QUESTION_LEN, TOGETHER = 12, 3, 128, 1200, 24
+PARTS = "report-parts"
 Report = dict[str, list[float]]
 """Acceptance by "temperature / category": for the head by the depth of the guess, for the draft that of any."""
 
@@ -71,9 +73,13 @@ def measure_drafts(
     teacher: StoredTeacher,
     head: Eagle3,
     draft: LlamaForCausalLM,
-    console: Console,
+    storage: Storage,
+    console: SteadyConsole,
 ) -> Report:
-    """Runs the target over questions and over beginnings of its own, and both drafts over what it answers."""
+    """Runs the target over questions and over beginnings of its own, and both drafts over what it answers.
+
+    What some of the texts showed is kept in the storage, for a run that is stopped before the last.
+    """
     turns, limit = writing.turns, min(MAX_QUESTION_LEN, decoder.context_len - ANSWER_LEN)
     begun: list[Begun] = []
     for temperature in TEMPERATURES:
@@ -87,18 +93,29 @@ def measure_drafts(
     begun.sort(key=lambda each: len(each.given))
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(DEPTHS + 2, dtype=torch.float64))
     generator = seeded("report")
-    for start in range(0, len(begun), TOGETHER):
+    found = storage.result(PARTS)
+    if found is not None:
+        sums.update(found["sums"])
+        generator.set_state(found["generator"])
+    for start in range(0 if found is None else found["done"], len(begun), TOGETHER):
         some = begun[start : start + TOGETHER]
         texts = [Text(each.given, each.temperature, turns, user_writes=each.asks) for each in some]
         # A text that begins with its user's message needs room for that, too.
         longest = max(len(each.given) + ANSWER_LEN * (2 if each.asks else 1) for each in some)
         length = min(longest, decoder.context_len)
-        written = write_shard(decoder, texts, length, generator)
+        name = f"report: texts {start + 1:,} to {start + len(some):,} of {len(begun):,}"
+
+        def report(token: int, name: str = name, length: int = length) -> None:
+            console.doing = f"{name}, token {token:,} of {length:,}"
+
+        written = write_shard(decoder, texts, length, generator, report)
         is_measured = first_answers(written["is_answer"])
         for row, each in enumerate(some):
             picked = {name: tensor[row : row + 1] for name, tensor in written.items()}
             values = _kept(picked, is_measured[row : row + 1], each.temperature, decoder, teacher, head, draft)
             sums[f"{each.temperature:g} / {each.category}"] += values
+        kept = {"done": start + TOGETHER, "sums": dict(sums), "generator": generator.get_state()}
+        storage.save_result(PARTS, kept)
         console.print(f"report: {start + len(some):,} of {len(begun):,} texts")
     return {name: (each[:-1] / each[-1].clamp_min(1)).tolist() for name, each in sums.items()}
 

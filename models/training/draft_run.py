@@ -10,7 +10,6 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -25,8 +24,9 @@ from training.head_run import HeadSettings, draft_ids_of, new_head, shape_of, ta
 from training.heads import Eagle3
 from training.learn import Loss, Stage, go_through
 from training.material import write_shard, write_shards
-from training.model import write_weights
+from training.model import CausalModel, write_weights
 from training.run import BATCH, COUNT, frozen
+from training.steady import SteadyConsole
 from training.storage import Storage, write_whole
 from training.stored import AnswerBlocks, Material, StoredTeacher, draft_loss, head_loss, over_raw_features
 
@@ -44,7 +44,7 @@ class DraftRunSettings:
 
     seed: Annotated[int, typer.Option(callback=between(0, 1 << 62), help="Of everything that is drawn.")] = 1
     tokens: Annotated[int, typer.Option(callback=COUNT, help="Of answers that the target writes, at least.")] = 500_000
-    texts: Annotated[int, typer.Option(callback=BATCH, help="That it writes at once.")] = 256
+    texts: Annotated[int, typer.Option(callback=BATCH, help="That it writes at once.")] = 64
     text_len: Annotated[int, typer.Option(callback=between(16, 65536), help="Tokens of each of them.")] = 512
     temperatures: Annotated[str, typer.Option(help="Of the answers, with commas; the texts take them in turn.")] = (
         "0,0.7"
@@ -102,7 +102,7 @@ class DraftRunSettings:
         )
 
 
-def head_files(settings: DraftRunSettings, target: LlamaForCausalLM, name: str, draft_ids: Tensor) -> HeadFiles:
+def head_files(settings: DraftRunSettings, target: CausalModel, name: str, draft_ids: Tensor) -> HeadFiles:
     """Files of the head, with all that is decided about it. Raises InvalidRequest about sizes that do not fit."""
     size = settings.hidden_size or target.config.hidden_size
     sized = replace(settings.head, hidden_size=size, mlp_size=settings.mlp_size or 16 * size // 9)
@@ -117,7 +117,7 @@ def head_files(settings: DraftRunSettings, target: LlamaForCausalLM, name: str, 
     )
 
 
-def check_fit(settings: DraftRunSettings, target: LlamaForCausalLM) -> None:
+def check_fit(settings: DraftRunSettings, target: CausalModel) -> None:
     """Raises InvalidRequest about what does not fit the target, before anything is computed."""
     config = target.config
     if settings.text_len > config.max_position_embeddings:
@@ -129,7 +129,7 @@ def check_fit(settings: DraftRunSettings, target: LlamaForCausalLM) -> None:
     new_draft(settings, target)
 
 
-def new_draft(settings: DraftRunSettings, target: LlamaForCausalLM) -> LlamaForCausalLM:
+def new_draft(settings: DraftRunSettings, target: CausalModel) -> LlamaForCausalLM:
     """A small Llama for the target's tokens, whose tied matrix begins as what the principal directions of the target's
     output matrix keep of it; leaves torch's own seed alone. Raises InvalidRequest about `--draft-size`."""
     size, config = settings.draft_size, target.config
@@ -177,13 +177,13 @@ class DraftRun:
     """One making of drafts, from wherever its storage says that it stands."""
 
     settings: DraftRunSettings
-    target: LlamaForCausalLM
+    target: CausalModel
     name: str
     vocabulary: Vocabulary
     writing: Writing
     questions: Sequence[Question]
     storage: Storage
-    console: Console
+    console: SteadyConsole
 
     def make(self) -> Report:
         """Writes `head` and `draft` into the storage's folder; returns what they reach."""
@@ -224,9 +224,8 @@ class DraftRun:
             write_whole(self.storage.out / "draft", partial(self._write_draft, copy.deepcopy(draft)))
         found = self.storage.result("report")
         if found is None:
-            found = {
-                "report": measure_drafts(self.writing, self.questions, decoder, teacher, served, draft, self.console)
-            }
+            ends = self.storage, self.console
+            found = {"report": measure_drafts(self.writing, self.questions, decoder, teacher, served, draft, *ends)}
             self.storage.save_result("report", found)
         return found["report"]  # type: ignore[no-any-return]
 
@@ -234,7 +233,12 @@ class DraftRun:
         settings = self.settings
 
         def write(generator: torch.Generator) -> dict[str, Tensor]:
-            return write_shard(decoder, self.writing.texts(settings.texts, generator), settings.text_len, generator)
+            texts = self.writing.texts(settings.texts, generator)
+            return write_shard(decoder, texts, settings.text_len, generator, progress)
+
+        def progress(position: int) -> None:
+            name = f"texts: {settings.texts} of {settings.text_len:,} tokens"
+            self.console.doing = f"{name}, token {position:,}"
 
         def report(count: int, total: int) -> None:
             self.console.print(f"texts: {count} files, {total:,} tokens of answers")

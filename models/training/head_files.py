@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 
 from training.heads import HeadShape
 
@@ -36,7 +36,7 @@ class HeadFiles:
     """Ids [V'] int64, rising."""
     target: str
     """Name that the target goes by."""
-    target_config: LlamaConfig
+    target_config: LlamaConfig | Qwen3Config
 
     @property
     def config(self) -> dict[str, Any]:

@@ -7,12 +7,10 @@ from typing import Annotated, Self
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
 
 from outrider.errors import InvalidRequest
 from outrider.process.options import between
@@ -21,13 +19,14 @@ from training.head_files import METHODS, HeadFiles
 from training.heads import Eagle3, HeadShape, Medusa, Mtp, TrainedMlpSpeculator
 from training.imitate import Teacher, continued, greedy_tokens_per_pass, imitation, measure_head
 from training.learn import Lesson, Stage, go_through
-from training.model import PRESETS
+from training.model import PRESETS, CausalModel
 from training.run import BATCH, COUNT, frozen
+from training.steady import SteadyConsole
 from training.storage import Storage, write_whole
 
 SIZE = between(1, 65536)
 HEAD_RATES = {"head": 3e-3, "head-overlap": 1e-3}
-SAMPLE_BATCH = 128
+SAMPLE_BATCH = 64
 GREEDY_TEXTS, PROMPT_LEN, GREEDY_LEN = 64, 32, 160
 
 
@@ -101,7 +100,7 @@ class HeadSettings:
         return self
 
 
-def shape_of(settings: HeadSettings, target: LlamaForCausalLM) -> HeadShape:
+def shape_of(settings: HeadSettings, target: CausalModel) -> HeadShape:
     """The sizes of the head. Raises InvalidRequest about those that do not fit the target or each other."""
     config = target.config
     is_free = settings.method in ("eagle3", "mlp_speculator")
@@ -151,7 +150,7 @@ def draft_ids_of(learnt: Tensor, size: int | None, vocab_size: int) -> Tensor:
     return counts.argsort(descending=True, stable=True)[:size].sort().values
 
 
-def files_of(settings: HeadSettings, held_out: HeldOut, target: LlamaForCausalLM, name: str) -> HeadFiles:
+def files_of(settings: HeadSettings, held_out: HeldOut, target: CausalModel, name: str) -> HeadFiles:
     """Files of a head, with all that is decided before it learns. Raises InvalidRequest about what does not fit."""
     config = target.config
     learnt = targets_of(held_out.token_ids, held_out.blocks, held_out.block_len)
@@ -172,9 +171,9 @@ class HeadRun:
     settings: HeadSettings
     files: HeadFiles
     held_out: HeldOut
-    target: LlamaForCausalLM
+    target: CausalModel
     storage: Storage
-    console: Console
+    console: SteadyConsole
 
     def make(self) -> Table:
         """Writes the head into the folder `head` of the storage's; returns what it reached."""
@@ -218,8 +217,12 @@ class HeadRun:
         if found is None:
             length = 2 * self.held_out.block_len
             generator = torch.Generator().manual_seed(self.settings.seed)
-            parts: list[Tensor] = []
-            while sum(part.numel() for part in parts) < num_tokens:
+            begun = self.storage.result("samples-begun")
+            written = torch.zeros(0, dtype=torch.int64)
+            if begun is not None:
+                written = begun["token_ids"]
+                generator.set_state(begun["generator"])
+            while len(written) < num_tokens:
                 starts = torch.randint(len(targets) - PROMPT_LEN, (SAMPLE_BATCH,), generator=generator).tolist()
                 prompts = [self.held_out.token_ids[start : start + PROMPT_LEN] for start in starts]
                 allowed = [
@@ -227,9 +230,13 @@ class HeadRun:
                     for prompt, start in zip(prompts, starts, strict=True)
                     if (targets[start : start + PROMPT_LEN] != IGNORED).all()
                 ]
-                parts.append(continued(self.target, torch.stack(allowed).to(self.target.device), length, generator))
-                self.console.print(f"samples: {sum(part.numel() for part in parts):,} tokens")
-            found = {"token_ids": torch.cat([part.flatten() for part in parts]).cpu()}
+                self.console.doing = f"samples: {len(written):,} of {num_tokens:,} tokens"
+                texts = continued(self.target, torch.stack(allowed).to(self.target.device), length, generator)
+                written = torch.cat([written, texts.flatten().cpu()])
+                kept = {"token_ids": written, "generator": generator.get_state()}
+                self.storage.save_result("samples-begun", kept)
+                self.console.print(f"samples: {len(written):,} tokens")
+            found = {"token_ids": written}
             self.storage.save_result("samples", found)
         return found["token_ids"]  # type: ignore[no-any-return]
 
@@ -249,6 +256,7 @@ class HeadRun:
         """Table of what it reaches on held-out blocks, and on the target's own greedy text after their beginnings."""
         found = self.storage.result("report")
         if found is None:
+            self.console.doing = "report"
             blocks = self.held_out.whole_blocks()
             prompts = blocks[:GREEDY_TEXTS, :PROMPT_LEN].to(self.target.device)
             greedy = continued(self.target, prompts, min(GREEDY_LEN, self.files.shape.context_len), None)

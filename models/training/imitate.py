@@ -6,10 +6,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
 
 from training.data import IGNORED
 from training.learn import Loss, micro_batches
+from training.model import CausalModel
 
 STEP_WEIGHT = 0.8
 """Weight of a step, of that of the step before it: a guess is of use only after right ones."""
@@ -41,7 +41,7 @@ class Teacher:
     Tap b is what enters layer b; N, the number of layers, is what leaves the final norm.
     """
 
-    model: LlamaForCausalLM
+    model: CausalModel
     taps: tuple[int, ...]
     draft_ids: Tensor
 
@@ -157,7 +157,7 @@ def greedy_tokens_per_pass(head: nn.Module, teacher: Teacher, texts: Tensor, fir
 
 
 @torch.inference_mode()
-def continued(model: LlamaForCausalLM, prompts: Tensor, length: int, generator: torch.Generator | None) -> Tensor:
+def continued(model: CausalModel, prompts: Tensor, length: int, generator: torch.Generator | None) -> Tensor:
     """Texts [B, length] of the model after prompts [B, P]: greedy ones, or at temperature 1 with a generator."""
     tokens = feed = prompts
     past = None

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from outrider.errors import OutriderError
 from training.data import IGNORED, HeldOut
+from training.steady import SteadyConsole
 from training.storage import Storage
 
 MICRO_TOKENS = 4096
@@ -138,7 +138,7 @@ def learn(
                 group["lr"] = share * stage.learning_rate * rate(step, stage.steps, min(100, stage.steps // 10))
             optimiser.step()
             optimiser.zero_grad()
-        if (step + 1) % storage.every == 0 and step + 1 < stage.steps:
+        if storage.is_due(step + 1) and step + 1 < stage.steps:
             state = {"model": model.state_dict(), "optimisers": [each.state_dict() for each in optimisers]}
             storage.save_checkpoint(stage.name, step + 1, state)
         report(step + 1, value)
@@ -150,7 +150,7 @@ def go_through(
     model: nn.Module,
     lessons: Callable[[], Sequence[Lesson]],
     storage: Storage,
-    console: Console,
+    console: SteadyConsole,
     measured: Callable[[], dict[str, Any]] = dict,
 ) -> dict[str, Any]:
     """Lets the model learn the stage, or gives it the weights that it had at the stage's end. Raises Diverged.
@@ -161,10 +161,13 @@ def go_through(
     if found is None:
 
         def report(step: int, value: float) -> None:
+            console.doing = f"{stage.name}: step {step:,} of {stage.steps:,}, loss {value:.3f}"
             if step % storage.every == 0 or step == stage.steps:
                 console.print(f"{stage.name}: step {step:,}, loss {value:.3f}")
 
+        console.doing = f"{stage.name}: its first step"
         learn(stage, model, lessons(), storage, report)
+        console.doing = f"{stage.name}: measuring"
         found = {"model": model.state_dict(), **measured()}
         storage.save_result(stage.name, found)
     model.load_state_dict(found["model"])

@@ -20,9 +20,15 @@ from training.storage import write_whole
 
 
 def write_shard(
-    decoder: BatchDecoder, texts: Sequence[Text], length: int, generator: torch.Generator
+    decoder: BatchDecoder,
+    texts: Sequence[Text],
+    length: int,
+    generator: torch.Generator,
+    report: Callable[[int], object] = bool,
 ) -> dict[str, Tensor]:
     """Writes all texts to this length: token_ids and is_answer [B, L], taps [B, L, F] and normed [B, L, H] bfloat16.
+
+    `report` gets how many tokens each of them has, before the next.
 
     Where `is_answer`, the target drew the token for an answer. taps and normed are of the row that reads the token.
     """
@@ -33,6 +39,7 @@ def write_shard(
     kept: list[Tensor] = []
     found = torch.zeros(count, dtype=torch.int64)
     for position in range(length):
+        report(position)
         followed = [text.follow(token_id) for text, token_id in zip(texts, found.tolist(), strict=True)]
         token_ids[:, position] = torch.tensor([token_id for token_id, _ in followed])
         is_answer[:, position] = torch.tensor([own for _, own in followed])

@@ -7,18 +7,38 @@ loses nothing on 256, and one that was trained on 256 with the usual 10,000 cann
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from tokenizers import Tokenizer
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from outrider.engine.models.config import ModelConfig
+from outrider.engine.models.gguf import load_gguf, read_config
+from outrider.engine.models.rope import Rope
 from outrider.errors import InvalidRequest, ModelRefused
+from outrider.model_files.gguf.config import json_config
+from outrider.model_files.gguf.files import gguf_in
+from outrider.model_files.gguf.header import GgufFile
+from outrider.model_files.gguf.tokenizer import chat_templates, special_tokens
 from outrider.model_files.model_names import Shape
+from outrider.model_files.tokenizer_files import load_tokenizer
+from outrider.model_files.vocabulary import Vocabulary
 from training.data import END_OF_TEXT
 
 ROLES = ("target", "draft")
+CausalModel: TypeAlias = LlamaForCausalLM | Qwen3ForCausalLM
+CLASSES: Mapping[str, tuple[Any, Any]] = {
+    "LlamaForCausalLM": (LlamaConfig, LlamaForCausalLM),
+    "Qwen3ForCausalLM": (Qwen3Config, Qwen3ForCausalLM),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +84,62 @@ def new_model(preset: Preset, role: str, seed: int) -> LlamaForCausalLM:
         return LlamaForCausalLM(config)
 
 
-def trained_model(option: str, folder: Path, extended_to: Preset | None = None) -> LlamaForCausalLM:
-    """A trained model in float32, as it is. Raises InvalidRequest about the option that names its folder.
+def trained_model(option: str, place: Path, extended_to: Preset | None = None) -> CausalModel:
+    """A trained model in float32, as it is: a folder, a GGUF file or a folder with one. Raises InvalidRequest about the
+    option that names its place.
 
     Or extended to the context and rotary base of a preset, unless it has more of them.
     """
-    # Another architecture would be read as Llama without a word.
+    # Another architecture would be read as one of these without a word.
     try:
-        architecture = ModelConfig.read(folder).architecture
-        config = LlamaConfig.from_pretrained(folder, local_files_only=True)
+        path = gguf_in(place)
+        file = None if path is None else GgufFile.read(path)
+        facts = read_config(file) if file else ModelConfig.read(place)
+        configured, built = CLASSES.get(facts.architecture, (None, None))
+        if configured is None or built is None or type(facts.rope) is not Rope:
+            raise InvalidRequest(option, str(place), "a model of Llama's or Qwen 3's shape without rope scaling")
+        if facts.qkv_bias or facts.output_bias or facts.mlp_bias or set(facts.windows) != {None}:
+            raise InvalidRequest(option, str(place), "a model without biases, whose attention has no window")
+        config = (
+            gguf_config(configured, file, facts) if file else configured.from_pretrained(place, local_files_only=True)
+        )
     except (ModelRefused, OSError, ValueError) as error:
-        raise InvalidRequest(option, str(folder), f"a folder of a model: {error}") from error
-    rope = dict(config.rope_parameters or {})
-    if architecture != "LlamaForCausalLM" or rope.get("rope_type") != "default":
-        raise InvalidRequest(option, str(folder), "a Llama model without rope scaling")
+        raise InvalidRequest(option, str(place), f"a folder of a model, or a GGUF file: {error}") from error
     if extended_to is not None:
+        rope = dict(config.rope_parameters)
         config.rope_parameters = {**rope, "rope_theta": max(extended_to.rope_base, rope["rope_theta"])}
         config.max_position_embeddings = max(extended_to.context_len, config.max_position_embeddings)
     try:
-        return LlamaForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InvalidRequest(option, str(folder), f"a model whose weights can be read: {error}") from error
+        if file is None:
+            return built.from_pretrained(place, config=config, dtype=torch.float32, local_files_only=True)
+        model = built(config)
+        model.load_state_dict(load_gguf(file, facts, torch.device("cpu"), torch.float32), strict=False)
+        return model
+    except (ModelRefused, OSError, ValueError, RuntimeError) as error:
+        raise InvalidRequest(option, str(place), f"a model whose weights can be read: {error}") from error
+
+
+def gguf_config(configured: type[LlamaConfig | Qwen3Config], file: GgufFile, facts: ModelConfig) -> Any:  # noqa: ANN401
+    """The configuration of a file, whose tensors are those that it asks for, as transformers has it."""
+    return configured(
+        **(json_config(file) | {"num_key_value_heads": facts.num_kv_heads, "rms_norm_eps": facts.norm_epsilon}),
+        rope_parameters={"rope_type": "default", "rope_theta": facts.rope.theta},
+        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
+    )
+
+
+def target_tokenizer(option: str, place: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a target with its chat template. Raises InvalidRequest about the option that names its place."""
+    try:
+        Vocabulary.read(place)
+        if (path := gguf_in(place)) is None:
+            return PreTrainedTokenizerFast.from_pretrained(place)
+        file = GgufFile.read(path)
+        made = PreTrainedTokenizerFast(tokenizer_object=load_tokenizer(str(path)), **special_tokens(file))
+        made.chat_template, made.name_or_path = chat_templates(file).get("default"), str(place)
+    except (ModelRefused, OSError, ValueError) as error:
+        raise InvalidRequest(option, str(place), f"a model whose tokenizer can be read: {error}") from error
+    return made
 
 
 def write_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:

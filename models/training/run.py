@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from outrider.process.options import between
 from training.data import HeldOut, TrainingBlocks, held_out_blocks, targets_of
 from training.learn import Lesson, Loss, Stage, distillation, go_through, measure, next_token
 from training.model import PRESETS, ROLES, Preset, new_model, trained_model, write_model
+from training.steady import SteadyConsole
 from training.storage import Storage, write_whole
 
 COUNT = between(1, 1_000_000_000)
@@ -94,6 +94,7 @@ def held_out_of(token_ids: Tensor, settings: RunSettings) -> HeldOut:
     return HeldOut(token_ids, numbers, preset.block_len, preset.context_len)
 
 
+Causal = TypeVar("Causal", bound=nn.Module)
 Outcome = tuple[str, int, int, list[float]]
 """A stage's name, steps, tokens, and held-out losses after it."""
 
@@ -108,7 +109,7 @@ class Run:
     from_pair: Path | None
     device: torch.device
     storage: Storage
-    console: Console
+    console: SteadyConsole
 
     def make(self) -> list[Outcome]:
         """Writes target and draft into the storage's folder; returns what every stage reached."""
@@ -167,7 +168,7 @@ class Run:
         return stage.name, stage.steps, stage.tokens, found["losses"]
 
 
-def frozen(model: LlamaForCausalLM) -> LlamaForCausalLM:
+def frozen(model: Causal) -> Causal:
     """The given model, which learns nothing any more."""
     nn.Module.eval(model)
     return model.requires_grad_(False)

@@ -8,6 +8,7 @@ pair, moved there whole.
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 
 from outrider.errors import InvalidRequest
+
+SAVE_S = 30.0
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -35,8 +38,9 @@ class Storage:
     """Files and checkpoints of one run."""
 
     def __init__(self, out: Path, every: int) -> None:
-        """Checkpoints are due after every so many steps."""
+        """Checkpoints are due after every so many steps, and at the first step after SAVE_S seconds without one."""
         self.out, self.every = out, every
+        self._saved_s = time.monotonic()
         self.folder = out / "training"
         self.tokenizer = self.folder / "tokenizer.json"
         self._settings = out / "training.json"
@@ -72,9 +76,14 @@ class Storage:
         for file, text in ((self.tokenizer, tokenizer), (self._settings, json.dumps(settings, indent=2) + "\n")):
             write_whole(file, partial(Path.write_text, data=text, encoding="utf-8"))
 
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is to be kept after so many steps of a stage."""
+        return step % self.every == 0 or time.monotonic() - self._saved_s >= SAVE_S
+
     def save_checkpoint(self, stage: str, step: int, state: Mapping[str, Any]) -> None:
         """Keeps what the stage needs to go on after so many steps, instead of what was kept before."""
         _save(self._checkpoint, {"stage": stage, "step": step, **state})
+        self._saved_s = time.monotonic()
 
     def checkpoint(self, stage: str) -> dict[str, Any] | None:
         """State that was kept of this stage, on the CPU; None when it has not begun."""

@@ -77,9 +77,11 @@ def model_table(facts: Sequence[ModelFacts], metrics: Mapping[str, str]) -> Tabl
     table.add_row("numerics id", *(fact.numerics_id for fact in facts))
     table.add_row("context", *(f"{fact.context_len:,} tokens" for fact in facts))
     table.add_row("KV blocks", *(f"{fact.blocks:,} of {fact.block_size} tokens" for fact in facts))
-    table.add_row("drafters", *(", ".join(fact.drafters) for fact in facts))
+    if any(fact.drafters for fact in facts):
+        table.add_row("drafters", *(", ".join(fact.drafters) for fact in facts))
     table.add_row("address", *(fact.address for fact in facts))
-    table.add_row("metrics", *(metrics.get(fact.role, "") for fact in facts))
+    if metrics:
+        table.add_row("metrics", *(metrics.get(fact.role, "") for fact in facts))
     return table
 
 

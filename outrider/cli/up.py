@@ -244,7 +244,7 @@ class JsonDisplay(Display):
         self._write({"event": "serving", "page": page_of(addresses.rest), **places, **by_service})
 
     def _write(self, event: Mapping[str, Any]) -> None:
-        write(self._output, json.dumps({**event, "timestamp": timestamp()}) + "\n")
+        write(self._output, json.dumps({"timestamp": timestamp(), **event}) + "\n")
 
 
 class TableDisplay(Display):
@@ -385,7 +385,7 @@ def lost_as_sentence(lost: int, reason: str) -> str:
 
 def lost_as_event(lost: int, reason: str) -> str:
     """Event of --json about lines that could not be written here."""
-    return json.dumps({"event": "lines lost", "lines": lost, "reason": reason, "timestamp": timestamp()})
+    return json.dumps({"timestamp": timestamp(), "event": "lines lost", "lines": lost, "reason": reason})
 
 
 def timestamp() -> str:

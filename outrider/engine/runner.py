@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.engine.batching import Feed, RowPlan, build_batch
 from outrider.engine.cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
+from outrider.engine.devices import checked_device
 from outrider.engine.heads.head import TargetParts
 from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.models.config import DecoderFacts
@@ -163,7 +164,7 @@ class ModelRunner:
         the most tokens of a session, by default as many as the model reads. vocabulary_size defaults to the width of
         the logits. Raises ModelRefused and InvalidRequest, and NotReady when files changed meanwhile.
         """
-        torch_device = _checked_device(device)
+        torch_device = checked_device(device)
         if dtype not in DTYPES:
             raise InvalidRequest("dtype", dtype, f"one of {', '.join(DTYPES)}")
         packed_bits = PACKED_BITS.get(dtype)
@@ -347,18 +348,6 @@ class ModelRunner:
         for extreme in (min(token_ids), max(token_ids)):
             if not 0 <= extreme < end:
                 raise InvalidRequest("token_ids", extreme, f"in [0, {end})")
-
-
-def _checked_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InvalidRequest("device", name, '"cpu" or "cuda:N"') from None
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
-        raise InvalidRequest("device", name, f'"cpu" or one of {torch.cuda.device_count()} CUDA devices')
-    return torch.device("cuda", device.index or 0)
 
 
 Allocate = Callable[[], None]

@@ -20,7 +20,7 @@ from outrider.engine.runner import ForwardCounts
 from outrider.estimates.timing import ComputeTimes
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.sessions import ServiceCounts
-from outrider.process.metrics import ProcessTime, Tally, new_registry, tally_of
+from outrider.process.metrics import ProcessFigures, Tally, new_registry, tally_of
 
 PREFIX = "outrider_"
 JOB_S = (
@@ -49,7 +49,7 @@ class ServiceMetrics:
         self._queue_s, self._compute_s, self._rollback_s = Tally(JOB_S), Tally(JOB_S), Tally(ROLLBACK_S)
         self.registry = new_registry()
         self.registry.register(self)
-        self.registry.register(ProcessTime())
+        self.registry.register(ProcessFigures())
 
     def observe(self, times: ComputeTimes) -> None:
         """Takes note of what an answer cost; one that needed no forward is no job."""

@@ -14,9 +14,11 @@ import typer
 from torch import Tensor
 
 from outrider.engine.batching import Feed
+from outrider.engine.devices import checked_device
 from outrider.engine.ops.library import load_kernels, processor_levels
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import are_numbers, model_fault
+from outrider.errors import InvalidRequest
 from outrider.model_service.server import load_model
 from outrider.model_service.settings import MAX_THREADS, Dtype, ModelServiceSettings
 from outrider.process import telemetry
@@ -49,7 +51,11 @@ def probe(
     """Compares rows of a model; without a model it prints only what computes here."""
     telemetry.configure_logs("error")
     facts = engine_facts()
-    if model:
+    try:
+        checked_device(device, "--device")
+    except InvalidRequest as refused:
+        facts["refused_device"] = refused.message
+    if model and "refused_device" not in facts:
         settings = ModelServiceSettings(model, device=device, dtype=dtype, threads=threads, kv_tokens=KV_TOKENS)
         runner = load_model(settings).runner
         torch.set_num_threads(runner.torch_threads)

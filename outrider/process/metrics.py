@@ -2,6 +2,7 @@
 
 import asyncio
 import http.client
+import os
 import socket
 import sys
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Any, Self
 from urllib.parse import urlencode
@@ -34,6 +36,8 @@ MAX_CONNECTIONS = 16
 # How often the server looks whether it has to stop.
 STOP_LOOK_S = 0.05
 METRICS = "metrics"
+# Sizes of this process in pages, on Linux: the second is what is resident.
+STATM = Path("/proc/self/statm")
 # Before the server is started again, should it fail as a whole.
 RESTART_S = 1.0
 
@@ -255,15 +259,18 @@ def tally_of(numbers: Mapping[int, int], bounds: Sequence[float]) -> Tally:
     return tally
 
 
-class ProcessTime(Collector):
-    """The CPU time of this process, under the name that Prometheus's own collectors have for it.
+class ProcessFigures(Collector):
+    """CPU time and memory of this process, under the names that Prometheus's own collectors have for them.
 
-    Theirs counts in hundredths of a second, which is too coarse for a measurement of a few.
+    Theirs counts time in hundredths of a second, which is too coarse for a measurement of a few.
     """
 
     def collect(self) -> Iterable[Metric]:
-        """CPU time of this process, as one family."""
+        """CPU time, and memory where the system says how much is resident."""
         yield CounterMetricFamily("process_cpu_seconds", "CPU time of this process.", time.process_time())
+        if STATM.exists():
+            resident = int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            yield GaugeMetricFamily("process_resident_memory_bytes", "Resident memory of this process.", resident)
 
 
 class LoopTasks(Collector):

@@ -34,6 +34,7 @@ from outrider.errors import OutriderError
 log = structlog.get_logger()
 
 SHOWN_ID_LEN = 4
+FIRST = ("timestamp", "level", "event")
 
 
 def configure_logs(level: str, worker: int | None = None) -> None:
@@ -48,6 +49,7 @@ def configure_logs(level: str, worker: int | None = None) -> None:
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         lambda _logger, _method, line: line if worker is None else {**line, "worker": worker},
+        in_order,
     ]
     rendering: list[Processor] = [
         structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
@@ -60,7 +62,7 @@ def configure_logs(level: str, worker: int | None = None) -> None:
     # Lines of libraries look like ours, and their tracebacks have no more in them.
     foreign.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[*gathering, structlog.stdlib.add_logger_name],
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, *gathering],
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, shown(rendering)],
         )
     )
@@ -73,6 +75,11 @@ def configure_logs(level: str, worker: int | None = None) -> None:
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+
+
+def in_order(_logger: object, _method: str, line: EventDict) -> EventDict:
+    """Puts what every line has first: timestamp, level, event."""
+    return {name: line[name] for name in FIRST if name in line} | dict(line)
 
 
 class LibraryLines(logging.StreamHandler[TextIO]):

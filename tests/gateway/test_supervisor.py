@@ -179,6 +179,8 @@ async def test_every_worker_says_the_same_and_one_scrape_has_all(stack: RunningS
     text = (await asyncio.to_thread(scraped, gateway.rest))[0].decode()
     assert findings(text) == []
     assert {RUNNING, SAID, UP, RESTARTS} < {line.partition("{")[0] for line in text.splitlines()}
+    memory = [line for line in text.splitlines() if line.startswith("process_resident_memory_bytes{")]
+    assert [line.split('"')[1] for line in memory] == [*map(str, range(NUM_WORKERS)), "supervisor"]
     # Whichever worker answers.
     shown = {(await asyncio.to_thread(scraped, gateway.rest, [SAID]))[0].decode() for _ in range(12)}
     assert len(shown) == 1

@@ -100,10 +100,12 @@ def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 class Timed(NamedTuple):
-    """One answer that was read to its end. Times begin after the first round, which reads the prompt."""
+    """One answer that was read to its end. Times begin after the first round, which reads the prompt; tokens a pass
+    count all passes of the target, that one and those without guesses too.
+    """
 
     token_us: float
-    tokens_a_round: float
+    tokens_a_pass: float
     token_ids: tuple[int, ...]
     result: Result
 
@@ -123,7 +125,7 @@ def read_timed(stream: Stream) -> Timed:
     (first_s, first), (last_s, _) = rounds[0], rounds[-1]
     num_behind = len(token_ids) - len(first)
     per_token = 1e6 * (last_s - first_s) / max(num_behind, 1)
-    return Timed(per_token, num_behind / max(len(rounds) - 1, 1), token_ids, result)
+    return Timed(per_token, len(token_ids) / len(rounds), token_ids, result)
 
 
 def machine() -> str:
@@ -275,12 +277,15 @@ def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
     return target_model, draft_model
 
 
-def pair_of(models: MeasuredModels, cpus: ComputeThreads) -> Stack:
-    """The stack that the options name, whose draft is all that guesses. Raises ModelRefused, also without a draft."""
+def pair_of(models: MeasuredModels, cpus: ComputeThreads, *, lookup: bool) -> Stack:
+    """The stack that the options name, with or without guesses from earlier text beside those of its draft.
+
+    Raises ModelRefused, also without a draft.
+    """
     stack = stack_of(models, cpus, options.HostedOptions())
     if stack.draft is None:
         raise ModelRefused(f"There is no draft for {stack.target}; name one with --draft.", model=stack.target)
-    return replace(stack, gateway_flags=stack.gateway_flags | {"--no-lookup": True})
+    return replace(stack, gateway_flags=stack.gateway_flags | {"--no-lookup": not lookup})
 
 
 def stack_of(models: MeasuredModels, cpus: ComputeThreads, hosted: options.HostedOptions) -> Stack:

@@ -13,11 +13,21 @@ import typer
 from anyio.from_thread import start_blocking_portal
 from rich.console import Console
 
-from outrider.cli.chat.conversation import COMMANDS, ChatTurn, Conversation, help_text, numbered, parse_line
+from outrider.cli.chat.conversation import (
+    COMMANDS,
+    ChatTurn,
+    Conversation,
+    help_text,
+    numbered,
+    parse_length,
+    parse_line,
+    parse_temperature,
+)
 from outrider.cli.chat.terminal import Reader, Screen, choose_ends
 from outrider.cli.local_stack import Stack, start_stack
 from outrider.cli.options import OPTIONS, in_options
-from outrider.cli.race import verdict
+from outrider.cli.other_work import cpu_times, others_said
+from outrider.cli.race import AGAIN, SLICES, verdict
 from outrider.cli.running import failures_as_exits, note, service_log
 from outrider.client import ChatMessage, Client, GenerationOptions, OutriderError, Speculation, Stream
 from outrider.process.children import Supervisor
@@ -84,7 +94,9 @@ class Talk:
 
     def __init__(self, client: Client, chat: Chat, reader: Reader, screen: Screen, *, is_interactive: bool) -> None:
         self._client = client
-        self._options = chat.options
+        self._at_first = chat.options
+        self._options = chat.options.copy()
+        self._owns_stack = chat.stack is not None
         self._conversation = Conversation(chat.system, chat.options.get("seed"))
         self._reader = reader
         self._screen = screen
@@ -135,6 +147,8 @@ class Talk:
                     conversation.system = "" if text == "-" else text
                 system = conversation.system
                 say(f"The system message is: {system}" if system else "There is no system message.")
+            case "temperature" | "length" as name, argument:
+                say(self._set(name, argument))
             case "reset", _:
                 conversation.turns.clear()
                 say("The conversation is forgotten.")
@@ -144,22 +158,57 @@ class Talk:
                 return False
         return True
 
+    def _set(self, name: str, argument: str) -> str:
+        """Sets the temperature or length of the answers to come, unless the argument is empty; says which it is.
+
+        Raises WrongCommand about a value that it cannot have.
+        """
+        if name == "temperature":
+            if argument:
+                at_first = self._at_first.get("temperature")
+                self._options["temperature"] = at_first if argument == "-" else parse_temperature(argument)
+            temperature = self._options.get("temperature")
+            return f"The temperature is {'the default' if temperature is None else f'{temperature:g}'}."
+        if argument:
+            longest = self._at_first.get("max_tokens")
+            self._options["max_tokens"] = longest if argument == "-" else parse_length(argument)
+        length = self._options.get("max_tokens")
+        return f"An answer has at most {'as many tokens as by default' if length is None else f'{length} tokens'}."
+
     def _race(self) -> None:
-        """Answers the last message twice, one after the other, because both answers share the machine."""
+        """Answers the last message with and without speculation, by turns because both share the machine; shows the
+        first two answers.
+        """
         fast = self._conversation.again()
         messages, salt = self._conversation.messages(), secrets.token_hex(8)
-        plain = ChatTurn(fast.user, fast.seed)
-        # Each reads its prompt itself: with a salt of its own it does not find what the other one left in the cache.
-        self._screen.say("With speculation:")
-        self._answer(fast, messages, {"cache_salt": f"{salt}-fast"})
-        if fast.result is not None:
-            speculation = replace(self._options.get("speculation") or Speculation(), enabled=False)
-            self._screen.say("Without speculation:")
-            self._answer(plain, messages, {"cache_salt": f"{salt}-plain", "speculation": speculation})
-        self._screen.say(verdict(fast, plain))
+        lanes: dict[bool, list[ChatTurn]] = {True: [], False: []}
+        before = cpu_times()
+        for number, speculates in enumerate(SLICES):
+            turn = ChatTurn(fast.user, fast.seed) if number else fast
+            lanes[speculates].append(turn)
+            speculation = self._options.get("speculation") or Speculation()
+            # Each reads its prompt itself: with a salt of its own it does not find what the others left in the cache.
+            changes = GenerationOptions(cache_salt=f"{salt}-{number}")
+            if not speculates:
+                changes["speculation"] = replace(speculation, enabled=False)
+            if number < len(lanes):
+                self._screen.say(f"{'With' if speculates else 'Without'} speculation:")
+            elif number == len(lanes):
+                self._screen.say(AGAIN)
+            self._answer(turn, messages, changes, shows=number < len(lanes))
+            if turn.result is None:
+                break
+        # A gateway elsewhere would count among the others.
+        others = others_said(before, cpu_times()) if self._owns_stack else ""
+        self._screen.say(verdict(lanes[True], lanes[False], others))
 
     def _answer(
-        self, turn: ChatTurn, messages: Sequence[ChatMessage] = (), changes: GenerationOptions | None = None
+        self,
+        turn: ChatTurn,
+        messages: Sequence[ChatMessage] = (),
+        changes: GenerationOptions | None = None,
+        *,
+        shows: bool = True,
     ) -> None:
         """Requests an answer, by default to the whole conversation, and keeps it, or what came of it until Ctrl-C."""
         options = GenerationOptions(**{**self._options, **(changes or {}), "seed": turn.seed})
@@ -168,12 +217,14 @@ class Talk:
             with self._client.chat(said, **options) as stream, self._stoppable(stream):
                 for event in stream:
                     turn.add(event)
-                    self._screen.show(event)
+                    if shows:
+                        self._screen.show(event)
         except BaseException:
             turn.forget_answer()
             self._screen.interrupt()
             raise
-        self._screen.end(turn)
+        if shows:
+            self._screen.end(turn)
 
     @contextmanager
     def _stoppable(self, stream: Stream) -> Iterator[None]:

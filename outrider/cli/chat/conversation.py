@@ -17,10 +17,13 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "race": ("", "answer the last message with and without speculation, and compare"),
     "list": ("", "show the messages and their numbers"),
     "system": ("[TEXT|-]", "show, set or, with -, remove the system message"),
+    "temperature": ("[X|-]", "show or set the temperature, from 0 to 100; - is what the chat began with"),
+    "length": ("[N|-]", "show or set the most tokens of an answer, from 1; - is what the chat began with"),
     "reset": ("", "forget the conversation, but not the system message"),
     "help": ("", "show this list"),
     "quit": ("", "leave, as Ctrl-D does"),
 }
+MAX_TEMPERATURE, MAX_LENGTH = 100, 2**31 - 1
 NUMBER = re.compile(r"#([0-9]{1,6})(?:\s+|$)")
 
 
@@ -60,6 +63,25 @@ def numbered(argument: str) -> tuple[int | None, str]:
     """The number of a message at the beginning of an argument, None where there is none, and the rest."""
     found = NUMBER.match(argument)
     return (int(found[1]), argument[found.end() :]) if found else (None, argument)
+
+
+def parse_temperature(argument: str) -> float:
+    """Temperature of the answers to come. Raises WrongCommand."""
+    try:
+        found = float(argument)
+    except ValueError:
+        found = -1
+    if not 0 <= found <= MAX_TEMPERATURE:
+        raise WrongCommand(f"/temperature is {argument!r}, but must be a number from 0 to {MAX_TEMPERATURE}, or -.")
+    return found
+
+
+def parse_length(argument: str) -> int:
+    """Most tokens of the answers to come. Raises WrongCommand."""
+    found = int(argument) if argument.isdecimal() and len(argument) <= len(str(MAX_LENGTH)) else 0
+    if not 1 <= found <= MAX_LENGTH:
+        raise WrongCommand(f"/length is {argument!r}, but must be a whole number from 1 to {MAX_LENGTH}, or -.")
+    return found
 
 
 def help_text() -> str:

@@ -224,7 +224,7 @@ def engine_findings(code: int, output: str, notes: str, device: str) -> list[Fin
     if code == 0:
         facts = json.loads(output.strip().splitlines()[-1])
         kernels = _kernel_finding(facts["kernels"], facts["processor_levels"])
-        return [kernels, _cuda_finding(facts["cuda"], device), _row_finding(facts, device)]
+        return [kernels, _cuda_finding(facts["cuda"], facts.get("refused_device")), _row_finding(facts, device)]
     problem = last_line(notes)
     if "No module named 'torch'" in problem:
         return [skipped(ROWS, "There is no torch here to compute with.", "pip install 'outrider[engine]'")]
@@ -245,12 +245,12 @@ def _kernel_finding(built: str | None, levels: Sequence[str]) -> Finding:
     return ok(KERNELS, f"{built} is built, and the fastest for this processor.")
 
 
-def _cuda_finding(devices: Sequence[Mapping[str, Any]], device: str) -> Finding:
+def _cuda_finding(devices: Sequence[Mapping[str, Any]], refused: str | None) -> Finding:
+    if refused is not None:
+        return failed(CUDA, refused, "Or leave out --device.")
     if devices:
         names = (f"cuda:{n} is {each['name']}, {gibibytes(each['memory_bytes'])}" for n, each in enumerate(devices))
         return ok(CUDA, f"{'; '.join(names)}.")
-    if device != "cpu":
-        return failed(CUDA, f"{device} is wanted, but torch sees no CUDA device.", "Leave out --device.")
     return skipped(CUDA, "torch sees no CUDA device; models run on the CPU.")
 
 

@@ -31,7 +31,10 @@ TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 REST_TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PROMPT = f"Once upon a time there was a {MARKER} who said: open"
 # On every dashboard of processes, and a size that does not change.
-OTHER_EYES = {"process_cpu_seconds_total", "outrider_tasks", "outrider_kv_blocks", "outrider_drafter_kv_blocks"}
+OTHER_EYES = {
+    *("process_cpu_seconds_total", "process_resident_memory_bytes"),
+    *("outrider_tasks", "outrider_kv_blocks", "outrider_drafter_kv_blocks"),
+}
 METRIC = re.compile(r"\b(outrider_\w+)\b")
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]

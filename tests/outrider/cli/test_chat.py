@@ -11,7 +11,16 @@ from dataclasses import replace
 import pytest
 from support.command_line import RESULT, ScriptedGateway, scripted_gateway
 
-from outrider.cli.chat.conversation import COMMANDS, ChatTurn, Conversation, WrongCommand, help_text, parse_line
+from outrider.cli.chat.conversation import (
+    COMMANDS,
+    ChatTurn,
+    Conversation,
+    WrongCommand,
+    help_text,
+    parse_length,
+    parse_line,
+    parse_temperature,
+)
 from outrider.cli.race import verdict
 from outrider.client import GeneratedToken, Origin, Round
 from outrider.parameters import Acceptance, Rule
@@ -191,16 +200,16 @@ def test_an_earlier_message_is_changed_or_sent_again() -> None:
 
 @pytest.mark.slow
 async def test_a_race_compares_the_tokens_of_both_answers(gateway: ScriptedGateway) -> None:
-    """The last message is answered twice from one seed, with salts of their own; the first answer is kept."""
+    """The last message is answered by turns from one seed, with salts of their own; the first answer is kept."""
     lines = b"Hello\n/race\nGo on\n"
     code, output, notes = await run_command("--address", gateway.address, stdin=lines)
     assert (code, output) == (0, f"{ANSWER}\n" * 4)
-    assert "Identical token for token: 3 tokens. 1.00 times as fast: 0.00 s with speculation" in notes
-    _, fast, plain, after = gateway.chats
-    assert [each.generation.speculation.enabled for each in (fast, plain)] == [True, False]
-    assert len({chat.generation.seed for chat in gateway.chats[:3]}) == 1
-    assert len({chat.generation.cache_salt for chat in gateway.chats[:3]}) == 3
-    assert [message.content for message in plain.messages] == ["Hello"]
+    assert "Identical token for token: 3 tokens. 1.00 times as fast, the median of 3 turns: 0.00 s with spec" in notes
+    first, *race, after = gateway.chats
+    assert [each.generation.speculation.enabled for each in race] == [True, False, False, True, True, False]
+    assert len({chat.generation.seed for chat in (first, *race)}) == 1
+    assert len({chat.generation.cache_salt for chat in (first, *race)}) == 7
+    assert [[message.content for message in each.messages] for each in race] == [["Hello"]] * 6
     assert [message.content for message in after.messages] == ["Hello", ANSWER, "Go on"]
 
 
@@ -217,7 +226,7 @@ def test_a_race_names_the_token_that_differs_and_the_reason(rule: Rule, numerics
     other = Round((*ONCE.tokens, GeneratedToken(9, Origin.PLAIN, "!")), "Once!")
     fast = ChatTurn("One", 5, [ONCE], replace(RESULT, acceptance=Acceptance(rule=rule)))
     plain = ChatTurn("One", 5, [other], replace(RESULT, numerics_ids=(numerics,)))
-    told = verdict(fast, plain)
+    told = verdict([fast], [plain])
     assert told.startswith("Differs at token 2. ")
     assert reason in told
 
@@ -225,12 +234,43 @@ def test_a_race_names_the_token_that_differs_and_the_reason(rule: Rule, numerics
 def test_a_race_promises_nothing_that_was_not_seen() -> None:
     """A stopped one has no result, equal answers under another rule are chance, and without guesses time is nothing."""
     ended = ChatTurn("One", 5, [ONCE], RESULT)
-    assert verdict(ChatTurn("One", 5, [ONCE]), ended).startswith("No result")
-    assert verdict(replace(ended, result=replace(RESULT, acceptance=Acceptance(rule=Rule.BLOCK))), ended).startswith(
-        "The same"
-    )
+    assert verdict([ChatTurn("One", 5, [ONCE])], [ended]).startswith("No result")
+    assert verdict([ended, ChatTurn("One", 5, [ONCE])], [ended]).startswith("No result")
+    by_chance = replace(ended, result=replace(RESULT, acceptance=Acceptance(rule=Rule.BLOCK)))
+    assert verdict([by_chance], [ended]).startswith("The same")
     idle = replace(RESULT, speculation=replace(RESULT.speculation, draft_tokens=0))
-    assert "Neither answer had any guesses" in verdict(replace(ended, result=idle), ended)
+    assert "Neither answer had any guesses" in verdict([replace(ended, result=idle)], [ended])
+
+
+def lane(*times_s: float, rounds: int) -> list[ChatTurn]:
+    """Answers of 60 tokens, each after the prompt's pass and so many more."""
+    speculation = replace(RESULT.speculation, rounds=rounds)
+    result = replace(RESULT, completion_tokens=60, speculation=speculation)
+    return [ChatTurn("One", 5, [ONCE], replace(result, total_us=int(1e6 * each))) for each in times_s]
+
+
+def test_a_race_is_told_by_the_median_of_its_turns() -> None:
+    """A turn is compared with its neighbour; tokens a pass count the prompt's pass and those without guesses."""
+    told = verdict(lane(1.0, 2.0, 1.1, rounds=39), lane(1.4, 1.5, 1.32, rounds=59))
+    assert told.endswith(
+        " 1.20 times as fast, the median of 3 turns: 1.10 s with speculation, 1.40 s without. "
+        "A pass of the target brought 1.50 tokens."
+    )
+
+
+@pytest.mark.parametrize(
+    ("plain_s", "others", "doubt"),
+    [
+        ((1.2, 1.2, 1.2), "other processes took 0.9 of its 2 CPUs", "other processes took 0.9 of its 2 CPUs"),
+        ((1.2, 1.2, 1.9), "", "the same answer without speculation took 1.20 s and 1.90 s"),
+        ((5.14, 5.14, 5.14), "", "5.14 times as fast is more than these passes can bring"),
+    ],
+)
+def test_a_busy_machine_gives_no_figure_of_speed(plain_s: tuple[float, ...], others: str, doubt: str) -> None:
+    """Others were seen, the same work took unequal times, or speculation seems to bring more than its tokens."""
+    told = verdict(lane(1.0, 1.0, 1.0, rounds=46), lane(*plain_s, rounds=59), others)
+    busy = f"Identical token for token: 60 tokens. The machine was busy, so there is no figure of speed: {doubt}. "
+    assert told == f"{busy}A pass of the target brought 1.28 tokens."
 
 
 def test_help_lists_every_command() -> None:
@@ -238,3 +278,30 @@ def test_help_lists_every_command() -> None:
     for name, (_, meaning) in COMMANDS.items():
         assert f"/{name}" in help_text()
         assert meaning in help_text()
+
+
+async def test_temperature_and_length_change_inside(gateway: ScriptedGateway) -> None:
+    """The next answers have what was set, and with - again what the chat began with."""
+    lines = b"One\n/temperature 0.7\n/length 200\nTwo\n/temperature\n/temperature -\n/length -\nThree\n"
+    code, _, notes = await run_command("--max-tokens", "9", "--address", gateway.address, stdin=lines)
+    asked = [chat.generation for chat in gateway.chats]
+    assert (code, [each.max_tokens for each in asked]) == (0, [9, 200, 9])
+    temperatures = [each.sampling.temperature if each.sampling.HasField("temperature") else None for each in asked]
+    assert temperatures == [None, pytest.approx(0.7), None]
+    assert notes.count("The temperature is 0.7.") == 2
+    for sentence in ("The temperature is the default.", "at most 200 tokens.", "at most 9 tokens."):
+        assert notes.count(sentence) == 1
+
+
+@pytest.mark.parametrize("value", ["warm", "-1", "nan", "inf", "100.5", "1,5"])
+def test_a_temperature_that_cannot_be_is_refused(value: str) -> None:
+    """By name, with the limit."""
+    with pytest.raises(WrongCommand, match=f"^/temperature is '{value}', but must be a number from 0 to 100, or -.$"):
+        parse_temperature(value)
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "2.5", "long", "2147483648", "9" * 5000])
+def test_a_length_that_cannot_be_is_refused(value: str) -> None:
+    """By name, with the limit."""
+    with pytest.raises(WrongCommand, match=r"^/length is .*, but must be a whole number from 1 to 2147483647, or -\.$"):
+        parse_length(value)

@@ -174,6 +174,13 @@ def test_unequal_rows_fail_on_a_cpu_and_warn_on_a_device() -> None:
     assert on_device.status is Status.WARNING
 
 
+def test_a_device_that_is_not_there_fails_with_what_is_seen() -> None:
+    """In the engine's own words, and no rows were compared."""
+    _, device, rows = found({**KERNELS, "refused_device": "--device is 'cuda:9', but must be seen"}, "cuda:9")
+    assert (device.status, device.sentence) == (Status.FAILED, "--device is 'cuda:9', but must be seen.")
+    assert rows.status is Status.SKIPPED
+
+
 @pytest.mark.parametrize(
     ("kernels", "levels", "words"),
     [

@@ -265,6 +265,7 @@ def test_sessions_may_be_shorter_than_what_the_model_reads() -> None:
         ({"context_len": 0}, InvalidRequest),
         ({"context_len": 4097}, InvalidRequest),
         ({"device": "tpu"}, InvalidRequest),
+        ({"device": "meta"}, InvalidRequest),
         ({"device": "cuda:99"}, InvalidRequest),
         ({"dtype": "float16"}, InvalidRequest),
         ({"num_threads": 0}, InvalidRequest),

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from support.basics import PATIENCE_S, eventually
 
 from outrider.errors import OutriderError
@@ -16,6 +16,7 @@ from outrider.process.metrics import (
     LoopTasks,
     MetricsConnection,
     MetricsServer,
+    ProcessFigures,
     RunningMetrics,
     Tally,
     new_registry,
@@ -165,3 +166,14 @@ async def test_metrics_are_served_and_an_address_is_taken_once() -> None:
     finally:
         await running.stop()
         await running.stop()
+
+
+def test_memory_and_time_have_the_names_of_prometheus_own_collector() -> None:
+    """And about its values: memory within a tenth, time finer than its hundredths of a second."""
+    registries = [CollectorRegistry(), CollectorRegistry()]
+    registries[0].register(ProcessFigures())
+    ProcessCollector(registry=registries[1])
+    names = ("process_resident_memory_bytes", "process_cpu_seconds_total")
+    (own, own_s), (theirs, theirs_s) = ([each.get_sample_value(name) or 0 for name in names] for each in registries)
+    assert own == pytest.approx(theirs, rel=0.1)
+    assert own_s == pytest.approx(theirs_s, abs=1)

@@ -37,6 +37,7 @@ from outrider.cli.bench.common import (
 from outrider.cli.bench.load.driver import LEAST_REQUESTS, Block, Driver, LoadPlan
 from outrider.cli.bench.load.report import is_simulated, name_of, plot, render
 from outrider.cli.bench.load.summary import summarize
+from outrider.cli.local_stack import Stack
 from outrider.cli.options import INT32_MAX, INT64_MAX, INT64_MIN, SHARED_OPTIONS, parse_draft_count
 from outrider.cli.running import Interrupts, run
 from outrider.errors import InvalidRequest
@@ -151,13 +152,7 @@ def load(
     plan, metrics = plan_of(wanted), metrics_of(wanted)
     check(wanted, models, hosted, cpus)
     tls = connection.tls(wanted.address)
-    # With REST the gateway serves its metrics too.
-    stack = None
-    if wanted.address is None:
-        stack = replace(pair_of(models, cpus), rest_port=0)
-        # Beside the draft service, so that drafters can be compared.
-        target_flags = hosted.target_flags(stack.draft, stack.draft_threads)
-        stack = replace(stack, target_flags=target_flags | {"--head": hosted.head or stack.target_flags["--head"]})
+    stack = own_stack(models, cpus, hosted) if wanted.address is None else None
 
     async def measuring(interrupts: Interrupts) -> None:
         async with AsyncExitStack() as exits:
@@ -169,6 +164,17 @@ def load(
         conclude(driver, wanted, blocks)
 
     run(measuring, options=NAMES)
+
+
+def own_stack(models: MeasuredModels, cpus: ComputeThreads, hosted: options.HostedOptions) -> Stack:
+    """The stack that is started and measured: lookups are on, and with REST the gateway serves its metrics too.
+
+    Raises ModelRefused.
+    """
+    stack = replace(pair_of(models, cpus, lookup=True), rest_port=0)
+    # Beside the draft service, so that drafters can be compared.
+    target_flags = hosted.target_flags(stack.draft, stack.draft_threads)
+    return replace(stack, target_flags=target_flags | {"--head": hosted.head or stack.target_flags["--head"]})
 
 
 def check(wanted: LoadOptions, models: options.Models, hosted: options.HostedOptions, cpus: ComputeThreads) -> None:

@@ -59,7 +59,7 @@ def rounds(
 ) -> None:
     """Shows what a round costs: floors, the bare engine, empty pings, plain and speculative requests, in one run."""
     telemetry.configure_logs("warning")
-    plan = RoundsPlan(pair_of(models, cpus), tokens, turns, parse_temperatures(temperatures))
+    plan = RoundsPlan(pair_of(models, cpus, lookup=False), tokens, turns, parse_temperatures(temperatures))
     plan = plan.quick() if quick else plan
 
     async def measuring(interrupts: Interrupts) -> None:

@@ -15,9 +15,10 @@ from support.command_line import said, scripted_gateway
 from support.keys import key_of, write_keys
 from support.stack import running_stack
 
-from outrider.cli.bench.common import AUTO, PLAIN, ComputeThreads, fixed
-from outrider.cli.bench.load.__main__ import LoadOptions, check, metrics_of, plan_of
+from outrider.cli.bench.common import AUTO, PLAIN, ComputeThreads, MeasuredModels, fixed
+from outrider.cli.bench.load.__main__ import LoadOptions, check, metrics_of, own_stack, plan_of
 from outrider.cli.bench.load.driver import CHECKED, CLIENT, LEAST_REQUESTS, Driver, LoadPlan, NothingToMeasure
+from outrider.cli.local_stack import gateway_launch
 from outrider.cli.options import HostedOptions, Models
 from outrider.errors import InvalidRequest, PeerLost
 from outrider.process.metrics import new_registry, serve_metrics
@@ -43,6 +44,13 @@ async def command(*arguments: str) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(*COMMAND, *arguments, stdout=pipe, stderr=pipe)
     output, notes = await asyncio.wait_for(process.communicate(), 240)
     return process.returncode or 0, output.decode(), notes.decode()
+
+
+def test_lookups_are_on_in_a_stack_of_its_own() -> None:
+    """As in what users start: its gateway is not told to leave them out."""
+    stack = own_stack(MeasuredModels(), ComputeThreads(), HostedOptions())
+    assert "--no-lookup" not in gateway_launch(stack, "127.0.0.1:1", "127.0.0.1:2").command
+    assert stack.rest_port == 0
 
 
 @pytest.mark.slow

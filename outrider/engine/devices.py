@@ -1,0 +1,33 @@
+"""The device that a name means, and what this process sees of accelerators."""
+
+import os
+
+import torch
+
+from outrider.errors import InvalidRequest
+
+
+def checked_device(name: str, field: str = "device") -> torch.device:
+    """The device "cpu" or "cuda:N". Raises InvalidRequest about the field where this process does not see it."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InvalidRequest(field, name, '"cpu" or "cuda:N"') from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise InvalidRequest(field, name, '"cpu" or "cuda:N"')
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidRequest(field, name, f'"cpu", or a CUDA device that this process sees. {seen_devices()}')
+    return torch.device("cuda", device.index or 0)
+
+
+def seen_devices() -> str:
+    """Sentence without its full stop: which CUDA devices this process sees, and what to do for others."""
+    count, hidden = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = f"It sees {'cuda:0 alone' if count == 1 else f'cuda:0 to cuda:{count - 1}' if count else 'no CUDA device'}"
+    if torch.version.cuda is None:
+        return f"{seen}, because torch {torch.__version__} is built without CUDA: install a build that has it"
+    if hidden is not None:
+        return f"{seen}, and CUDA_VISIBLE_DEVICES is {hidden!r}: unset it, or name devices there that nvidia-smi lists"
+    return f"{seen}: nvidia-smi has to list it here, and a container has to be given it (--gpus all)"
