@@ -92,13 +92,13 @@ def test_sessions_begin_to_draft_in_ever_larger_groups() -> None:
         trial.ramp(num_sessions=5, explorer_rounds=4)
         allowed.append(trial.allowed)
     assert allowed == [1, 2, 2, 2, 2, 4, 4, 4, 4, 4, 4, 4, 4, 8]
-    trial.judge(1.01, TUNING)
+    trial.judge(TUNING.worth_keeping - 0.01, TUNING)
     assert (trial.is_worth, trial.allowed) == (False, 1)
-    trial.judge(1.05, TUNING)
+    trial.judge(TUNING.worth_changing - 0.01, TUNING)
     assert not trial.is_worth
-    trial.judge(1.07, TUNING)
+    trial.judge(TUNING.worth_changing + 0.01, TUNING)
     assert trial.is_worth
-    trial.judge(1.03, TUNING)
+    trial.judge(TUNING.worth_keeping + 0.01, TUNING)
     assert trial.is_worth
 
 
