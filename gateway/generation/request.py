@@ -59,6 +59,8 @@ class GenerationRequest:
     """Whether max_tokens is cut to what is left of the context and of the key, and is all of that when it is None."""
     tenant: str = ""
     """Name of the API key that the request came with. Tenants share nothing that is remembered."""
+    ignored: tuple[str, ...] = ()
+    """Fields of chat's messages that the prompt says otherwise, or not at all, for those who tell the client."""
     most_tokens: int | None = None
     """Most tokens of prompt and answers together with that key, to which max_tokens is cut unless it was sent."""
     most_new_tokens: int | None = None
