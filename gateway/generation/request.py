@@ -44,6 +44,8 @@ class GenerationRequest:
     sample_count: int | None = None
     banned_words: tuple[str, ...] = ()
     echo: bool = False
+    scores: bool = False
+    """Whether the prompt alone is wanted; the token that is drawn behind it is not shown."""
     return_rounds: bool = False
     cache_salt: str = ""
     beam_search: BeamSearch | None = None
@@ -84,6 +86,8 @@ class CheckedRequest:
     beam_search: BeamSearch | None = None
     """Beam search that makes all samples; None for none."""
     reading: Reading | None = None
+    scores: bool = False
+    """Whether the token behind the prompt is not shown."""
     fills_context: bool = False
     """Whether the longest answer ends where the context does."""
     naming_stops: frozenset[str] = frozenset()

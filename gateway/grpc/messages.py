@@ -66,11 +66,13 @@ def request_from(message: pb.GenerateRequest) -> GenerationRequest:
     speculation = message.speculation
     prompt = message.WhichOneof("prompt")
     rule, settings = speculation.rule, speculation.acceptance
+    scores = message.echo and message.HasField("max_tokens") and message.max_tokens == 0
     acceptance = acceptance_from(rule, settings, "speculation.rule", "speculation.acceptance.")
     return GenerationRequest(
         text=message.text if prompt == "text" else None,
         token_ids=message.token_ids.token_ids if prompt == "token_ids" else None,
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        max_tokens=(message.max_tokens or int(scores)) if message.HasField("max_tokens") else None,
+        scores=scores,
         sampling=sampling_from(message.sampling),
         seed=message.seed if message.HasField("seed") else None,
         stops=_few("stop", message.stop, MAX_STOPS, "strings"),

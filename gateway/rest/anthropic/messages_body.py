@@ -85,7 +85,7 @@ def _result_kind(value: object) -> str | None:
     return f"<{'text' if kind == 'text' else 'other'}>" if isinstance(kind, str) else None
 
 
-# What a call gave beside text is left out and named, because the client cannot change what came.
+# What a call gave beside its text is left out and named, because the client cannot change what came.
 ResultBlocks = Annotated[
     list[
         Annotated[
@@ -292,7 +292,11 @@ def _take(turn: Turn, origin: str, conversation: ChatMessages) -> list[str]:
             case ToolResultBlock() if turn.role == "user":
                 content = block.content or ""
                 texts = [content] if isinstance(content, str) else [b.text for b in content if isinstance(b, TextBlock)]
-                unread += [f"{place}.content={each['type']}" for each in content if isinstance(each, dict)]
+                others = [each for each in content if isinstance(each, dict)]
+                if others and not texts:
+                    limit = "a block of type text; no other is served"
+                    raise InvalidRequest(f"{place}.content.0", others[0], limit)
+                unread += [f"{place}.content={each['type']}" for each in others]
                 conversation.answer(block.tool_use_id, "\n".join(texts), place)
             case ThinkingBlock() if turn.role == "assistant":
                 conversation.think(block.thinking, place)

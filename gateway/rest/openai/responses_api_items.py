@@ -12,6 +12,7 @@ from pydantic import Discriminator, Field, Tag
 
 from gateway.rest.asking.fields import MAX_MESSAGES, Ignored, by_type, text_or_list, type_of
 from gateway.rest.asking.translation import ChatMessages, Values
+from outrider.errors import InvalidRequest
 from outrider.parameters import Parameters
 
 
@@ -207,7 +208,10 @@ GIVEN_BY_CALLS = ("output", "outputs", "results")
 
 
 def take(item: Item, origin: str, conversation: ChatMessages) -> list[str]:
-    """Adds an item; gives the names of what of it is not read, or as something else."""
+    """Adds an item; gives the names of what of it is not read, or as something else.
+
+    Raises InvalidRequest about a result without text.
+    """
     match item:
         case MessageItem(role="assistant"):
             conversation.say(_joined(item.content), origin)
@@ -223,6 +227,8 @@ def take(item: Item, origin: str, conversation: ChatMessages) -> list[str]:
         case FunctionCallOutputItem():
             given = item.output or ""
             others = [each for each in given if isinstance(each, dict)]
+            if others and len(others) == len(given):
+                raise InvalidRequest(f"{origin}.output.0", others[0], f"a part of type {', '.join(TEXT_PARTS)}")
             conversation.answer(item.call_id or None, _joined(given), origin)
             return [f"{origin}.output={each['type']}" for each in others]
         case ReasoningItem():
