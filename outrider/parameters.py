@@ -71,7 +71,7 @@ class Parameters(BaseModel):
 
 
 @cache
-def _means_nothing(kind: type[BaseModel], name: str, value: None | Literal[""]) -> bool:
+def _means_nothing(kind: type[BaseModel], name: str, value: Literal[""] | None) -> bool:
     """Whether a field has a default and does not take null or an empty text."""
     info = kind.model_fields.get(name)
     if info is None or info.is_required():

@@ -57,9 +57,7 @@ class CompletionRequest(GenerationFields):
     """A prompt, or several, and how to go on."""
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT, description="0 with echo gives the prompt alone.")] | None = (
-        None
-    )
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT, description="0 with echo: no more.")] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROB_COUNT)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES, description="Must equal n.")] | None = None

@@ -1,4 +1,4 @@
-"""What each door makes of a conversation that comes back: nothing of it is lost in silence, whatever the template takes.
+"""What each door makes of a conversation that comes back: nothing of it is lost in silence.
 
 The templates take as much as those of the usual families do; the target's prompt is what is looked at.
 """
