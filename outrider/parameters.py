@@ -77,7 +77,7 @@ def _means_nothing(kind: type[BaseModel], name: str, value: Literal[""] | None) 
     if info is None or info.is_required():
         return False
     try:
-        TypeAdapter(Annotated[info.annotation, *info.metadata]).validate_python(value, strict=True)
+        TypeAdapter(Annotated[info.annotation, Field(), *info.metadata]).validate_python(value, strict=True)
     except ValidationError:
         return True
     return False

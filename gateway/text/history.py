@@ -71,7 +71,8 @@ def begun(messages: Sequence[Mapping[str, Any]], *, knows_developers: bool) -> T
 
 
 def told(turns: Turns, marks: tuple[str, str]) -> Iterator[tuple[Turns, Collection[str]]]:
-    """The turns, and then in other words, with the fields that are named then; first those with the fewest changes.
+    """The turns, and then in other words, with the fields that are named then; first those with the fewest changes, and
+    calls as text at last.
 
     `marks` stand around calls in text.
     """
@@ -84,12 +85,12 @@ def told(turns: Turns, marks: tuple[str, str]) -> Iterator[tuple[Turns, Collecti
         (partial(_calls_said, marks=marks), [CALLS]),
     )
     fitting = [each for each in ways if each[0](turns) != turns]
-    for count in range(1, len(fitting) + 1):
-        for chosen in combinations(fitting, count):
-            found = turns
-            for way, _ in chosen:
-                found = way(found)
-            yield found, [name for _, named in chosen for name in named]
+    several = [chosen for count in range(1, len(fitting) + 1) for chosen in combinations(fitting, count)]
+    for chosen in sorted(several, key=lambda each: each[-1] is ways[-1]):
+        found = turns
+        for way, _ in chosen:
+            found = way(found)
+        yield found, [name for _, named in chosen for name in named]
 
 
 def marked(turns: Turns) -> tuple[Turns, dict[str, Turn], dict[str, Turn]]:

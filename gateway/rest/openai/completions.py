@@ -110,15 +110,15 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
         # The gateway echoes with log-probabilities only; without them nothing of the prompt is computed for it.
         shared = replace(shared, logprob_count=body.logprobs, echo=bool(body.echo) and body.logprobs is not None)
         generations, prompts, tokenizer = [], body.prompts, frontend.backend.tokenizer
-        if body.suffix is not None and body.echo:
+        if body.suffix and body.echo:
             raise InvalidRequest("echo", True, "false or absent with suffix")
         for number, prompt in enumerate(prompts):
             name = f"prompt.{number}" if len(prompts) > 1 else "prompt"
             if isinstance(prompt, str):
-                text = prompt if body.suffix is None else _around_gap(prompt, body.suffix, tokenizer)
+                text = _around_gap(prompt, body.suffix, tokenizer) if body.suffix else prompt
                 check_prompt_len(name, text, settings.max_prompt_chars)
                 generations.append(replace(shared, text=text))
-            elif body.suffix is not None:
+            elif body.suffix:
                 raise InvalidRequest(name, "token ids", "text with suffix")
             else:
                 generations.append(replace(shared, token_ids=prompt))

@@ -3,7 +3,6 @@
 The templates take as much as those of the usual families do; the target's prompt is what is looked at.
 """
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -43,9 +42,9 @@ DEAF = """
 {%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"""
 TEMPLATES = {"loose": TEMPLATE, "strict": STRICT, "deaf": DEAF}
 ASK = Said("user", "Ask")
-TWO = Called([("toolu_01A", "look", '{"at": "sea"}'), ("toolu_01B", "hear", '{"at": "bay"}')], "Well")
+TWO = Called([("toolu_01AX", "look", '{"at": "sea"}'), ("toolu_01BX", "hear", '{"at": "bay"}')], "Well")
 BROKEN = Called([("call_1", "look", '{"at": "se')])
-RESULTS = [Gave("toolu_01B", "gulls"), Gave("toolu_01A", "ships")]
+RESULTS = [Gave("toolu_01BX", "gulls"), Gave("toolu_01AX", "ships")]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module", params=TEMPLATES)
@@ -107,7 +106,7 @@ PLACES = {chat: "messages.0", responses: "input.0", messages: "messages.0", grpc
     [
         ([ASK, TWO, *RESULTS], ["Ask", "Well", "look", "sea", "hear", "bay", "gulls"], ["tool_calls", "tool_call_id"]),
         ([ASK, BROKEN, Gave("call_1", "ships")], ["Ask", "look", "partial_json", '"{\\"at\\": \\"se"', "ships"], []),
-        ([ASK, Gave("toolu_09", "ships"), Said("user", "Well?")], ["Ask", "ships", "Well?"], ["tool_call_id"]),
+        ([ASK, Gave("toolu_09XX", "ships"), Said("user", "Well?")], ["Ask", "ships", "Well?"], ["tool_call_id"]),
         ([ASK, Called([("", "look", "")]), Gave("", "ships")], ["Ask", "look", "ships"], []),
     ],
     ids=["two calls", "broken arguments", "a result without a call", "no ids"],
@@ -254,6 +253,6 @@ async def test_what_a_template_does_not_take_back_is_not_made(
     assert reply.status_code == 200, reply.text
     once = await stack.http.post("/v1/chat/completions", json={**body, "parallel_tool_calls": False})
     assert once.status_code == 200
-    free, single = (json.loads(each.grammar) for each in stack.target.opens[-2:])
+    free, single = (each.grammar for each in stack.target.opens[-2:])
     assert (free == single) == (name == "strict")
     assert (reply.headers.get(HEADER) == "parallel_tool_calls") == (name == "strict" and bool(field))

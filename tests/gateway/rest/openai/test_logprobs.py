@@ -111,7 +111,7 @@ async def test_a_prompt_is_scored_alone(http: httpx.AsyncClient, stack: RunningS
     plain = await choices(http, TEXT, prompt=PROMPT, echo=True, max_tokens=0)
     assert (plain[0]["text"], plain[0]["logprobs"]) == (PROMPT, None)
     answer = await stack.generate(text=PROMPT, max_tokens=0, logprob_count=2, echo=True)
-    assert (answer.text, answer.completion.completion_tokens) == ("", 0)
+    assert (answer.text, answer.completion.usage.completion_tokens) == ("", 0)
     for more in ({}, {"echo": False}):
         reply = await http.post(TEXT, json={"prompt": PROMPT, "max_tokens": 0, **more})
         assert reply.status_code == 400
