@@ -76,8 +76,9 @@ def _means_nothing(kind: type[BaseModel], name: str, value: Literal[""] | None) 
     info = kind.model_fields.get(name)
     if info is None or info.is_required():
         return False
+    field_type: Any = Annotated[info.annotation, Field(), *info.metadata]
     try:
-        TypeAdapter(Annotated[info.annotation, Field(), *info.metadata]).validate_python(value, strict=True)
+        TypeAdapter(field_type).validate_python(value, strict=True)
     except ValidationError:
         return True
     return False

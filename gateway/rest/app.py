@@ -16,6 +16,7 @@ from gateway.rest.ids import RequestIds
 from gateway.rest.openai import chat, completions, responses_api, responses_api_answer
 from gateway.rest.openai.models import ChatChunk
 from gateway.rest.openapi import DocumentedApp
+from gateway.rest.server import OriginForm
 from gateway.rest.settings import RestSettings
 from gateway.rest.status import Scrape
 from gateway.rest.validation import handle_error
@@ -45,6 +46,7 @@ def build_app(frontend: Frontend, settings: RestSettings, registry: CollectorReg
         app.add_middleware(KeyGuard, door=settings.door)
     app.add_middleware(SiteGuard, sites=settings.sites)
     app.add_middleware(RequestIds, registry=registry, is_leaving=lambda: frontend.admission.is_leaving)
+    app.add_middleware(OriginForm)
     app.include_router(completions.routes(frontend, settings))
     app.include_router(chat.routes(frontend, settings))
     app.include_router(messages.routes(frontend, settings))

@@ -171,6 +171,23 @@ class HttpConnection(H11Protocol):
         super().timeout_keep_alive_handler()
 
 
+class OriginForm:
+    """Middleware for requests that name their target with scheme and host, too, as to a proxy: that host counts, as RFC
+    9112 has it, and not the header's.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = ABSOLUTE.fullmatch(scope["raw_path"])
+        if found is not None:
+            path = found["path"] or b"/"
+            others = [each for each in scope["headers"] if each[0] != b"host"]
+            scope.update(raw_path=path, path=unquote(path), headers=[(b"host", found["host"]), *others])
+        await self._app(scope, receive, send)
+
+
 @dataclass(frozen=True, slots=True)
 class RunningRest:
     """A server that answers on `address`."""
@@ -216,7 +233,7 @@ async def serve_rest(
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     places = Places(has_tls=tls is not None)
     config = uvicorn.Config(
-        _in_origin_form(app),
+        app,
         # All connections of this server have their places together.
         http=partial(HttpConnection, places),  # type: ignore[arg-type]
         ws="none",
@@ -246,22 +263,6 @@ async def serve_rest(
         watching = kept.keep("rest connections", partial(places.crowd.watch, bound))
         tasks.append(asyncio.create_task(watching, name="rest connections"))
     return RunningRest(f"{listen.rpartition(':')[0]}:{bound}", server, tuple(tasks))
-
-
-def _in_origin_form(app: ASGIApp) -> ASGIApp:
-    """The application for requests that name their target with scheme and host, too, as to a proxy: that host counts,
-    as RFC 9112 has it, and not the header's.
-    """
-
-    async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        found = ABSOLUTE.fullmatch(scope["raw_path"])
-        if found is not None:
-            path = found["path"] or b"/"
-            others = [each for each in scope["headers"] if each[0] != b"host"]
-            scope |= {"raw_path": path, "path": unquote(path), "headers": [(b"host", found["host"]), *others]}
-        await app(scope, receive, send)
-
-    return call
 
 
 async def _emptied(things: AbstractSet[object], max_s: float) -> None:

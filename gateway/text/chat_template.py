@@ -289,7 +289,11 @@ class ChatTemplate:
         raise failure or AssertionError("no way was tried")
 
     def _unsaid(
-        self, turns: Turns, text: str, tools: Sequence[Mapping[str, object]] | None, **variables: object
+        self,
+        turns: Turns,
+        text: str,
+        tools: Sequence[Mapping[str, object]] | None,
+        **variables: Any,  # noqa: ANN401 - as `render` takes them
     ) -> Sequence[str]:
         """Names of what stands beside calls and is not in the prompt with this text; raises InvalidRequest about a
         message of which nothing is.

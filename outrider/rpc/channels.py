@@ -99,7 +99,7 @@ def _on_each(listen: str, bind: Callable[[int, str, int], socket.socket]) -> lis
             places = LOCALHOST if host == "localhost" else socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[:1]
             for family, *_, place in places:
                 try:
-                    found.append(bind(family, place[0], found[0].getsockname()[1] if found else int(port)))
+                    found.append(bind(family, str(place[0]), found[0].getsockname()[1] if found else int(port)))
                 except OSError as error:
                     # A machine may have no IPv6.
                     if not found or error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):

@@ -1,5 +1,6 @@
 """Routes about the gateway, the document about all of them, and who may read the answers."""
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -112,6 +113,15 @@ async def test_who_only_asks_for_the_head_gets_it(http: httpx.AsyncClient, path:
     assert head.headers["content-type"] == read.headers["content-type"]
     assert (await http.head("/v1/models/nobody")).status_code == 404
     assert (await http.head("/v1/completions")).status_code == 405
+
+
+async def test_a_request_may_name_scheme_and_host(http: httpx.AsyncClient, markov: MarkovStack) -> None:
+    """As to a proxy; its host is asked as the header's would be."""
+    for host, status in ((b"10.0.0.7:80", b"200"), (b"rebound.example", b"403")):
+        reader, writer = await asyncio.open_connection(*markov.gateway.rest_address.split(":"))
+        writer.write(b"GET http://%b/version HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n" % host)
+        assert (await reader.read()).startswith(b"HTTP/1.1 " + status)
+        writer.close()
 
 
 async def test_a_site_that_was_named_may_ask_for_anything(http: httpx.AsyncClient) -> None:

@@ -15,7 +15,7 @@ from support.basics import eventually
 from support.network import GET, Source, connected, served, streaming
 
 from gateway.rest import server
-from gateway.rest.server import serve_rest
+from gateway.rest.server import OriginForm, serve_rest
 from gateway.rest.sse import DONE, EventStream, data
 from outrider.errors import InvalidRequest
 from outrider.process.telemetry import bound
@@ -74,7 +74,7 @@ async def test_a_target_may_have_scheme_and_host(target: bytes, expected: tuple[
         await PlainTextResponse("here")(scope, receive, send)
 
     request = b"GET %b HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n" % target
-    async with served(app) as running, connected(running, request) as (reader, _):
+    async with served(OriginForm(app)) as running, connected(running, request) as (reader, _):
         assert (await reader.read()).endswith(b"here")
     assert seen == [expected]
 
