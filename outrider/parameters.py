@@ -8,9 +8,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, Self
+from functools import cache
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from outrider.errors import InvalidRequest
@@ -39,6 +40,18 @@ class Parameters(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
+    def _without_empty(cls, values: object) -> object:
+        """Leaves out fields that are null or empty and could mean nothing so: they are as good as absent."""
+        if not isinstance(values, dict) or not any(value is None or value == "" for value in values.values()):
+            return values
+        return {
+            name: value
+            for name, value in values.items()
+            if (value is not None and value != "") or not _means_nothing(cls, name, value)
+        }
+
+    @model_validator(mode="before")
+    @classmethod
     def _only_one_unknown(cls, values: object) -> object:
         """Keeps the first of all unknown fields: a finding about each of thousands takes seconds."""
         forbids = cls.model_config.get("extra") == "forbid"
@@ -55,6 +68,20 @@ class Parameters(BaseModel):
             return cls(**values)
         except ValidationError as error:
             raise _translated(error.errors()[0], prefix) from None
+
+
+@cache
+def _means_nothing(kind: type[BaseModel], name: str, value: Literal[""] | None) -> bool:
+    """Whether a field has a default and does not take null or an empty text."""
+    info = kind.model_fields.get(name)
+    if info is None or info.is_required():
+        return False
+    field_type: Any = Annotated[info.annotation, Field(), *info.metadata]
+    try:
+        TypeAdapter(field_type).validate_python(value, strict=True)
+    except ValidationError:
+        return True
+    return False
 
 
 def _translated(error: ErrorDetails, prefix: str) -> InvalidRequest:

@@ -95,6 +95,7 @@ async def check_request(
         (request.sample_count or 1) if beams is None else beams.width,
         beam_search=beams,
         reading=request.reading,
+        scores=request.scores,
         fills_context=spec.max_len == _place(target)[0],
         naming_stops=frozenset(naming),
         constraint=None if shape is None else shape.constraint,

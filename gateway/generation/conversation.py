@@ -17,6 +17,9 @@ TOOL_NAME = r"^[a-zA-Z_][a-zA-Z0-9_.:/-]{0,127}$"
 # Of the parameters of a tool, without annotations.
 MAX_SCHEMA_BYTES = 1 << 18
 OTHER_TYPES = ("array", "string", "number", "integer", "boolean", "null")
+# What arguments stand in that are no JSON object, as in answers that were cut off.
+PARTIAL = "partial_json"
+ARGUMENTS = "messages.tool_calls.function.arguments"
 MAX_TEMPLATE_VARIABLES, MAX_VARIABLE_LEN = 16, 256
 
 
@@ -81,12 +84,17 @@ def shows_tools(template: ChatTemplate, rules: CallRules) -> bool:
 def asked(
     request: GenerationRequest, prompt: RenderedPrompt, rules: CallRules, template: ChatTemplate
 ) -> GenerationRequest:
-    """A request with a rendered prompt, and what the answer to it may call.
+    """A request with a rendered prompt, and what the answer to it may call: what the template would not take back is
+    not made.
 
     Raises Unsupported where the gateway looks for no calls and one must come.
     """
     if rules.needs_call and template.tool_format is None:
         raise Unsupported("tool_choice is not served: the gateway runs with --tool-format off", field="tool_choice")
+    # Both go with no grammar, which one call would need.
+    is_free = request.beam_search is not None or request.sampling.ignore_eos
+    if rules.tools and not is_free and template.takes_one_call:
+        rules = replace(rules, max_calls=1)
     reading = template.reading(prompt.text, {tool.name: tool.parameters for tool in rules.tools}, prompt.begun)
     # What must call has no other form.
     constraint = None if rules.needs_call else request.constraint
@@ -99,20 +107,33 @@ def asked(
         reading=reading,
         rules=rules,
         constraint=constraint,
+        ignored=prompt.ignored,
     )
 
 
-def arguments_object(field: str, text: str, counts: JsonCounts) -> dict[str, Any]:
-    """The arguments of a call that was made before; raises InvalidRequest about what is no object, and about more than
-    may be parsed of all texts that are counted together.
+def read_object(field: str, text: str, counts: JsonCounts) -> dict[str, Any] | None:
+    """The object that a JSON text is, None where it is none; raises InvalidRequest about more than may be parsed of all
+    texts that are counted together.
 
-    Clients also send no text at all where there are none.
+    Clients also send no text at all where there is nothing in it.
     """
     counts.add(field, text.encode())
     try:
         found = json.loads(text or "{}")
+        if "\\u" in text:
+            # Half of a surrogate pair is no text.
+            json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise InvalidRequest(field, text, "a JSON object as text")
+        return None
+    return found if isinstance(found, dict) else {} if found is None else None
+
+
+def past_arguments(field: str, text: str, counts: JsonCounts, ignored: list[str]) -> dict[str, Any]:
+    """The arguments of a call that was made before. A text that is no object stands in one, for what happened cannot
+    be mended, and is among the `ignored` then. Raises InvalidRequest as `read_object` does.
+    """
+    found = read_object(field, text, counts)
+    if found is None:
+        ignored.append(ARGUMENTS)
+        return {PARTIAL: text}
     return found

@@ -44,6 +44,8 @@ class GenerationRequest:
     sample_count: int | None = None
     banned_words: tuple[str, ...] = ()
     echo: bool = False
+    scores: bool = False
+    """Whether the prompt alone is wanted; the token that is drawn behind it is not shown."""
     return_rounds: bool = False
     cache_salt: str = ""
     beam_search: BeamSearch | None = None
@@ -59,6 +61,8 @@ class GenerationRequest:
     """Whether max_tokens is cut to what is left of the context and of the key, and is all of that when it is None."""
     tenant: str = ""
     """Name of the API key that the request came with. Tenants share nothing that is remembered."""
+    ignored: tuple[str, ...] = ()
+    """Fields of chat's messages that the prompt says otherwise, or not at all, for those who tell the client."""
     most_tokens: int | None = None
     """Most tokens of prompt and answers together with that key, to which max_tokens is cut unless it was sent."""
     most_new_tokens: int | None = None
@@ -82,6 +86,8 @@ class CheckedRequest:
     beam_search: BeamSearch | None = None
     """Beam search that makes all samples; None for none."""
     reading: Reading | None = None
+    scores: bool = False
+    """Whether the token behind the prompt is not shown."""
     fills_context: bool = False
     """Whether the longest answer ends where the context does."""
     naming_stops: frozenset[str] = frozenset()

@@ -26,6 +26,7 @@ from gateway.tools.reader import AnswerReader
 from outrider.answer import PromptToken
 from outrider.errors import NoTokenLeft, ProtocolViolation
 from outrider.grammar import GrammarRefused
+from outrider.parameters import FinishReason
 from outrider.process import telemetry
 
 EventT = TypeVar("EventT")
@@ -61,8 +62,10 @@ class RequestContext:
         async with aclosing(_rounds(request, backend, self.target)) as rounds:
             async for committed, choice in rounds:
                 elapsed_us = self.elapsed_us
+                if request.scores:
+                    transcript.finish_reason = FinishReason.LENGTH
                 yield RoundEvent(
-                    tokens=transcript.take(committed),
+                    tokens=() if request.scores else transcript.take(committed),
                     deltas=transcript.take_deltas(),
                     committed=committed,
                     new_numerics_id=counts.add(committed, elapsed_us),
@@ -75,7 +78,8 @@ class RequestContext:
                 if transcript.finish_reason is not None:
                     break
         completion = context.completed(transcript, counts, index, queue_us)
-        backend.audit.offer(request, transcript.token_ids, completion, self.target)
+        if not request.scores:
+            backend.audit.offer(request, transcript.token_ids, completion, self.target)
         yield completion
 
     def completed(

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import MutableSequence, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from gateway.generation.conversation import (
@@ -11,11 +11,12 @@ from gateway.generation.conversation import (
     MAX_TOOLS,
     MAX_VARIABLE_LEN,
     TOOL_NAME,
-    arguments_object,
     asked,
     check_variables,
     offered,
+    past_arguments,
     prompt_end,
+    read_object,
     shown_parameters,
     shows_tools,
     tool_named,
@@ -65,11 +66,13 @@ def request_from(message: pb.GenerateRequest) -> GenerationRequest:
     speculation = message.speculation
     prompt = message.WhichOneof("prompt")
     rule, settings = speculation.rule, speculation.acceptance
+    scores = message.echo and message.HasField("max_tokens") and message.max_tokens == 0
     acceptance = acceptance_from(rule, settings, "speculation.rule", "speculation.acceptance.")
     return GenerationRequest(
         text=message.text if prompt == "text" else None,
         token_ids=message.token_ids.token_ids if prompt == "token_ids" else None,
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        max_tokens=(message.max_tokens or int(scores)) if message.HasField("max_tokens") else None,
+        scores=scores,
         sampling=sampling_from(message.sampling),
         seed=message.seed if message.HasField("seed") else None,
         stops=_few("stop", message.stop, MAX_STOPS, "strings"),
@@ -155,8 +158,7 @@ async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate) -> 
     counts = JsonCounts()
     check_count("tools", len(message.tools), MAX_TOOLS, "tools")
     schemas = [
-        arguments_object(f"tools.{number}.parameters", tool.parameters, counts)
-        for number, tool in enumerate(message.tools)
+        _schema(f"tools.{number}.parameters", tool.parameters, counts) for number, tool in enumerate(message.tools)
     ]
     request, rules = request_from(message.generation), _call_rules(message, schemas)
     variables = _variables(message, template)
@@ -164,9 +166,20 @@ async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate) -> 
     end = prompt_end(begins_turn=begins_turn, goes_on=message.continue_final_message)
     shown = message.tools if shows_tools(template, rules) else ()
     tools = [_template_tool(tool, schema) for tool, schema in zip(shown, schemas, strict=False)]
-    turns = [_template_message(number, each, counts) for number, each in enumerate(message.messages)]
+    ignored: list[str] = []
+    turns = [_template_message(number, each, counts, ignored) for number, each in enumerate(message.messages)]
     rendered = await template.prompt(turns, tools or None, **end, **variables)
-    return asked(request, rendered, rules, template)
+    found = asked(request, rendered, rules, template)
+    if message.parallel_tool_calls and found.rules.max_calls != rules.max_calls:
+        ignored.append("parallel_tool_calls")
+    return replace(found, ignored=tuple(dict.fromkeys((*ignored, *found.ignored))))
+
+
+def _schema(field: str, text: str, counts: JsonCounts) -> dict[str, Any]:
+    found = read_object(field, text, counts)
+    if found is None:
+        raise InvalidRequest(field, text, "a JSON object as text")
+    return found
 
 
 def _call_rules(message: pb.ChatRequest, schemas: Sequence[dict[str, Any]]) -> CallRules:
@@ -204,21 +217,14 @@ def _template_tool(tool: pb.Tool, schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _template_message(number: int, message: pb.ChatMessage, counts: JsonCounts) -> dict[str, Any]:
-    """A message as templates take it, with no absent field."""
-    calls = [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {
-                "name": call.name,
-                "arguments": arguments_object(
-                    f"messages.{number}.tool_calls.{place}.arguments", call.arguments, counts
-                ),
-            },
-        }
-        for place, call in enumerate(message.tool_calls)
-    ]
+def _template_message(number: int, message: pb.ChatMessage, counts: JsonCounts, ignored: list[str]) -> dict[str, Any]:
+    """A message as templates take it, with no absent field; adds to the `ignored` what is said otherwise."""
+    calls = []
+    for place, call in enumerate(message.tool_calls):
+        field = f"messages.{number}.tool_calls.{place}.arguments"
+        arguments = past_arguments(field, call.arguments, counts, ignored)
+        made = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
+        calls.append({"id": call.id, **made} if call.id else made)
     found: dict[str, Any] = {
         "name": message.name,
         "reasoning_content": message.reasoning,

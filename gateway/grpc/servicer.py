@@ -6,7 +6,7 @@ anything.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, Self
 
@@ -31,8 +31,11 @@ MAX_LEAVING = 4  # messages of a call; the next round waits for one of them
 class ClientWriter:
     """Writes to a call, in order; a message may take stall_s seconds. Leaving it gives up what is still on its way."""
 
-    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], stall_s: float) -> None:
-        self._context = context
+    def __init__(
+        self, context: grpc.aio.ServicerContext[Any, Any], stall_s: float, head: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        """`head` is the metadata that goes before the first message."""
+        self._context, self._head = context, head
         self._stall_s = stall_s
         self._messages: deque[Message] = deque()
         self._writing: asyncio.Task[None] | None = None
@@ -40,7 +43,7 @@ class ClientWriter:
 
     async def __aenter__(self) -> Self:
         # Else the head would go with the first message, and while that waits for its reader gRPC cannot end the call.
-        await self._context.send_initial_metadata(())
+        await self._context.send_initial_metadata(tuple(self._head))
         return self
 
     async def __aexit__(self, *_exit: object) -> None:
@@ -141,7 +144,7 @@ class GenerationServicer(GenerationServiceServicer):
         async with (
             self._frontend.open([request], enter) as generation,
             aclosing(generation.events) as events,
-            ClientWriter(context, self._client_stall_s) as writer,
+            ClientWriter(context, self._client_stall_s, _head(request)) as writer,
         ):
             try:
                 async for _, event in events:
@@ -153,6 +156,12 @@ class GenerationServicer(GenerationServiceServicer):
                 await writer.flush()
                 raise
             await writer.flush()
+
+
+def _head(request: GenerationRequest) -> Sequence[tuple[str, str]]:
+    """Metadata before an answer: the fields of messages that the prompt says otherwise."""
+    named = ", ".join(name.replace(".function", "") for name in request.ignored)
+    return [("x-outrider-ignored", named)] if named else []
 
 
 def _carrier(context: Context | ChatContext) -> dict[str, str]:

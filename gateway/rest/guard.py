@@ -30,6 +30,11 @@ LIMIT_HEADERS = tuple(f"x-ratelimit-{what}-{unit}" for unit in UNITS for what in
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 # What is read there is for programs, which call the gateway by any name.
 API = "/v1/"
+ASKED_METHOD, ASKED_HEADERS = "access-control-request-method", "access-control-request-headers"
+# A page of a public network that asks a machine of this one, as browsers call it; and what they want to hear.
+NETWORKS = {
+    f"access-control-request-{name}-network": f"access-control-allow-{name}-network" for name in ("private", "local")
+}
 
 
 class SiteGuard(CORSMiddleware):
@@ -42,11 +47,12 @@ class SiteGuard(CORSMiddleware):
     def __init__(self, app: ASGIApp, sites: Sites) -> None:
         told = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry", IGNORED_HEADER)
         exposed = (*told, *LIMIT_HEADERS)
-        super().__init__(self._check, sites.origins, ("GET", "POST"), ("*",), expose_headers=exposed)
+        super().__init__(self._check, sites.origins, expose_headers=exposed)
         self._next, self._sites = app, sites
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await (super().__call__ if self._sites.origins else self._check)(scope, receive, send)
+        asks_first = scope["method"] == "OPTIONS" and ASKED_METHOD in Headers(scope=scope)
+        await (super().__call__ if self._sites.origins or asks_first else self._check)(scope, receive, send)
 
     async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -62,14 +68,23 @@ class SiteGuard(CORSMiddleware):
             await self._next(scope, receive, send)
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """Starlette's answer to a browser that asks before it sends; a refusal is an error like any other."""
-        response = super().preflight_response(request_headers)
-        if response.status_code < 400:
-            return response
-        origin = request_headers["origin"][:200]
-        words = bytes(response.body).decode()
-        refused = SiteRefused(f"a page of {origin!r} may not ask this: {words}", field="origin", value=origin)
-        return error_response(refused, "", {"vary": response.headers.get("vary", "Origin")})
+        """The answer to a browser that asks before it sends. A site that was named may ask with any method and headers,
+        and from a public network: what it asks for says itself what is wrong with it. A refusal is an error like any
+        other.
+        """
+        origin, varies = request_headers["origin"], ["origin", ASKED_METHOD, ASKED_HEADERS, *NETWORKS]
+        headers = {"vary": ", ".join(varies)}
+        try:
+            self._sites.check(origin, request_headers.get("host", ""), request_headers.get("sec-fetch-site", ""))
+        except SiteRefused as error:
+            return error_response(error, "", headers)
+        headers["access-control-allow-origin"] = "*" if self.allow_all_origins else origin
+        headers["access-control-allow-methods"] = request_headers[ASKED_METHOD]
+        headers["access-control-max-age"] = "600"
+        if ASKED_HEADERS in request_headers:
+            headers["access-control-allow-headers"] = request_headers[ASKED_HEADERS]
+        headers |= {NETWORKS[name]: "true" for name in NETWORKS if name in request_headers}
+        return Response(status_code=HTTPStatus.OK, headers=headers)
 
 
 class KeyGuard:

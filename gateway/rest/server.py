@@ -6,6 +6,7 @@ been answered, and what a client that does not read makes the server keep.
 
 import asyncio
 import contextvars
+import re
 import socket
 import uuid
 from collections.abc import Set as AbstractSet
@@ -14,16 +15,17 @@ from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import unquote
 
 import h11
 import structlog
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gateway.rest.errors import HeadersTooLarge, InvalidHttp, error_json, status_of
 from outrider.process.upkeep import Upkeep
-from outrider.rpc.channels import AddressTaken, check_address
+from outrider.rpc.channels import listeners
 from outrider.rpc.crowd import MADE_ROOM, Crowd, OncePerMinute
 from outrider.rpc.tls import TlsFiles
 
@@ -37,6 +39,7 @@ SEND_BUFFER_BYTES, WRITE_BUFFER_BYTES = 64 << 10, 16 << 10
 # Of those that come how many wait in the system, and how many are taken before others have made room for them.
 BACKLOG, ACCEPTED = 1024, 64
 LOOK_S = 0.02
+ABSOLUTE = re.compile(rb"https?://([^/@]*@)?(?P<host>[^/@]+)(?P<path>/.*)?", re.IGNORECASE | re.DOTALL)
 # What connections have to their places: with nothing to answer 0, or 1 with a key; with a body on its way, and more.
 SENDING, ANSWERED = 2, 3
 CUT_S = 5.0
@@ -168,6 +171,23 @@ class HttpConnection(H11Protocol):
         super().timeout_keep_alive_handler()
 
 
+class OriginForm:
+    """Middleware for requests that name their target with scheme and host, too, as to a proxy: that host counts, as RFC
+    9112 has it, and not the header's.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = ABSOLUTE.fullmatch(scope["raw_path"])
+        if found is not None:
+            path = found["path"] or b"/"
+            others = [each for each in scope["headers"] if each[0] != b"host"]
+            scope.update(raw_path=path, path=unquote(path), headers=[(b"host", found["host"]), *others])
+        await self._app(scope, receive, send)
+
+
 @dataclass(frozen=True, slots=True)
 class RunningRest:
     """A server that answers on `address`."""
@@ -205,17 +225,12 @@ async def serve_rest(
 
     With `tls` it speaks nothing else. Raises AddressTaken and InvalidRequest.
     """
-    host, _, port = check_address("listen", listen, min_port=0).rpartition(":")
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        listener = socket.create_server(found[0][4][:2], family=found[0][0], backlog=BACKLOG, reuse_port=shares_port)
+    sockets = await asyncio.to_thread(listeners, listen, backlog=BACKLOG, shares_port=shares_port)
+    for listener in sockets:
         # Accepted connections inherit both. Without the second a chunk waits until the client has acknowledged the one
         # before, which takes up to 40 ms; asyncio sets it only on sockets that were made for TCP by number.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except OSError:
-        message = f"Cannot listen on {listen}: it is taken, or not an address of this machine."
-        raise AddressTaken(message, listen=listen) from None
     places = Places(has_tls=tls is not None)
     config = uvicorn.Config(
         app,
@@ -238,15 +253,16 @@ async def serve_rest(
     config.ssl = tls.server_context() if tls is not None else None
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
-    await server.startup(sockets=[listener])
-    # The loop takes as many at a time as its own backlog allows to wait.
-    listener.listen(BACKLOG)
-    bound, kept = listener.getsockname()[1], upkeep or Upkeep()
+    await server.startup(sockets=sockets)
+    for listener in sockets:
+        # The loop takes as many at a time as its own backlog allows to wait.
+        listener.listen(BACKLOG)
+    bound, kept = sockets[0].getsockname()[1], upkeep or Upkeep()
     tasks = [asyncio.create_task(kept.keep("rest server", server.main_loop), name="rest server")]
     if tls is not None:
         watching = kept.keep("rest connections", partial(places.crowd.watch, bound))
         tasks.append(asyncio.create_task(watching, name="rest connections"))
-    return RunningRest(f"{host}:{bound}", server, tuple(tasks))
+    return RunningRest(f"{listen.rpartition(':')[0]}:{bound}", server, tuple(tasks))
 
 
 async def _emptied(things: AbstractSet[object], max_s: float) -> None:

@@ -91,15 +91,11 @@ def routes(frontend: Frontend, scrape: Scrape) -> APIRouter:
             raise UnknownModel(model, frontend.model_name)
         return served(model)
 
-    # Those who only look at the status may ask for no more.
-    @router.head("/live", include_in_schema=False)
     @router.get("/live", responses=documented())
     async def live() -> Alive:
         """Whether the process answers at all."""
         return Alive()
 
-    @router.head("/ready", include_in_schema=False)
-    @router.head("/health", include_in_schema=False)
     @router.get("/ready", responses=documented(503))
     @router.get("/health", responses=documented(503))
     async def ready() -> Ready:

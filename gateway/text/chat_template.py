@@ -11,15 +11,16 @@ import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import huggingface_hub
 
+from gateway.text.history import CALLS, CONTENT, REASONING, Turns, are_shown, begun, marked, told
 from gateway.text.template_sandbox import SafeTemplate, TemplateRefusal
-from gateway.tools.formats import AUTO, choose_format
+from gateway.tools.formats import AUTO, Body, choose_format
 from gateway.tools.reader import Reading
 from outrider.errors import InvalidRequest, ModelRefused, Unsupported
 from outrider.model_files.gguf.files import HubName
@@ -102,7 +103,6 @@ SPEAKERS = {"developer": "system"}  # two names of one who sets the rules
 TEMPLATE_ONLY = ("name", "tool_calls", "tool_call_id")
 # Put after a message that the answer goes on with, to find its end in the prompt; as transformers does it.
 CUT = "<|end of what is gone on with|>"
-REASONING = ("reasoning_content", "thinking", "reasoning")
 NAME_SHOWN = r"\b(m|msg|\w*message)(\.name\b|\[.name.\]|\.get\(.name.)|.name. in (m|msg|\w*message)\b"
 # What a template is given besides, and functions that it has.
 GIVEN = (
@@ -122,6 +122,8 @@ class RenderedPrompt:
     add_special_tokens: bool
     begun: str = ""
     """Beginning of the answer that is in the prompt."""
+    ignored: tuple[str, ...] = ()
+    """Fields of chat's messages that are said otherwise in it, or not at all."""
 
 
 class ChatTemplate:
@@ -260,27 +262,93 @@ class ChatTemplate:
         limit = f"such that the chat template {takes}: {reason}"
         raise InvalidRequest("messages", f"{len(messages)} messages", limit) from failure
 
-    async def prompt(
+    def fitted(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, object]] | None = None,
         *,
-        add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **variables: object,
+        **variables: Any,  # noqa: ANN401 - as `render` takes them
     ) -> RenderedPrompt:
-        """`render`, off the event loop when it may take long."""
-        render = partial(
-            self.render,
-            messages,
-            tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **variables,
-        )
+        """`render` of a conversation as clients keep it: in other words where the template does not take it or leaves
+        something out.
+
+        Raises as `render`, about the conversation as it came, and InvalidRequest about a message of which the template
+        shows nothing.
+        """
+        turns, failure = begun(messages, knows_developers="developer" in self._source), None
+        for said, names in told(turns, self._call_marks):
+            try:
+                shown = [each.message for each in said]
+                prompt = self.render(shown, tools, continue_final_message=continue_final_message, **variables)
+                ignored = () if self.is_default else self._unsaid(said, prompt.text, tools, **variables)
+            except InvalidRequest as error:
+                failure = failure or error
+                continue
+            return replace(prompt, ignored=tuple(dict.fromkeys([*names, *ignored])))
+        raise failure or AssertionError("no way was tried")
+
+    def _unsaid(
+        self,
+        turns: Turns,
+        text: str,
+        tools: Sequence[Mapping[str, object]] | None,
+        **variables: Any,  # noqa: ANN401 - as `render` takes them
+    ) -> Sequence[str]:
+        """Names of what stands beside calls and is not in the prompt with this text; raises InvalidRequest about a
+        message of which nothing is.
+        """
+        if are_shown(turns, text):
+            return ()
+        words, texts, calls = marked(turns)
+        try:
+            text = self.render([each.message for each in words], tools, **variables).text.casefold()
+        except InvalidRequest:
+            # It takes the texts and not the words, so nothing is known of what it shows.
+            return ()
+        for word, turn in [*calls.items(), *texts.items()]:
+            if word not in text and (word in calls or not turn.calls):
+                what = f"such that the chat template shows it: it leaves out what the role {turn.role!r} says there"
+                raise InvalidRequest(f"messages.{turn.number}", turn.content or "a call", what)
+        return () if all(word in text for word in texts) else (CONTENT,)
+
+    @property
+    def _call_marks(self) -> tuple[str, str]:
+        """What the model's family writes around a call in JSON."""
+        syntax = self.tool_format.calls[0] if self.tool_format is not None else None
+        if syntax is None or syntax.body is not Body.JSON or not syntax.close or not syntax.open:
+            return "", ""
+        return f"{syntax.open}\n", f"\n{syntax.close[0]}"
+
+    @cached_property
+    def takes_one_call(self) -> bool:
+        """Whether a turn that comes back may have one call and no more, so that no more are to be made."""
+        user: Message = {"role": "user", "content": "a"}
+        tool = {"type": "function", "function": {"name": "a", "description": "a", "parameters": {"type": "object"}}}
+        taken = []
+        for count in (1, 2):
+            ids = [f"call{number:05d}" for number in range(count)]
+            calls = [{"id": each, "type": "function", "function": {"name": "a", "arguments": {}}} for each in ids]
+            results = [{"role": "tool", "tool_call_id": each, "name": "a", "content": "a"} for each in ids]
+            messages = [user, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+            try:
+                prompt = self.fitted(messages, [tool] if self.renders_tools else None)
+            except (InvalidRequest, Unsupported):
+                return False
+            taken.append(CALLS not in prompt.ignored)
+        return taken == [True, False]
+
+    async def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **options: Any,  # noqa: ANN401 - as `render` takes them
+    ) -> RenderedPrompt:
+        """`fitted`, off the event loop when it may take long."""
+        fit = partial(self.fitted, messages, tools, **options)
         text_len = sum(len(content) for each in messages if isinstance(content := each.get("content"), str))
         is_long = tools or len(messages) > LONG_CHAT or text_len > LONG_TEXT
-        return await asyncio.to_thread(render) if is_long else render()
+        return await asyncio.to_thread(fit) if is_long else fit()
 
 
 def _plain(messages: Sequence[Message], add_generation_prompt: bool) -> str:

@@ -5,10 +5,12 @@ caller to say, because a process that hangs still answers pings.
 """
 
 import asyncio
+import errno
 import ipaddress
 import re
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,10 @@ from outrider.rpc.tls import TlsFiles
 MAX_PORT = 65_535
 # Brackets hold an IPv6 address, whose colons would look like the one before the port.
 ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})", re.ASCII)
+
+# What the name means, whatever else a machine calls so.
+LOCALHOST = ((socket.AF_INET, ("127.0.0.1",)), (socket.AF_INET6, ("::1",)))
+PORT_TRIES = 8
 
 # Of a link's frame: larger ones would make small messages wait. A single message may be larger.
 FRAME_BYTES = 256 << 10
@@ -80,31 +86,78 @@ class AddressTaken(OutriderError):
     exit_code = 69
 
 
-def hold(listen: str) -> tuple[str, socket.socket]:
-    """Reserves HOST:PORT for servers that share it, where port 0 takes a free one; returns the address, and a socket.
-
-    Until the socket is closed no other process can listen there, but for processes of the same user that share it too.
-    The socket takes no connections. Raises AddressTaken and InvalidRequest.
+def _on_each(listen: str, bind: Callable[[int, str, int], socket.socket]) -> list[socket.socket]:
+    """A socket for each address that HOST:PORT means, all of one port, as gRPC takes it: `localhost` is that of both
+    families. `bind` makes one of a family, a host and a port. Raises AddressTaken and InvalidRequest.
     """
-    host, _, port = check_address("listen", listen, min_port=0).rpartition(":")
-    held = None
-    try:
-        family, *_, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    name, _, port = check_address("listen", listen, min_port=0).rpartition(":")
+    host = name.strip("[]")
+    found: list[socket.socket] = []
+    # A free port of one family may be taken in the other.
+    for tries_left in reversed(range(1 if int(port) else PORT_TRIES)):
+        try:
+            places = LOCALHOST if host == "localhost" else socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[:1]
+            for family, *_, place in places:
+                try:
+                    found.append(bind(family, str(place[0]), found[0].getsockname()[1] if found else int(port)))
+                except OSError as error:
+                    # A machine may have no IPv6.
+                    if not found or error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                        raise
+        except OSError:
+            while found:
+                found.pop().close()
+            if not tries_left:
+                message = f"Cannot listen on {listen}: it is taken, or not an address of this machine."
+                raise AddressTaken(message, listen=listen) from None
+        else:
+            break
+    return found
+
+
+def listeners(listen: str, *, backlog: int, shares_port: bool = False) -> list[socket.socket]:
+    """Sockets that listen on HOST:PORT, where port 0 takes a free one. `[::]` is all addresses of both families, and
+    `localhost` that of each. Raises AddressTaken and InvalidRequest.
+    """
+
+    def bind(family: int, host: str, port: int) -> socket.socket:
+        is_any = host == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(
+            (host, port), family=family, backlog=backlog, reuse_port=shares_port, dualstack_ipv6=is_any
+        )
+
+    return _on_each(listen, bind)
+
+
+def hold(listen: str) -> tuple[str, ExitStack]:
+    """Reserves HOST:PORT for servers that share it, where port 0 takes a free one; returns the address, and what holds
+    it until it is closed.
+
+    Until then no other process can listen there, but for processes of the same user that share it too. No connections
+    are taken. Raises AddressTaken and InvalidRequest.
+    """
+
+    def bind(family: int, host: str, port: int) -> socket.socket:
         held = socket.socket(family)
-        # Connections that ended a moment ago are no owners.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(place)
-        # Who has bound it as loosely as this socket is found by listening alone.
-        socket.create_server(held.getsockname()[:2], family=family).close()
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-        # Not before: a process that shares the port would not be in the way.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    except OSError:
-        if held is not None:
+        try:
+            # Connections that ended a moment ago are no owners.
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind((host, port))
+            # Who has bound it as loosely as this socket is found by listening alone.
+            socket.create_server(held.getsockname()[:2], family=family).close()
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+            # Not before: a process that shares the port would not be in the way.
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        except OSError:
             held.close()
-        message = f"Cannot listen on {listen}: it is taken, or not an address of this machine."
-        raise AddressTaken(message, listen=listen) from None
-    return f"{host}:{held.getsockname()[1]}", held
+            raise
+        return held
+
+    holding = ExitStack()
+    sockets = _on_each(listen, bind)
+    for each in sockets:
+        holding.enter_context(each)
+    return f"{listen.rpartition(':')[0]}:{sockets[0].getsockname()[1]}", holding
 
 
 # Of every channel and every server. Without the ping timeout a frozen peer goes unnoticed for a minute.

@@ -378,8 +378,9 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """Text, encoded with the target's tokenizer. Must not be empty."""
     max_tokens: _builtins.int
-    """Most tokens to generate, at least 1. Prompt and max_tokens must fit into the target's context and into its
-    key-value cache. Default: the model's, else 128, or what the smaller of the two leaves when that is less.
+    """Most tokens to generate, at least 1, or 0 with `echo`: then the prompt is scored and no token comes. Prompt and
+    max_tokens must fit into the target's context and into its key-value cache. Default: the model's, else 128, or what
+    the smaller of the two leaves when that is less.
     """
     seed: _builtins.int
     """Seed of the request's noise. Default: a random one, named in the completion. Under `ratio`, `block` and `lenient`

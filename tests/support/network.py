@@ -207,9 +207,9 @@ def streaming(source: Source, keep_alive_s: float = 60, stall_s: float = 60) -> 
 
 
 @asynccontextmanager
-async def served(app: ASGIApp) -> AsyncIterator[RunningRest]:
+async def served(app: ASGIApp, listen: str = "127.0.0.1:0") -> AsyncIterator[RunningRest]:
     """The application on a free port."""
-    running = await serve_rest("127.0.0.1:0", app)
+    running = await serve_rest(listen, app)
     try:
         yield running
     finally:

@@ -17,6 +17,7 @@ from gateway.rest.asking.fields import (
     by_type,
     ignored_in,
     text_or_list,
+    type_of,
 )
 from gateway.rest.asking.translation import (
     ChatMessages,
@@ -67,7 +68,7 @@ class ToolUseBlock(Parameters):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: Annotated[dict[str, Any] | str, Field(description="An object; a text is one in JSON, or not all of it.")]
     cache_control: Ignored = None
     caller: Ignored = None
     toolset_name: Ignored = None
@@ -79,17 +80,46 @@ TextBlocks = Annotated[
 ]
 
 
+def _result_kind(value: object) -> str | None:
+    kind = type_of(value)
+    return f"<{'text' if kind == 'text' else 'other'}>" if isinstance(kind, str) else None
+
+
+# What a call gave beside its text is left out and named, because the client cannot change what came.
+ResultBlocks = Annotated[
+    list[
+        Annotated[
+            Annotated[TextBlock, Tag("<text>")] | Annotated[dict[str, Any], Tag("<other>")],
+            Discriminator(_result_kind, custom_error_type="block_kind", custom_error_message="Input should be a block"),
+        ]
+    ],
+    Field(fail_fast=True),
+]
+
+
 class ToolResultBlock(Parameters):
-    """What a call of an earlier turn gave; only text is served."""
+    """What a call of an earlier turn gave; only its text is read."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[Annotated[str, Tag("<text>")] | Annotated[TextBlocks, Tag("<list>")], TEXT_OR_BLOCKS] | None = (
-        None
-    )
+    content: (
+        Annotated[Annotated[str, Tag("<text>")] | Annotated[ResultBlocks, Tag("<list>")], TEXT_OR_BLOCKS] | None
+    ) = None
     is_error: Annotated[bool | None, Field(description=NO_EFFECT)] = None
     cache_control: Ignored = None
     toolset_name: Ignored = None
+
+
+BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+# What a server called by itself in an earlier answer, and what that gave.
+OTHERS_CALL, OTHERS_RESULT = ("server_tool_use", "mcp_tool_use"), "_tool_result"
+
+
+def _block_kind(value: object) -> str | None:
+    kind = type_of(value)
+    if isinstance(kind, str) and (kind in OTHERS_CALL or kind.endswith(OTHERS_RESULT)):
+        return "<other>"
+    return f"<{kind}>" if isinstance(kind, str) and kind in BLOCK_TYPES else None
 
 
 Block = Annotated[
@@ -97,8 +127,13 @@ Block = Annotated[
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
-    | Annotated[ToolResultBlock, Tag("<tool_result>")],
-    by_type("a block", ["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]),
+    | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[dict[str, Any], Tag("<other>")],
+    Discriminator(
+        _block_kind,
+        custom_error_type="union_kind",
+        custom_error_message=f"Input should be a block of type {', '.join(BLOCK_TYPES)}; no other is served",
+    ),
 ]
 Blocks = Annotated[list[Block], Field(fail_fast=True)]
 System = Annotated[Annotated[str, Tag("<text>")] | Annotated[TextBlocks, Tag("<list>")], TEXT_OR_BLOCKS]
@@ -212,8 +247,9 @@ def translated(body: CountTokensRequest, variables: frozenset[str]) -> Translati
     rules = [block.text for block in system if not block.text.startswith(BILLING)]
     for text in rules:
         conversation.rule(text, "system")
+    unread = [f"system.{BILLING}"] if len(rules) < len(system) else []
     for number, turn in enumerate(body.messages):
-        _take(turn, f"messages.{number}", conversation)
+        unread += _take(turn, f"messages.{number}", conversation)
     tools, names, skipped = tools_of(enumerate(body.tools or ()), _function, "input_schema")
     output = body.output_config or OutputConfig()
     chat = {**shared_values(body), "messages": conversation.finished}
@@ -231,19 +267,23 @@ def translated(body: CountTokensRequest, variables: frozenset[str]) -> Translati
         chat["max_tokens"] = body.max_tokens
         chat |= {} if body.top_k is None else {"top_k": body.top_k}
         chat |= {"stop": body.stop_sequences} if body.stop_sequences else {}
-    unread = [f"system.{BILLING}"] if len(rules) < len(system) else []
     ignored = dict.fromkeys([*ignored_in(body), *unswitched, *skipped, *unread])
     names |= {**conversation.names, "stop": "stop_sequences", "response_format": "output_config.format"}
     names |= {"response_format.json_schema": "output_config.format", "parallel_tool_calls": "tool_choice"}
     names |= {"reasoning_effort": "output_config.effort", "messages.reasoning_content": "messages.content.thinking"}
+    names |= {"messages.tool_calls": "messages.content.tool_use", "messages.tool_calls.function": "messages.content"}
+    names |= {"messages.tool_calls.function.arguments": "messages.content.input"}
+    names |= {"messages.tool_call_id": "messages.content.tool_use_id", "messages.content": "messages.content.text"}
     return Translation(chat, names, tuple(ignored))
 
 
-def _take(turn: Turn, origin: str, conversation: ChatMessages) -> None:
+def _take(turn: Turn, origin: str, conversation: ChatMessages) -> list[str]:
+    """Adds a turn; gives the names of what of it is not read, or as something else."""
+    unread: list[str] = []
     speak = {"user": conversation.ask, "assistant": conversation.say, "system": conversation.rule}[turn.role]
     if isinstance(turn.content, str):
         speak(turn.content, origin)
-        return
+        return unread
     for number, block in enumerate(turn.content):
         place = f"{origin}.content.{number}"
         match block:
@@ -251,16 +291,44 @@ def _take(turn: Turn, origin: str, conversation: ChatMessages) -> None:
                 speak(block.text, origin)
             case ToolResultBlock() if turn.role == "user":
                 content = block.content or ""
-                text = content if isinstance(content, str) else "\n".join(each.text for each in content)
-                conversation.answer(block.tool_use_id, text, place)
+                texts = [content] if isinstance(content, str) else [b.text for b in content if isinstance(b, TextBlock)]
+                others = [each for each in content if isinstance(each, dict)]
+                if others and not texts:
+                    limit = "a block of type text; no other is served"
+                    raise InvalidRequest(f"{place}.content.0", others[0], limit)
+                unread += [f"{place}.content={each['type']}" for each in others]
+                conversation.answer(block.tool_use_id, "\n".join(texts), place)
             case ThinkingBlock() if turn.role == "assistant":
                 conversation.think(block.thinking, place)
             case ToolUseBlock() if turn.role == "assistant":
-                conversation.call(block.id, block.name, json.dumps(block.input, ensure_ascii=False), place)
+                given = block.input
+                text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+                conversation.call(block.id, block.name, text, place)
+            case dict() if turn.role == "assistant":
+                unread.append(f"{place}={block['type']}")
+                _take_other(block, place, conversation)
             case RedactedThinkingBlock() if turn.role == "assistant":
                 pass  # no code here can read it, and the answer's header says so
             case _:
-                raise InvalidRequest(f"{place}.type", block.type, f"the type of a block that the {turn.role} sends")
+                limit = f"the type of a block that the {turn.role} sends"
+                raise InvalidRequest(f"{place}.type", type_of(block), limit)
+    return unread
+
+
+def _take_other(block: Values, place: str, conversation: ChatMessages) -> None:
+    """Adds a call that a server made by itself, or what it gave, as if it were one of a client's tool."""
+    kind, name = str(block["type"]), block.get("name")
+    if kind in OTHERS_CALL:
+        text = json.dumps(block.get("input") or {}, ensure_ascii=False)
+        conversation.call(_id(block.get("id")), name if isinstance(name, str) and name else kind, text, place)
+    else:
+        given = block.get("content") or ""
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        conversation.answer(_id(block.get("tool_use_id")), text, place)
+
+
+def _id(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
 
 
 def _function(tool: CustomTool) -> Values:

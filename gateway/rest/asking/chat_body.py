@@ -24,6 +24,7 @@ from gateway.rest.asking.fields import (
     Unserved,
     Unusual,
     Word,
+    by_type,
     text_or_list,
 )
 from gateway.rest.asking.structured import ResponseFormat, StructuredOutputs
@@ -153,19 +154,44 @@ class FunctionCall(Parameters):
     """What an assistant called in an earlier turn."""
 
     name: str
-    arguments: Annotated[str | dict[str, Any], Field(description="A JSON object, as text or as it is.")]
+    arguments: Annotated[str | dict[str, Any] | None, Field(description="A JSON object, as text or as it is.")] = None
     parsed_arguments: Ignored = None
 
 
-class ToolCall(Parameters):
+class CustomCall(Parameters):
+    """What an assistant of another server called with any text."""
+
+    name: str
+    input: str
+
+
+class PastCall(Parameters):
     """A call of an earlier turn."""
 
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
+    id: str | None = None
     index: Ignored = None
     provider_specific_fields: Ignored = None
     cache_control: Ignored = None
+
+
+class FunctionToolCall(PastCall):
+    """A call of a function."""
+
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
+class CustomToolCall(PastCall):
+    """A call of a custom tool; the template reads it as one of a function with the argument `input`."""
+
+    type: Literal["custom"]
+    custom: CustomCall
+
+
+ToolCall = Annotated[
+    Annotated[FunctionToolCall, Tag("<function>")] | Annotated[CustomToolCall, Tag("<custom>")],
+    by_type("a call", ["function", "custom"], default="function"),
+]
 
 
 class Message(Parameters):

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.generation.conversation import (
-    arguments_object,
     asked,
     check_variables,
     offered,
+    past_arguments,
     prompt_end,
     shown_parameters,
     shows_tools,
@@ -19,7 +19,7 @@ from gateway.generation.conversation import (
 )
 from gateway.generation.frontend import Frontend
 from gateway.generation.request import GenerationRequest
-from gateway.rest.asking.chat_body import AllowedToolsChoice, ChatRequest, Message, NamedTool, Tool
+from gateway.rest.asking.chat_body import AllowedToolsChoice, ChatRequest, CustomToolCall, Message, NamedTool, Tool
 from gateway.rest.asking.fields import NO_EFFECT, ignored_in
 from gateway.rest.asking.request import check_prompt_len, generation_request
 from gateway.rest.errors import MissingParameter
@@ -62,18 +62,21 @@ async def conversation(body: ChatRequest, frontend: Frontend, settings: RestSett
         tools, rules = (), CallRules()
         ignored += [name for name in ABOUT_TOOLS if getattr(body, name) is not None]
     prompt = await template.prompt(
-        template_messages(body.messages),
+        template_messages(body.messages, ignored),
         [_template_tool(tool) for tool in tools] or None,
         **prompt_end(begins_turn=body.add_generation_prompt, goes_on=bool(body.continue_final_message)),
         **variables,
     )
     check_prompt_len("messages", prompt.text, settings.max_prompt_chars)
+    found = asked(shared, prompt, rules, template)
+    if body.parallel_tool_calls and found.rules.max_calls != rules.max_calls:
+        ignored.append("parallel_tool_calls")
     request = replace(
-        asked(shared, prompt, rules, template),
+        found,
         max_tokens=older if newer is None else newer,
         logprob_count=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    return ChatPrompt(request, tuple(dict.fromkeys((*ignored, *_ignored(body, template)))))
+    return ChatPrompt(request, tuple(dict.fromkeys((*ignored, *_ignored(body, template), *request.ignored))))
 
 
 def _call_rules(body: ChatRequest) -> CallRules:
@@ -122,13 +125,13 @@ def _variables(body: ChatRequest, template: ChatTemplate, settings: RestSettings
 def _ignored(body: ChatRequest, template: ChatTemplate) -> Iterator[str]:
     """Names of the fields of a body that were not looked at."""
     yield from ignored_in(body)
-    unread = [name for name in ("name", "tool_calls") if not template.shows(name)]
     for message in body.messages:
         if message.refusal and message.content is not None:
             yield "messages.refusal"
         if (message.reasoning_content or message.reasoning) and not template.shows_reasoning:
             yield "messages.reasoning_content"
-        yield from (f"messages.{name}" for name in unread if getattr(message, name))
+        if message.name and not template.shows("name"):
+            yield "messages.name"
 
 
 def _template_tool(tool: Tool) -> dict[str, Any]:
@@ -139,13 +142,15 @@ def _template_tool(tool: Tool) -> dict[str, Any]:
     return shown
 
 
-def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """A conversation as templates take it; raises MissingParameter and InvalidRequest about the message at fault."""
+def template_messages(messages: Sequence[Message], ignored: list[str]) -> list[dict[str, Any]]:
+    """A conversation as templates take it, which adds to the `ignored` what is said otherwise; raises MissingParameter
+    and InvalidRequest about the message at fault.
+    """
     counts = JsonCounts()
-    return [_template_message(number, message, counts) for number, message in enumerate(messages)]
+    return [_template_message(number, message, counts, ignored) for number, message in enumerate(messages)]
 
 
-def _template_message(number: int, message: Message, counts: JsonCounts) -> dict[str, Any]:
+def _template_message(number: int, message: Message, counts: JsonCounts, ignored: list[str]) -> dict[str, Any]:
     """A message as templates take it: its text in one piece, arguments of calls as objects, and no absent field.
 
     An assistant may have said nothing beside its calls or its reasoning. Raises MissingParameter about other messages
@@ -155,15 +160,18 @@ def _template_message(number: int, message: Message, counts: JsonCounts) -> dict
     is_empty = message.tool_calls or (message.role == "assistant" and (message.reasoning_content or message.reasoning))
     if said is None and not is_empty:
         raise MissingParameter(f"messages.{number}.content")
-    plain = {name: value for name in SHOWN if (value := getattr(message, name)) is not None}
+    plain = {name: value for name in SHOWN if (value := getattr(message, name))}
     if said is not None:
         plain["content"] = said if isinstance(said, str) else "".join(part.text for part in said)
     for call_number, call in enumerate(message.tool_calls or ()):
         field = f"messages.{number}.tool_calls.{call_number}.function.arguments"
-        given = call.function.arguments
-        function = {
-            "name": call.function.name,
-            "arguments": given if isinstance(given, dict) else arguments_object(field, given, counts),
-        }
-        plain.setdefault("tool_calls", []).append({"id": call.id, "type": call.type, "function": function})
+        if isinstance(call, CustomToolCall):
+            ignored.append("messages.tool_calls.custom")
+            function: dict[str, Any] = {"name": call.custom.name, "arguments": {"input": call.custom.input}}
+        else:
+            given = call.function.arguments or {}
+            arguments = given if isinstance(given, dict) else past_arguments(field, given, counts, ignored)
+            function = {"name": call.function.name, "arguments": arguments}
+        made = {"type": "function", "function": function}
+        plain.setdefault("tool_calls", []).append({"id": call.id, **made} if call.id else made)
     return plain

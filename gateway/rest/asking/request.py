@@ -97,8 +97,8 @@ def _beam_search(fields: GenerationFields) -> BeamSearch | None:
 
 
 def check_model(name: str | None, names: ModelNames) -> None:
-    """Raises UnknownModel about another model than the served one."""
-    if name is not None and name not in names:
+    """Raises UnknownModel about another model than the served one; an empty name is none."""
+    if name and name not in names:
         raise UnknownModel(name, names.main)
 
 

@@ -81,11 +81,15 @@ class ChatMessages:
         return [message.finished for message in self.messages]
 
     def rule(self, text: str, origin: str) -> None:
-        """Adds a system prompt. All of it before the assistant's first turn is one message, the first; later it is
-        the user's text, because few templates have a place for it there.
+        """Adds a system prompt. All of it before the assistant's first turn is one message, the first; what the
+        template does with a later one is its own to say.
         """
+        if not text:
+            return
         if self.has_answers:
-            self.ask(text, origin)
+            if self.messages[-1].role != "system":
+                self._begin("system", origin)
+            self.messages[-1].texts.append(text)
             return
         if not self.messages or self.messages[0].role != "system":
             later = {f"messages.{n + 1}": self.names[f"messages.{n}"] for n in range(len(self.messages))}
@@ -99,8 +103,8 @@ class ChatMessages:
             self._begin("user", origin)
         self.messages[-1].texts.append(text)
 
-    def answer(self, call_id: str, text: str, origin: str) -> None:
-        """Adds the result of a call."""
+    def answer(self, call_id: str | None, text: str, origin: str) -> None:
+        """Adds the result of a call, of the next one without an id."""
         message = self._begin("tool", origin)
         message.texts, message.tool_call_id = [text], call_id
 
@@ -118,7 +122,7 @@ class ChatMessages:
             turn = self._begin("assistant", origin)
         turn.texts.append(text)
 
-    def call(self, call_id: str, name: str, arguments: str, origin: str) -> None:
+    def call(self, call_id: str | None, name: str, arguments: str, origin: str) -> None:
         """Adds a call of the assistant."""
         turn = self._assistant(origin)
         place = f"messages.{len(self.messages) - 1}.tool_calls.{len(turn.calls)}"

@@ -16,7 +16,7 @@ from gateway.generation.events import Event, OutputToken, RoundEvent
 from gateway.generation.frontend import Frontend
 from gateway.rest.answering import ChoiceBuffer, Responder, ResponseHeader
 from gateway.rest.asking.chat_body import GenerationFields, StreamOptions
-from gateway.rest.asking.fields import MAX_IDS, Text, ignored_in
+from gateway.rest.asking.fields import MAX_COUNT, MAX_IDS, Text, ignored_in
 from gateway.rest.asking.request import TEXT_NAMES, check_prompt_len, generation_request, in_names_of
 from gateway.rest.figures import ResponseFigures
 from gateway.rest.openai.chunks import ChunkWriter, ResponseFormatter, logprob_of
@@ -57,6 +57,7 @@ class CompletionRequest(GenerationFields):
     """A prompt, or several, and how to go on."""
 
     prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT, description="0 with echo: no more.")] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROB_COUNT)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES, description="Must equal n.")] | None = None
@@ -98,20 +99,26 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Goes on with each prompt; prompts have choices of their own, numbered through in order."""
         shared = generation_request(body, frontend.names)
+        if body.max_tokens == 0:
+            for field, value, limit in (("echo", body.echo, True), ("use_beam_search", body.use_beam_search, False)):
+                if bool(value) is not limit:
+                    raise InvalidRequest("max_tokens", 0, f"at least 1 unless {field} is {str(limit).lower()}")
+            # One is drawn, and not shown: a prompt is read only to go on.
+            shared = replace(shared, max_tokens=1, scores=True)
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise InvalidRequest("best_of", body.best_of, f"equal to n, which is {body.n or 1}")
         # The gateway echoes with log-probabilities only; without them nothing of the prompt is computed for it.
         shared = replace(shared, logprob_count=body.logprobs, echo=bool(body.echo) and body.logprobs is not None)
         generations, prompts, tokenizer = [], body.prompts, frontend.backend.tokenizer
-        if body.suffix is not None and body.echo:
+        if body.suffix and body.echo:
             raise InvalidRequest("echo", True, "false or absent with suffix")
         for number, prompt in enumerate(prompts):
             name = f"prompt.{number}" if len(prompts) > 1 else "prompt"
             if isinstance(prompt, str):
-                text = prompt if body.suffix is None else _around_gap(prompt, body.suffix, tokenizer)
+                text = _around_gap(prompt, body.suffix, tokenizer) if body.suffix else prompt
                 check_prompt_len(name, text, settings.max_prompt_chars)
                 generations.append(replace(shared, text=text))
-            elif body.suffix is not None:
+            elif body.suffix:
                 raise InvalidRequest(name, "token ids", "text with suffix")
             else:
                 generations.append(replace(shared, token_ids=prompt))

@@ -1,19 +1,16 @@
 """The body of POST /v1/responses, as OpenAI's newer clients send it, and its translation. Nothing is stored."""
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from gateway.rest.asking.fields import (
     MAX_CALLS,
-    MAX_MESSAGES,
     Count,
     Ignored,
     Unserved,
     by_type,
     ignored_in,
-    text_or_list,
     type_of,
 )
 from gateway.rest.asking.translation import (
@@ -24,6 +21,7 @@ from gateway.rest.asking.translation import (
     shared_values,
     tools_of,
 )
+from gateway.rest.openai.responses_api_items import Input, take
 from outrider.errors import InvalidRequest
 from outrider.parameters import Parameters
 
@@ -37,112 +35,6 @@ def _refuse_true(value: bool) -> bool:
 # A literal would take 0 for it.
 OnlyFalse = Annotated[bool, AfterValidator(_refuse_true), Field(json_schema_extra={"const": False})]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-
-class InputText(Parameters):
-    """Text that the model reads."""
-
-    type: Literal["input_text"]
-    text: str
-    prompt_cache_breakpoint: Ignored = None
-
-
-class OutputText(Parameters):
-    """Text of an earlier answer."""
-
-    type: Literal["output_text"]
-    text: str
-    annotations: Ignored = None
-    logprobs: Ignored = None
-    parsed: Ignored = None
-
-
-class ReasoningText(Parameters):
-    """What the model thought."""
-
-    type: Literal["reasoning_text"]
-    text: str
-
-
-class SummaryText(Parameters):
-    """What the model thought, in short."""
-
-    type: Literal["summary_text"]
-    text: str
-
-
-MessagePart = Annotated[
-    Annotated[InputText, Tag("<input_text>")] | Annotated[OutputText, Tag("<output_text>")],
-    by_type("a part", ["input_text", "output_text"]),
-]
-TextOrParts = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[MessagePart], Field(fail_fast=True), Tag("<list>")],
-    text_or_list("a string or a list of parts"),
-]
-
-
-class MessageItem(Parameters):
-    """One turn of the conversation."""
-
-    type: Literal["message"] | None = None
-    role: Literal["user", "assistant", "system", "developer"]
-    content: TextOrParts
-    id: Ignored = None
-    status: Ignored = None
-    phase: Ignored = None
-
-
-class FunctionCallItem(Parameters):
-    """A call of an earlier turn; `arguments` is a JSON object as text."""
-
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-    parsed_arguments: Ignored = None
-    id: Ignored = None
-    status: Ignored = None
-    namespace: Ignored = None
-    caller: Ignored = None
-
-
-class FunctionCallOutputItem(Parameters):
-    """What a call of an earlier turn gave; only text is served."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: TextOrParts
-    id: Ignored = None
-    status: Ignored = None
-    name: Ignored = None
-    namespace: Ignored = None
-    caller: Ignored = None
-
-
-class ReasoningItem(Parameters):
-    """What the model thought in an earlier turn: its content, else its summary."""
-
-    type: Literal["reasoning"]
-    summary: Annotated[list[SummaryText], Field(fail_fast=True)] | None = None
-    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
-    encrypted_content: Ignored = None
-    id: Ignored = None
-    status: Ignored = None
-
-
-ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
-Item = Annotated[
-    Annotated[MessageItem, Tag("<message>")]
-    | Annotated[FunctionCallItem, Tag("<function_call>")]
-    | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")],
-    by_type("an item", ITEM_TYPES, default="message"),
-]
-Input = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("<list>")],
-    text_or_list("a string or a list of items"),
-]
 
 
 class FunctionTool(Parameters):
@@ -296,14 +188,13 @@ def translated(body: ResponsesRequest) -> Translation:
     """
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options", "given", "absent unless stream is true")
-    conversation = ChatMessages()
-    if body.instructions is not None:
-        conversation.rule(body.instructions, "instructions")
+    conversation, unread = ChatMessages(), list[str]()
+    conversation.rule(body.instructions or "", "instructions")
     if isinstance(body.input, str):
         conversation.ask(body.input, "input")
     else:
         for number, item in enumerate(body.input):
-            _take(item, f"input.{number}", conversation)
+            unread += take(item, f"input.{number}", conversation)
     tools, names, skipped = tools_of(enumerate(body.tools or ()), _function, "parameters")
     chat = {**shared_values(body), "messages": conversation.finished}
     if body.reasoning is not None and body.reasoning.effort is not None:
@@ -324,36 +215,10 @@ def translated(body: ResponsesRequest) -> Translation:
     names |= {"messages": "input", "max_tokens": "max_output_tokens", **conversation.names}
     names |= {"response_format": "text.format", "response_format.json_schema": "text.format"}
     names |= {"reasoning_effort": "reasoning.effort", "messages.reasoning_content": "input.content"}
-    ignored = dict.fromkeys([*ignored_in(body), *skipped])
+    names |= {"messages.tool_calls": "input.function_call", "messages.tool_call_id": "input.call_id"}
+    names |= {"messages.tool_calls.function": "input", "messages.content": "input.content"}
+    ignored = dict.fromkeys([*ignored_in(body), *skipped, *unread])
     return Translation(chat, names, tuple(ignored))
-
-
-def _take(
-    item: MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem,
-    origin: str,
-    conversation: ChatMessages,
-) -> None:
-    match item:
-        case MessageItem(role="assistant"):
-            conversation.say(_joined(item.content), origin)
-        case MessageItem(role="system" | "developer"):
-            conversation.rule(_joined(item.content), origin)
-        case MessageItem():
-            conversation.ask(_joined(item.content), origin)
-        case FunctionCallItem():
-            conversation.call(item.call_id, item.name, item.arguments, origin)
-        case FunctionCallOutputItem():
-            conversation.answer(item.call_id, _joined(item.output), origin)
-        case ReasoningItem():
-            thought = "".join(part.text for part in item.content or ()) or "\n".join(
-                part.text for part in item.summary or ()
-            )
-            if thought:
-                conversation.think(thought, origin)
-
-
-def _joined(content: str | Sequence[InputText | OutputText]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _function(tool: FunctionTool) -> Values:

@@ -23,9 +23,9 @@ async def test_the_conversation_is_the_prompt_and_all_else_is_as_in_generate() -
     message = pb.ChatRequest(messages=[pb.ChatMessage(role="system", content="Be brief."), USER], generation=generation)
     request = await chat_request_from(message, PLAIN)
     assert (request.text, request.add_special_tokens) == ("System: Be brief.\n\nUser: Who?\n\nAssistant:", True)
-    template = ChatTemplate(TemplateFiles({"default": "{{ messages[1].content }}"}))
+    template = ChatTemplate(TemplateFiles({"default": "{{ messages[0].content }} {{ messages[1].content }}"}))
     templated = await chat_request_from(message, template)
-    assert (templated.text, templated.add_special_tokens) == ("Who?", False)
+    assert (templated.text, templated.add_special_tokens) == ("Be brief. Who?", False)
     generation.text = request.text or ""
     assert request == request_from(generation)
 

@@ -1,10 +1,14 @@
 """Routes about the gateway, the document about all of them, and who may read the answers."""
 
+import asyncio
+from typing import Any
+
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.services.markov_services import MarkovStack
+from support.services.markov_services import MarkovStack, markov_stack
 
+from gateway.rest.bodies import IGNORED_HEADER
 from outrider.errors import PeerLost, VocabularyMismatch
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -98,6 +102,81 @@ async def test_other_sites_read_answers_only_where_they_may(http: httpx.AsyncCli
     assert "access-control-allow-origin" not in reply.headers
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["/live", "/v1/models", "/v1/models/markov", "/metrics", "/version", "/openapi.json", "/tokenizer_info", "/"],
+)
+async def test_who_only_asks_for_the_head_gets_it(http: httpx.AsyncClient, path: str) -> None:
+    """Wherever there is something to read: the status and the headers, without a body."""
+    read, head = await http.get(path), await http.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == read.headers["content-type"]
+    assert (await http.head("/v1/models/nobody")).status_code == 404
+    assert (await http.head("/v1/completions")).status_code == 405
+
+
+async def test_a_request_may_name_scheme_and_host(http: httpx.AsyncClient, markov: MarkovStack) -> None:
+    """As to a proxy; its host is asked as the header's would be."""
+    for host, status in ((b"10.0.0.7:80", b"200"), (b"rebound.example", b"403")):
+        reader, writer = await asyncio.open_connection(*markov.gateway.rest_address.split(":"))
+        writer.write(b"GET http://%b/version HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n" % host)
+        assert (await reader.read()).startswith(b"HTTP/1.1 " + status)
+        writer.close()
+
+
+async def test_a_site_that_was_named_may_ask_for_anything(http: httpx.AsyncClient) -> None:
+    """Any method, any headers, and from a public network; what comes then says itself what is wrong."""
+    asked = {
+        "access-control-request-method": "DELETE",
+        "access-control-request-headers": "x-stainless-os, authorization, mcp-session-id",
+        "access-control-request-private-network": "true",
+        "access-control-request-local-network": "true",
+    }
+    reply = await http.options("/v1/completions", headers={"origin": ORIGIN, **asked})
+    assert reply.status_code == 200
+    told = {name: reply.headers[f"access-control-allow-{name}"] for name in ("origin", "methods", "headers")}
+    assert told == {"origin": ORIGIN, "methods": "DELETE", "headers": asked["access-control-request-headers"]}
+    networks = [reply.headers[f"access-control-allow-{name}-network"] for name in ("private", "local")]
+    assert networks == ["true", "true"]
+    reply = await http.delete("/v1/completions", headers={"origin": ORIGIN})
+    assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (405, ORIGIN)
+
+
+async def test_where_no_site_was_named_a_refusal_says_with_which_option(words: str) -> None:
+    """Before a browser's page has sent anything."""
+    async with (
+        markov_stack(words, rest_listen="127.0.0.1:0") as running,
+        httpx.AsyncClient(base_url=f"http://{running.gateway.rest_address}") as http,
+    ):
+        asked = {"origin": ORIGIN, "access-control-request-method": "POST"}
+        reply = await http.options("/v1/chat/completions", headers=asked)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "site_not_allowed")
+        assert f"--cors-origins {ORIGIN}" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "empty"),
+    [
+        ("/v1/completions", {"prompt": "fox", "suffix": "", "stop": "", "speculation": {"rule": "", "shape": {}}}),
+        ("/v1/completions", {"prompt": "fox", "response_format": "", "logprobs": "", "temperature": ""}),
+        ("/v1/completions", {"prompt": "fox", "speculation": {"shape": {"max_depth": None, "expansions": None}}}),
+        ("/v1/chat/completions", {"messages": "TURNS", "tools": [], "tool_choice": "", "reasoning_effort": ""}),
+        ("/v1/chat/completions", {"messages": "NAMED", "stop": [], "service_tier": "", "functions": ""}),
+        ("/v1/responses", {"input": "fox", "instructions": "", "previous_response_id": "", "text": "", "tools": []}),
+        ("/v1/messages", {"messages": "TURNS", "system": "", "tool_choice": "", "container": "", "thinking": ""}),
+    ],
+)
+async def test_an_empty_field_is_an_absent_one(http: httpx.AsyncClient, path: str, empty: dict[str, Any]) -> None:
+    """Null or empty, where that can mean nothing else."""
+    turn = {"role": "user", "content": "fox"}
+    turns = {"TURNS": [turn], "NAMED": [{**turn, "name": "", "tool_call_id": "", "tool_calls": []}]}
+    body = {**empty, **({"messages": turns[empty["messages"]]} if "messages" in empty else {}), "model": ""}
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    reply = await http.post(path, json={**body, limit: 2})
+    assert reply.status_code == 200, reply.text
+    assert IGNORED_HEADER not in reply.headers
+
+
 async def test_browsers_that_ask_before_they_send_get_an_answer(http: httpx.AsyncClient) -> None:
     """The site and the methods that were named are let through; a refusal is an error like any other."""
 
@@ -107,10 +186,10 @@ async def test_browsers_that_ask_before_they_send_get_an_answer(http: httpx.Asyn
 
     welcome = await preflight(ORIGIN, "POST")
     assert (welcome.status_code, welcome.headers["access-control-allow-origin"]) == (200, ORIGIN)
-    for origin, method in (("https://other.example", "POST"), (ORIGIN, "PUT")):
-        refused = await preflight(origin, method)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "site_not_allowed")
-        assert refused.json()["error"]["param"] == "origin"
+    refused = await preflight("https://other.example", "POST")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "site_not_allowed")
+    assert refused.json()["error"]["param"] == "origin"
+    assert "--cors-origins https://other.example" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/page/generate"])

@@ -15,7 +15,7 @@ from support.basics import eventually
 from support.network import GET, Source, connected, served, streaming
 
 from gateway.rest import server
-from gateway.rest.server import serve_rest
+from gateway.rest.server import OriginForm, serve_rest
 from gateway.rest.sse import DONE, EventStream, data
 from outrider.errors import InvalidRequest
 from outrider.process.telemetry import bound
@@ -37,6 +37,46 @@ async def test_an_address_is_taken_once() -> None:
         await serve_rest("192.0.2.1:0", streaming(source()))
     with pytest.raises(InvalidRequest):
         await serve_rest("8080", streaming(source()))
+
+
+@pytest.mark.parametrize(
+    ("listen", "others"), [("localhost:0", ["127.0.0.1", "::1"]), ("[::]:0", ["127.0.0.1", "::1"])]
+)
+async def test_a_name_of_both_families_is_served_in_both(listen: str, others: list[str]) -> None:
+    """On one port, which no other server can have in either."""
+    async with served(streaming(source()), listen=listen) as running:
+        port = int(running.address.rpartition(":")[2])
+        assert running.address == f"{listen.rpartition(':')[0]}:{port}"
+        for host in ("127.0.0.1", "::1"):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(GET)
+            assert await reader.readuntil(b"data: 1\n\n")
+            writer.close()
+        with pytest.raises(AddressTaken):
+            await serve_rest(f"[::1]:{port}", streaming(source()))
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (b"http://other.example:81/v1/a%20b?x=/y", ("/v1/a b", b"x=/y", b"other.example:81")),
+        (b"HTTPS://user:word@[::1]:8080", ("/", b"", b"[::1]:8080")),
+        (b"/http://a/b", ("/http://a/b", b"", b"here")),
+    ],
+)
+async def test_a_target_may_have_scheme_and_host(target: bytes, expected: tuple[str, bytes, bytes]) -> None:
+    """As proxies are asked; the host of it counts."""
+    seen = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        [host] = [value for name, value in scope["headers"] if name == b"host"]
+        seen.append((scope["path"], scope["query_string"], host))
+        await PlainTextResponse("here")(scope, receive, send)
+
+    request = b"GET %b HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n" % target
+    async with served(OriginForm(app)) as running, connected(running, request) as (reader, _):
+        assert (await reader.read()).endswith(b"here")
+    assert seen == [expected]
 
 
 async def test_no_chunk_waits_for_the_client_to_acknowledge_the_one_before() -> None:

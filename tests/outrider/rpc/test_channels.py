@@ -288,7 +288,7 @@ async def test_a_held_port_is_for_those_who_share_it(host: str) -> None:
     """Several servers have it beside each other, and no other process, even while none of them is there."""
     address, held = channels.hold(f"{host}:0")
     name, _, port = address.rpartition(":")
-    place, family = (name.strip("[]"), int(port)), held.family
+    place, family = (name.strip("[]"), int(port)), socket.AF_INET
     with held:
         for _ in range(2):
             with pytest.raises(OSError, match="in use"):
@@ -302,6 +302,19 @@ async def test_a_held_port_is_for_those_who_share_it(host: str) -> None:
             for server in servers:
                 await server.stop(0)
     socket.create_server(place, family=family).close()
+
+
+async def test_localhost_is_held_in_both_families() -> None:
+    """So that no other server has the port in either, until it is let go."""
+    address, held = channels.hold("localhost:0")
+    port = int(address.rpartition(":")[2])
+    places = [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
+    for family, host in places:
+        with pytest.raises(OSError, match="Address already in use"):
+            socket.create_server((host, port), family=family)
+    held.close()
+    for family, host in places:
+        socket.create_server((host, port), family=family).close()
 
 
 async def test_a_shared_port_cannot_be_held() -> None:

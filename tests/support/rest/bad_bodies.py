@@ -32,7 +32,7 @@ def schema_format(schema: str, name: str = '"tale"') -> str:
 SPECULATION = {
     "enabled": NO_BOOLEAN,
     "draft_count": ["-1", "65", '"many"', "true", "1.5", "[]", "{}", *NOT_FINITE, DIGITS],
-    "rule": ['"greedy"', '""', *NO_STRING, LONE],
+    "rule": ['"greedy"', *NO_STRING, LONE],
     "lenience": ["0.5", "0", "-1", "1.1", *NO_NUMBER, *NOT_FINITE],
     "typical_epsilon": ["0.5", "0", "-1", "1.1", *NO_NUMBER, *NOT_FINITE],
     "typical_delta": ["0.5", "0", "-1", "1.1", *NO_NUMBER, *NOT_FINITE],
@@ -50,7 +50,7 @@ SPECULATION = {
     "unknown": ["1", "null"],
 }
 BOTH: dict[str, list[str]] = {
-    "model": ['""', LONE, *NO_STRING],
+    "model": [LONE, *NO_STRING],
     "max_tokens": ["0", "-1", "2147483648", "5000", *NO_INTEGER],
     "temperature": ["-0.1", "-1", "100.1", "1e308", "-1e308", *NO_NUMBER, *NOT_FINITE, DIGITS],
     "top_p": ["0", "-0.1", "1.1", "1e308", *NO_NUMBER, *NOT_FINITE],
@@ -75,7 +75,6 @@ BOTH: dict[str, list[str]] = {
     "seed": ["9223372036854775808", "-9223372036854775809", *NO_INTEGER],
     "stop": [
         '[""]',
-        '""',
         LONG,
         f"[{LONG}]",
         MANY[65],

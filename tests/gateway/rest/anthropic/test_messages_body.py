@@ -85,7 +85,8 @@ def test_a_conversation_that_goes_on_begins_as_before() -> None:
     assert after[: len(before)] == before
     assert after[len(before) :] == [
         {"role": "assistant", "content": "Hi."},
-        {"role": "user", "content": "more\nA plan is wanted."},
+        {"role": "user", "content": "more"},
+        {"role": "system", "content": "A plan is wanted."},
     ]
 
 

@@ -91,6 +91,33 @@ async def test_completions_tell_lists(http: httpx.AsyncClient, stack: RunningSta
     assert whole[0]["logprobs"]["token_logprobs"][echo:] == logprobs[echo:]
 
 
+async def test_a_prompt_is_scored_alone(http: httpx.AsyncClient, stack: RunningStack) -> None:
+    """With no token behind it, the same as before an answer, whole and streamed, over REST and gRPC; without an echo
+    there is nothing to give.
+    """
+    fields = {"prompt": [PROMPT, "fox"], "logprobs": 2, "echo": True, "n": 2, "return_token_ids": True}
+    longer = await choices(http, TEXT, **fields)
+    scored = await choices(http, TEXT, **fields, max_tokens=0)
+    assert [choice["text"] for choice in scored] == [PROMPT, PROMPT, "fox", "fox"]
+    for choice, other in zip(scored, longer, strict=True):
+        count = len(choice["logprobs"]["tokens"])
+        assert 0 < count < len(other["logprobs"]["tokens"])
+        assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(other["logprobs"]["token_logprobs"][1:count])
+        assert (choice["finish_reason"], choice["token_ids"]) == ("length", [])
+    pieces = await streamed(http, TEXT, **fields, max_tokens=0)
+    assert "".join(piece["text"] for piece in pieces if piece["index"] == 1) == PROMPT
+    reply = await http.post(TEXT, json={**FIELDS, **fields, "max_tokens": 0})
+    assert reply.json()["usage"]["completion_tokens"] == 0
+    plain = await choices(http, TEXT, prompt=PROMPT, echo=True, max_tokens=0)
+    assert (plain[0]["text"], plain[0]["logprobs"]) == (PROMPT, None)
+    answer = await stack.generate(text=PROMPT, max_tokens=0, logprob_count=2, echo=True)
+    assert (answer.text, answer.completion.usage.completion_tokens) == ("", 0)
+    for more in ({}, {"echo": False}):
+        reply = await http.post(TEXT, json={"prompt": PROMPT, "max_tokens": 0, **more})
+        assert reply.status_code == 400
+        assert reply.json()["error"]["message"] == "max_tokens is 0, but must be at least 1 unless echo is true"
+
+
 async def test_an_echo_alone_is_the_prompt(http: httpx.AsyncClient) -> None:
     """As it was written, or as its ids are spelled; nothing is computed for it."""
     (choice,) = await choices(http, TEXT, prompt=PROMPT, echo=True)

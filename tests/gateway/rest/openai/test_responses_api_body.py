@@ -152,12 +152,12 @@ def test_effort_is_chats() -> None:
         (
             {"input": [{"type": "item_reference", "id": "msg_1"}]},
             "input.0 is {'type': 'item_reference', 'id': 'msg_1'}, but must be an item of type message, function_call, "
-            "function_call_output, reasoning; no other is served",
+            "function_call_output, custom_tool_call, custom_tool_call_output, reasoning; no other is served",
         ),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input.0.content.0 is {'type': 'input_image', 'image_url': 'x'}, but must be a part of type input_text, "
-            "output_text; no other is served",
+            "output_text, refusal; no other is served",
         ),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice is {'type': 'web_search'}, but must be none, auto"),
         (

@@ -20,8 +20,8 @@ TEMPLATE = """
 {%- if tools is not none %}{{ 'You may call:\\n' }}{% endif %}
 {%- for tool in tools or [] %}{{ tool | tojson ~ '\\n' }}{% endfor %}
 {%- for message in messages %}
-    {%- if message.role == 'tool' and message.tool_call_id is not defined %}
-        {{- raise_exception('Say which call that answers.') }}
+    {%- if message.role == 'assistant' and message.reasoning_content == 'secret' %}
+        {{- raise_exception('Nobody thinks so here.') }}
     {%- endif %}
     {{- message.role }}{{ ' ' ~ message.name if message.name is defined }}
     {{- ' to ' ~ message.tool_call_id if message.tool_call_id is defined }}: {{ message.content or '' }}
@@ -44,6 +44,7 @@ CALLS = [
 ]
 CALLING: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": CALLS}
 RESULTS = [{"role": "tool", "tool_call_id": f"call-{number}", "content": str(number)} for number in (1, 0)]
+SECRET = {"role": "assistant", "content": "Three.", "reasoning_content": "secret"}
 TURNS = [USER, CALLING, *RESULTS]
 TURN_LINES = (
     'user Ada: How many ships?\nassistant:  <call-0 count> {"where": "é", "deep": [1, null]}'
@@ -130,10 +131,10 @@ async def test_the_template_s_own_sentence_is_the_error(
     http: httpx.AsyncClient, prompts: list[list[int]], stream: bool
 ) -> None:
     """About the messages, with a status also for a stream, before anything reaches the target."""
-    reply = await http.post(CHAT, json=body_of([USER, {"role": "tool", "content": "3"}], tools=[TOOL], stream=stream))
+    reply = await http.post(CHAT, json=body_of([USER, SECRET], tools=[TOOL], stream=stream))
     error = reply.json()["error"]
     assert (reply.status_code, error["param"], error["code"]) == (400, "messages", "invalid_value")
-    assert error["message"].endswith("the chat template takes them, which says: Say which call that answers.")
+    assert error["message"].endswith("the chat template takes them, which says: Nobody thinks so here.")
     assert not prompts
 
 

@@ -1,0 +1,258 @@
+"""What each door makes of a conversation that comes back: nothing of it is lost in silence.
+
+The templates take as much as those of the usual families do; the target's prompt is what is looked at.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from support.rest.histories import DOORS, HEADER, Called, Door, Gave, Said, Turns, chat, grpc_chat, messages, responses
+from support.services.reciting import TEMPLATE, RecitingStack, reciting_stack
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+# As Qwen 3.5 wants rules first, Mistral ids of nine characters, and Llama 3 one call a turn; others' words are dropped.
+STRICT = """
+{%- for message in messages %}
+    {%- if message.role == 'system' %}
+        {%- if not loop.first %}{{ raise_exception('System message must be at the beginning.') }}{% endif %}
+        {{- '<|turn|>system\\n' ~ message.content }}
+    {%- elif message.role == 'user' %}{{ '<|turn|>user\\n' ~ message.content }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|turn|>assistant\\n' ~ message.content }}
+        {%- if message.tool_calls %}
+            {%- if message.tool_calls | length != 1 %}{{ raise_exception('Only single tool-calls!') }}{% endif %}
+            {%- if message.tool_calls[0].id | length != 9 %}{{ raise_exception('Ids have length 9!') }}{% endif %}
+            {%- set call = message.tool_calls[0].function %}
+            {{- '<tool_call>' ~ call.name ~ ' ' ~ call.arguments | tojson ~ '</tool_call>' }}
+        {%- endif %}
+    {%- elif message.role == 'tool' %}
+        {%- if message.tool_call_id | length != 9 %}{{ raise_exception('Ids have length 9!') }}{% endif %}
+        {{- '<|turn|>tool\\n' ~ message.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"""
+# Nobody has a word here but user and assistant.
+DEAF = """
+{%- for message in messages if message.role in ('user', 'assistant') %}
+    {{- '<|turn|>' ~ message.role ~ '\\n' ~ (message.content or '') }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"""
+TEMPLATES = {"loose": TEMPLATE, "strict": STRICT, "deaf": DEAF}
+ASK = Said("user", "Ask")
+TWO = Called([("toolu_01AX", "look", '{"at": "sea"}'), ("toolu_01BX", "hear", '{"at": "bay"}')], "Well")
+BROKEN = Called([("call_1", "look", '{"at": "se')])
+RESULTS = [Gave("toolu_01BX", "gulls"), Gave("toolu_01AX", "ships")]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=TEMPLATES)
+async def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[tuple[str, RecitingStack, list[str]]]:
+    """A template's name, its stack and the prompts that it saw."""
+    prompts: list[str] = []
+
+    def said(prompt: str) -> str:
+        prompts.append(prompt)
+        return "Aye"
+
+    folder = tmp_path_factory.mktemp("history")
+    async with reciting_stack(folder, said, ["Aye"], template=TEMPLATES[request.param], served_model_name="*") as stack:
+        yield request.param, stack, prompts
+
+
+@pytest.fixture(params=DOORS, ids=lambda each: each.__name__)
+def door(request: pytest.FixtureRequest) -> Door:
+    return request.param  # type: ignore[no-any-return]
+
+
+def in_order(prompt: str, *words: str) -> bool:
+    """Whether a prompt has these words, one behind the other."""
+    place = 0
+    for word in words:
+        place = prompt.find(word, place)
+        if place < 0:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("rule", ["system", "developer"])
+async def test_rules_are_one_message_before_the_first_answer(
+    running: tuple[str, RecitingStack, list[str]], door: Door, rule: str
+) -> None:
+    """Later ones are where the template has a place for them, or else the user's text; a template that has no place for
+    any gets no request without them.
+    """
+    name, stack, prompts = running
+    first = [Said("system", "Be brief"), Said("developer", "Be kind"), ASK, Said(rule, "Be fair")]
+    taken = await door(stack, [*first, Said("assistant", "Said"), Said(rule, "Be late"), Said("user", "Go")])
+    if name == "deaf":
+        assert (taken.field, "it leaves out what the role 'system' says" in taken.error) == (PLACES[door], True)
+        return
+    assert (taken.error, taken.ignored) == ("", "")
+    last = "<|turn|>system\nBe late" if name == "loose" else "<|turn|>user\nBe late\nGo"
+    rules = "<|turn|>system\nBe brief\n\nBe kind\n\nBe fair"
+    assert in_order(prompts[-1], rules, "<|turn|>user\nAsk", "Said", last, "Go")
+    assert prompts[-1].count("Be brief") == 1
+
+
+PLACES = {chat: "messages.0", responses: "input.0", messages: "messages.0", grpc_chat: "messages.0"}
+
+
+@pytest.mark.parametrize(
+    ("turns", "words", "fields"),
+    [
+        ([ASK, TWO, *RESULTS], ["Ask", "Well", "look", "sea", "hear", "bay", "gulls"], ["tool_calls", "tool_call_id"]),
+        ([ASK, BROKEN, Gave("call_1", "ships")], ["Ask", "look", "partial_json", '"{\\"at\\": \\"se"', "ships"], []),
+        ([ASK, Gave("toolu_09XX", "ships"), Said("user", "Well?")], ["Ask", "ships", "Well?"], ["tool_call_id"]),
+        ([ASK, Called([("", "look", "")]), Gave("", "ships")], ["Ask", "look", "ships"], []),
+    ],
+    ids=["two calls", "broken arguments", "a result without a call", "no ids"],
+)
+async def test_what_came_before_is_read_as_far_as_it_goes(
+    running: tuple[str, RecitingStack, list[str]], door: Door, turns: Turns, words: list[str], fields: list[str]
+) -> None:
+    """And what the template does not take so is named, as arguments are that were no object."""
+    name, stack, prompts = running
+    taken = await door(stack, turns)
+    assert taken.error == ""
+    prompt = prompts[-1]
+    if turns[1] is TWO and name == "strict":
+        words = ["Ask", "Well", "look", "sea", "ships", "hear", "bay", "gulls"]
+    assert in_order(prompt, *words), prompt
+    if turns[1] is TWO:
+        assert "ships" in prompt
+    if turns[1] is BROKEN:
+        assert NAMED[door]["arguments"] in taken.ignored.split(", ")
+    if name == "strict":
+        assert {NAMED[door][each] for each in fields} <= {*taken.ignored.split(", ")}
+    elif name == "loose" and turns[1] is not BROKEN:
+        assert taken.ignored == ""
+
+
+NAMED: dict[Door, dict[str, str]] = {
+    chat: {
+        "tool_calls": "messages.tool_calls",
+        "tool_call_id": "messages.tool_call_id",
+        "arguments": "messages.tool_calls.function.arguments",
+    },
+    responses: {
+        "tool_calls": "input.function_call",
+        "tool_call_id": "input.call_id",
+        "arguments": "input.arguments",
+    },
+    messages: {
+        "tool_calls": "messages.content.tool_use",
+        "tool_call_id": "messages.content.tool_use_id",
+        "arguments": "messages.content.input",
+    },
+    grpc_chat: {
+        "tool_calls": "messages.tool_calls",
+        "tool_call_id": "messages.tool_call_id",
+        "arguments": "messages.tool_calls.arguments",
+    },
+}
+IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
+OTHERS: list[tuple[str, list[dict[str, Any]], list[str], str]] = [
+    (
+        "/v1/chat/completions",
+        [
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "patch", "input": "*** Begin"}}],
+            },
+            {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "done"}]},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "I must not"}]},
+            {"role": "assistant", "content": None, "refusal": "Nor that"},
+        ],
+        ["patch", "*** Begin", "done", "I must not", "Nor that"],
+        "messages.tool_calls.custom",
+    ),
+    (
+        "/v1/responses",
+        [
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}], "encrypted_content": "gA"},
+            {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "*** Begin"},
+            {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "I must not"}]},
+            {"type": "local_shell_call", "call_id": "d", "action": {"type": "exec", "command": ["ls", "-l"]}},
+            {"type": "local_shell_call_output", "id": "d", "output": "total 3"},
+            {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"query": "tides"}},
+            {"type": "mcp_call", "id": "m", "name": "fetch", "arguments": '{"url": "u1"}', "output": "page"},
+            {"type": "mcp_list_tools", "id": "l", "tools": []},
+            {
+                "type": "function_call_output",
+                "call_id": "x",
+                "output": [{"type": "input_image", "image_url": "x"}, {"type": "input_text", "text": "seen"}],
+            },
+        ],
+        ["patch", "*** Begin", "done", "I must not", "ls", "total 3", "tides", "fetch", "u1", "page", "seen"],
+        "input.encrypted_content, input.2=custom_tool_call, input.5=local_shell_call, input.6=local_shell_call_output, "
+        "input.7=web_search_call, input.8=mcp_call, input.9=mcp_list_tools, input.10.output=input_image",
+    ),
+    (
+        "/v1/messages",
+        [
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "tides"}},
+                    {"type": "web_search_tool_result", "tool_use_id": "s", "content": [{"url": "u1"}]},
+                    {"type": "tool_use", "id": "t", "name": "look", "input": {}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "t", "content": [IMAGE, {"type": "text", "text": "seen"}]}
+                ],
+            },
+        ],
+        ["web_search", "tides", "u1", "look", "seen"],
+        "messages.1.content.0=server_tool_use, messages.1.content.1=web_search_tool_result, "
+        "messages.2.content.0.content=image",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "turns", "words", "ignored"), OTHERS, ids=lambda each: str(each)[:14])
+async def test_what_other_servers_answered_is_said_as_text_or_calls(
+    running: tuple[str, RecitingStack, list[str]],
+    path: str,
+    turns: list[dict[str, Any]],
+    words: list[str],
+    ignored: str,
+) -> None:
+    """Custom calls, refusals, tools that a server runs by itself, images beside the text of a result; all are named."""
+    _, stack, prompts = running
+    conversation = [{"role": "user", "content": "Ask"}, *turns, {"role": "user", "content": "Well?"}]
+    limit = "max_output_tokens" if path.endswith("responses") else "max_tokens"
+    field = "input" if path.endswith("responses") else "messages"
+    reply = await stack.http.post(path, json={field: conversation, limit: 4})
+    assert reply.status_code == 200, reply.text
+    assert in_order(prompts[-1], "Ask", *words, "Well?"), prompts[-1]
+    assert {*ignored.split(", ")} <= {*reply.headers[HEADER].split(", ")}
+
+
+@pytest.mark.parametrize("field", ["parallel_tool_calls", ""])
+async def test_what_a_template_does_not_take_back_is_not_made(
+    running: tuple[str, RecitingStack, list[str]], field: str
+) -> None:
+    """Where a turn may have one call, an answer has no second one, which is named if it was asked for."""
+    name, stack, _ = running
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    body = {
+        "messages": [{"role": "user", "content": "Ask"}],
+        "tools": [tool],
+        "max_tokens": 4,
+        "tool_choice": "required",
+    }
+    reply = await stack.http.post("/v1/chat/completions", json={**body, **({field: True} if field else {})})
+    assert reply.status_code == 200, reply.text
+    once = await stack.http.post("/v1/chat/completions", json={**body, "parallel_tool_calls": False})
+    assert once.status_code == 200
+    free, single = (each.grammar for each in stack.target.opens[-2:])
+    assert (free == single) == (name == "strict")
+    assert (reply.headers.get(HEADER) == "parallel_tool_calls") == (name == "strict" and bool(field))
