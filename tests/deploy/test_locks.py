@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 
-@pytest.mark.parametrize("image", ["gateway", "engine"])
+@pytest.mark.parametrize("image", ["gateway", "engine", "models"])
 def test_a_lock_has_what_the_project_asks_for(image: str) -> None:
     """Every requirement of pyproject.toml but torch, in the version that constraints.txt pins, each with hashes."""
     lock, constraints = ROOT / "deploy" / f"{image}.lock", pins(ROOT / "constraints.txt")
