@@ -1,4 +1,4 @@
-"""What the containers of compose.yaml run: a process with the models that are named, or else with the pair of OUTRIDER_PAIR.
+"""What compose.yaml runs: a process with the models that are named, or else with the pair of OUTRIDER_PAIR.
 
 An empty name counts as none.
 """

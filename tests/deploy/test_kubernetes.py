@@ -74,7 +74,9 @@ def variables_of(pod: Resource) -> dict[str, str]:
     """Variables of the environment of a pod's container; in place of a value may stand what of its resources it is."""
     found = {each["name"]: each for each in container_of(pod)["env"]}
     assert len(found) == len(container_of(pod)["env"])
-    return {name: each.get("value") or each["valueFrom"]["resourceFieldRef"]["resource"] for name, each in found.items()}
+    return {
+        name: each.get("value") or each["valueFrom"]["resourceFieldRef"]["resource"] for name, each in found.items()
+    }
 
 
 def chosen(selector: dict[str, Any], pods: dict[str, Resource]) -> set[str]:

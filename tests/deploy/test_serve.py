@@ -1,4 +1,4 @@
-"""deploy/serve.py, which the containers of compose run, as a program; with the assistant it is tried on a real engine."""
+"""deploy/serve.py as a program; with the assistant that it fetches it is tried on a real engine."""
 
 import os
 import subprocess
