@@ -327,11 +327,13 @@ async def test_a_gateway_pauses(compose: Compose, channel: grpc.aio.Channel) -> 
 
 @pytest.fixture
 def assistant(compose: Compose) -> Iterator[Compose]:
-    """The stack, which serves the assistant meanwhile, as it does where nothing is said."""
-    stack = replace(compose, variables={"OUTRIDER_PAIR": ""})
-    stack.run("up", "--detach", "--wait", "--wait-timeout", str(UP_S), timeout_s=UP_S + 60)
-    yield stack
-    compose.run("up", "--detach", "--wait", "--wait-timeout", str(UP_S), timeout_s=UP_S + 60)
+    """Another stack, which serves what it does where nothing is said."""
+    stack = replace(compose, project=f"{compose.project}-assistant", variables={"OUTRIDER_PAIR": ""})
+    try:
+        stack.run("up", "--detach", "--wait", "--wait-timeout", str(UP_S), timeout_s=UP_S + 60)
+        yield stack
+    finally:
+        stack.run("down", "--volumes", "--timeout", "2")
 
 
 async def test_the_assistant_is_served_by_default(assistant: Compose) -> None:
