@@ -131,7 +131,7 @@ stubs = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprot
 		--grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) proto/outrider/v1/*_service.proto
 
 lock: $(AUDIT_SETUP) ## writes the images' hash-locked requirements again, from pyproject.toml and constraints.txt
-	@for image in gateway engine; do \
+	@for image in gateway engine models; do \
 		$(BIN)/python deploy/requirements.py $$image > $(AUDIT)/$$image.in \
 			&& $(AUDIT)/bin/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-header --no-annotate --constraint constraints.txt \
 				--no-emit-index-url --no-emit-find-links --output-file deploy/$$image.lock $(AUDIT)/$$image.in || exit 1; \

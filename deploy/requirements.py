@@ -1,4 +1,4 @@
-"""`python deploy/requirements.py gateway|engine`: what an image installs, as pyproject.toml has it.
+"""`python deploy/requirements.py gateway|engine|models`: what an image installs, as pyproject.toml has it.
 
 Torch is in no lock: each index has builds of its own for it, of which the one that fits the device is chosen by
 `PIP_OPTIONS`. What each build of it needs stands in its place; builds for GPUs need packages of NVIDIA's beside that.
@@ -11,8 +11,12 @@ from pathlib import Path
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 GATEWAY = [*PROJECT["dependencies"], *EXTRAS["gateway"]]
-# The engine's image is made of the gateway's environment.
-WANTED = {"gateway": GATEWAY, "engine": [line for line in EXTRAS["engine"] if line not in GATEWAY]}
+# The others are made of the gateway's environment; pip fetches the assistant.
+WANTED = {
+    "gateway": GATEWAY,
+    "engine": [line for line in EXTRAS["engine"] if line not in GATEWAY],
+    "models": ["pip"],
+}
 TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "setuptools", "sympy", "typing-extensions")
 
 if __name__ == "__main__":

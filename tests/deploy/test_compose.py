@@ -18,7 +18,7 @@ import docker
 import grpc
 import httpx
 import pytest
-from deploy.locks import FOR_GPUS, ROOT, pins
+from deploy.locks import ROOT, pins
 from docker.models.containers import Container
 from faults.load import PATIENCE_S, Load, said, until_health
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -61,6 +61,7 @@ class Compose:
         files = [word for file in self.files for word in ("-f", str(file))]
         command = ["docker", "compose", "-p", self.project, *files, *words]
         own = {"OUTRIDER_PUBLISH": "127.0.0.1:", "OUTRIDER_PUBLISH_REST": "127.0.0.1:", "OUTRIDER_TAG": "test"}
+        own["OUTRIDER_PAIR"] = "tales"
         environment = {**environment_without_ours(), **own, **self.variables}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
@@ -160,10 +161,10 @@ def test_nobody_is_root_or_could_build(compose: Compose) -> None:
 
 
 @pytest.mark.parametrize(
-    ("service", "locks", "unlocked"), [("gateway", ["gateway"], []), ("target", ["gateway", "engine"], ["torch"])]
+    ("service", "locks", "torch"), [("gateway", ["gateway"], set()), ("target", ["gateway", "engine"], {"torch"})]
 )
-def test_an_image_has_what_is_locked(compose: Compose, service: str, locks: list[str], unlocked: list[str]) -> None:
-    """Nothing else, and in no other version; torch and what it brings for GPUs come from an index of their own."""
+def test_an_image_has_what_is_locked(compose: Compose, service: str, locks: list[str], torch: set[str]) -> None:
+    """Nothing else, and in no other version; torch comes from an index of its own, and with nothing for GPUs."""
     (container,) = compose.containers(service)
     listing = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
 
@@ -173,9 +174,8 @@ def test_an_image_has_what_is_locked(compose: Compose, service: str, locks: list
 
     locked = {name: version for lock in locks for name, version in pins(ROOT / "deploy" / f"{lock}.lock").items()}
     installed = there("python")
-    assert all(installed[name].startswith(pins(ROOT / "constraints.txt")[name]) for name in unlocked)
-    own = {name for name in installed if name in {"outrider", *unlocked} or name.startswith(FOR_GPUS)}
-    assert {name: installed[name] for name in installed.keys() - own} == locked
+    assert all(installed[name] == pins(ROOT / "constraints.txt")[name] + "+cpu" for name in torch)
+    assert {name: installed[name] for name in installed.keys() - {"outrider", *torch}} == locked
     base = container.exec_run(["python", "-c", "import sys; print(sys._base_executable, end='')"]).output.decode()
     assert not {"pip", "setuptools", "wheel"} & there(base).keys()
 
@@ -323,6 +323,36 @@ async def test_a_gateway_pauses(compose: Compose, channel: grpc.aio.Channel) -> 
         finally:
             await asyncio.to_thread(container.unpause)
         assert await load.token_ids() == expected
+
+
+@pytest.fixture
+def assistant(compose: Compose) -> Iterator[Compose]:
+    """Another stack, which serves what it does where nothing is said."""
+    stack = replace(compose, project=f"{compose.project}-assistant", variables={"OUTRIDER_PAIR": ""})
+    try:
+        stack.run("up", "--detach", "--wait", "--wait-timeout", str(UP_S), timeout_s=UP_S + 60)
+        yield stack
+    finally:
+        stack.run("down", "--volumes", "--timeout", "2")
+
+
+async def test_the_assistant_is_served_by_default(assistant: Compose) -> None:
+    """It answers in chat, with guesses of the drafts made for it; the page opens; and it is fetched once."""
+    async with httpx.AsyncClient(base_url=f"http://{assistant.address(8080)}", timeout=PATIENCE_S) as rest:
+        page = await rest.get("/")
+        assert page.headers["content-type"].startswith("text/html")
+        [model] = (await rest.get("/v1/models")).json()["data"]
+        assert model["id"] == "SmolLM2-135M-Instruct"
+        assert model["generation_defaults"]["temperature"] == 0.2
+        body = {"model": model["id"], "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        for drafter in ("model", "eagle3"):
+            speculation = {"draft_count": 2, "drafter": drafter}
+            answer = await rest.post("/v1/chat/completions", json={**body, "seed": 2, "speculation": speculation})
+            assert answer.status_code == 200, answer.text
+            assert "Paris" in answer.json()["choices"][0]["message"]["content"]
+            assert answer.json()["outrider"]["accepted_tokens"] > 0
+    # Without an index nothing could be fetched.
+    assert "The target is /assistant/outrider/" in assistant.run("run", "--rm", "--env", "PIP_NO_INDEX=1", "models")
 
 
 @pytest.fixture

@@ -47,9 +47,40 @@ def test_each_service_has_a_gpu() -> None:
     for name, number in (("target", "3"), ("draft", "1")):
         service = made["services"][name]
         assert service["environment"].pop("OUTRIDER_DEVICE") == "cuda"
+        # PyPI's torch, which is for GPUs; the draft has the target's image.
+        if name == "target":
+            assert service["build"]["args"].pop("TORCH_BUILD") == ""
         (device,) = service.pop("deploy")["resources"]["reservations"]["devices"]
         assert (device["driver"], device["capabilities"], device["device_ids"]) == ("nvidia", ["gpu"], [number])
-    assert made["services"] == config("compose.yaml")["services"]
+    plain = config("compose.yaml")["services"]
+    assert plain["target"]["build"]["args"].pop("TORCH_BUILD") == "cpu"
+    assert made["services"] == plain
+
+
+@pytest.mark.parametrize(
+    ("variables", "target", "draft"),
+    [
+        ({}, "", ""),
+        ({"OUTRIDER_PAIR": "tales"}, "", ""),
+        ({"OUTRIDER_MODELS": "/srv"}, "/models/target", "/models/draft"),
+        ({"OUTRIDER_MODELS": "/srv", "OUTRIDER_TARGET_MODEL": "/models/mine"}, "/models/mine", "/models/draft"),
+        ({"OUTRIDER_TARGET_MODEL": "sized:200m"}, "sized:200m", ""),
+    ],
+)
+def test_models_are_the_pair_or_those_that_are_named(variables: dict[str, str], target: str, draft: str) -> None:
+    """All four containers are told the same target; without one they look for the pair, which only one can fetch."""
+    services = config("compose.yaml", **variables)["services"]
+    words = {name: services[name]["command"][3:] for name in ("models", *SERVICES)}
+    assert words["models"] == [target]
+    assert words["target"] == ["target_service", target]
+    assert words["draft"] == ["draft_service", target, draft]
+    assert words["gateway"] == ["gateway", target]
+    for name in words:
+        assert services[name]["environment"]["OUTRIDER_PAIR"] == variables.get("OUTRIDER_PAIR", "smollm2")
+        mounts = {each["target"]: each for each in services[name]["volumes"]}
+        assert mounts[services[name]["environment"]["XDG_CACHE_HOME"]].get("read_only", False) == (name != "models")
+        if name != "models":
+            assert mounts[services[name]["environment"]["HF_HOME"]]["source"] == f"{name}-cache"
 
 
 def test_keys_are_a_secret_of_the_gateway(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from draft_service.server import DraftSettings
 from gateway.rest import status
 from gateway.rest.guard import OPEN_PATHS
 from gateway.settings import GatewaySettings
+from outrider import __version__
+from outrider.model_files.model_names import SIM_PRESETS
 from outrider.process.options import settings_of
 from outrider.process.run import ProcessSettings
 from target_service.server import TargetSettings
@@ -25,7 +27,7 @@ from target_service.server import TargetSettings
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 # The least one in which a preStop hook may sleep without a switch, and a newer one.
 VERSIONS = ("1.30", "1.34")
-OVERLAYS = ("base", "gpu")
+OVERLAYS = ("base", "gpu", "example")
 SETTINGS: dict[str, type[ProcessSettings]] = {
     "gateway": GatewaySettings,
     "target": TargetSettings,
@@ -69,8 +71,12 @@ def container_of(pod: Resource) -> Resource:
 
 
 def variables_of(pod: Resource) -> dict[str, str]:
-    """Variables of the environment of a pod's container."""
-    return {each["name"]: each["value"] for each in container_of(pod)["env"]}
+    """Variables of the environment of a pod's container; in place of a value may stand what of its resources it is."""
+    found = {each["name"]: each for each in container_of(pod)["env"]}
+    assert len(found) == len(container_of(pod)["env"])
+    return {
+        name: each.get("value") or each["valueFrom"]["resourceFieldRef"]["resource"] for name, each in found.items()
+    }
 
 
 def chosen(selector: dict[str, Any], pods: dict[str, Resource]) -> set[str]:
@@ -271,6 +277,47 @@ def test_a_start_may_take_as_long_as_loading(resources: list[Resource]) -> None:
     assert start_limit_s(containers["gateway"]) > waits_s + draft_s
     for name, deployment in of_kind(resources, "Deployment").items():
         assert deployment["spec"]["progressDeadlineSeconds"] > start_limit_s(containers[name])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_an_image_is_of_this_release(name: str) -> None:
+    """By its tag, so that a node takes the one that it has; an overlay puts a registry and a tag of its own there."""
+    image = "outrider-gateway" if name == "gateway" else "outrider-engine"
+    for overlay, named in (
+        ("base", f"{image}:{__version__}"),
+        ("gpu", f"{image}:{__version__}"),
+        ("example", f"registry.example.com/{image}:{__version__}-1"),
+    ):
+        container = container_of(pods_of(rendered(overlay))[name])
+        assert (container["image"], container["imagePullPolicy"]) == (named, "IfNotPresent")
+
+
+@pytest.mark.parametrize(("name", "preset"), [("target", "h100-8b"), ("draft", "h100-1b")])
+def test_a_service_has_the_threads_and_memory_of_its_model(resources: list[Resource], name: str, preset: str) -> None:
+    """A thread for each CPU that is asked for, of a node that may have more; weights and the largest cache fit."""
+    pod = pods_of(resources)[name]
+    assert variables_of(pod)["OUTRIDER_THREADS"] == "requests.cpu"
+    asked, limits = (container_of(pod)["resources"][each] for each in ("requests", "limits"))
+    assert int(asked["cpu"]) >= 1
+    assert "cpu" not in limits
+    asked_gib, limit_gib = (int(each["memory"].removesuffix("Gi")) for each in (asked, limits))
+    assert asked_gib > SIM_PRESETS[preset].parameter_count * 2 / 2**30 + 4
+    assert limit_gib > asked_gib
+
+
+def test_the_example_serves_a_model_of_yours() -> None:
+    """From the claim that it makes and all pods mount; the gateway reads the files of the target that is served."""
+    made = rendered("example")
+    pods = pods_of(made)
+    variables = {name: variables_of(pod) for name, pod in pods.items()}
+    assert variables["gateway"]["OUTRIDER_TOKENIZER"] == variables["target"]["OUTRIDER_MODEL"]
+    assert variables["target"]["OUTRIDER_MODEL"] != variables["draft"]["OUTRIDER_MODEL"]
+    [claim] = of_kind(made, "PersistentVolumeClaim")
+    for pod in pods.values():
+        volumes = {each["name"]: each for each in pod["spec"]["volumes"]}
+        assert volumes["models"]["persistentVolumeClaim"] == {"claimName": claim, "readOnly": True}
+    others = [each for each in made if each["kind"] not in {"Deployment", "PersistentVolumeClaim"}]
+    assert others == [each for each in rendered("base") if each["kind"] != "Deployment"]
 
 
 def test_the_overlay_gives_each_service_a_gpu() -> None:
