@@ -25,8 +25,8 @@ MANY = {count: json.dumps(["good"] * count) for count in (9, 65, 5000)}
 
 
 def schema_format(schema: str, name: str = '"tale"') -> str:
-    """A response_format with a schema."""
-    return f'{{"type":"json_schema","json_schema":{{"name":{name},"schema":{schema}}}}}'
+    """A response_format with a schema that is to be enforced whole."""
+    return f'{{"type":"json_schema","json_schema":{{"name":{name},"strict":true,"schema":{schema}}}}}'
 
 
 SPECULATION = {
