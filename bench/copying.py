@@ -7,7 +7,7 @@ The copy set is made from the corpus: texts to repeat, to copy with one word rep
 gateway with lookups must serve at the address. Each prompt is answered plainly, by lookups alone and by whatever the
 gateway finds fastest, with all drafters and without lookups, in turns, and the tokens are compared. Each
 request has a cache_salt of its own, so that none finds the answer of another one in a memory. Answers that repeat
-themselves are counted apart from all others: lookups guess them well, and nobody wants them.
+themselves are counted apart from all others: lookups guess them well, and no user wants them.
 """
 
 import json

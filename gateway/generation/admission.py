@@ -53,7 +53,7 @@ class Reservation:
     arrived_s: float
     priority: int
     watched: QueuePlace | None = None
-    """Told where it stands in the queue."""
+    """Gets its place in the queue."""
     taken: deque[tuple[float, int]] = field(default_factory=deque)
     """Times when its places were taken, and how many samples ran then."""
     waited_s: float = 0.0
@@ -167,8 +167,8 @@ class Admission:
 
     @asynccontextmanager
     async def entry(self, priority: int = 0, watched: QueuePlace | None = None) -> AsyncIterator[Reservation]:
-        """Waits for a request's first place; `watched` is told where it stands meanwhile. What it holds when it is left
-        is given back. Raises as `check` does.
+        """Waits for a request's first place; `watched` gets its place in the queue meanwhile. What it holds when it
+        is left is given back. Raises as `check` does.
         """
         self.check(priority)
         places = Reservation(self._clock_s(), priority, watched)

@@ -55,8 +55,6 @@ async def check_request(
         sampling = request.sampling.model_copy(update={"temperature": 1.0})
     _check_range("sampling.min_tokens", request.sampling.min_tokens, 0, max_tokens)
     banned = await _banned(request.banned_words, tokenizer, target.vocabulary_size)
-    if len(request.cache_salt.encode()) > MAX_SALT_BYTES:
-        raise InvalidRequest("cache_salt", request.cache_salt, f"of at most {MAX_SALT_BYTES} bytes in UTF-8")
     salt = salt_of(request.tenant, request.cache_salt)
     # The target ends there too: a special token is drawn as one, whatever clients read of it.
     named = (tokenizer.added_tokens[stop] for stop in request.stops if stop in tokenizer.special_tokens)
@@ -122,6 +120,8 @@ def _check_fields(request: GenerationRequest, drafters: Sequence[str], offers: O
     _check_range("seed", request.seed, -(2**63), 2**63 - 1)
     for token_id in request.sampling.logit_bias:
         _check_token_id("sampling.logit_bias key", token_id, target)
+    if len(request.cache_salt.encode()) > MAX_SALT_BYTES:
+        raise InvalidRequest("cache_salt", request.cache_salt, f"of at most {MAX_SALT_BYTES} bytes in UTF-8")
 
 
 def _check_beams(request: GenerationRequest, offers: Offers) -> None:

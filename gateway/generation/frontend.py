@@ -121,7 +121,7 @@ class Frontend:
     ) -> AsyncIterator[Generation]:
         """Checks requests that belong together, and waits for a place for the first sample; the others wait for theirs
         while events come. What they hold is given back when it is left. `enter` returns whose requests they are, where
-        keys are asked for: asked when the requests are there, and once more when they have their place. `place` is told
+        keys are asked for: asked when the requests are there, and once more when they have their place. `place` gets
         where they stand in the queue.
 
         Raises InvalidRequest, PromptTooLong, Overloaded, RateLimited, InvalidKey, and what is said of a target that is

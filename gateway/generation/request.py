@@ -45,7 +45,7 @@ class GenerationRequest:
     banned_words: tuple[str, ...] = ()
     echo: bool = False
     scores: bool = False
-    """Whether the prompt alone is wanted; the token that is drawn behind it is not shown."""
+    """Whether the prompt alone is wanted; the token that is drawn after it is not shown."""
     return_rounds: bool = False
     cache_salt: str = ""
     beam_search: BeamSearch | None = None
@@ -62,7 +62,7 @@ class GenerationRequest:
     tenant: str = ""
     """Name of the API key that the request came with. Tenants share nothing that is remembered."""
     ignored: tuple[str, ...] = ()
-    """Fields of chat's messages that the prompt says otherwise, or not at all, for those who tell the client."""
+    """Fields of chat's messages that the prompt says otherwise, or not at all, for the surface to name."""
     most_tokens: int | None = None
     """Most tokens of prompt and answers together with that key, to which max_tokens is cut unless it was sent."""
     most_new_tokens: int | None = None
@@ -87,7 +87,7 @@ class CheckedRequest:
     """Beam search that makes all samples; None for none."""
     reading: Reading | None = None
     scores: bool = False
-    """Whether the token behind the prompt is not shown."""
+    """Whether the token after the prompt is not shown."""
     fills_context: bool = False
     """Whether the longest answer ends where the context does."""
     naming_stops: frozenset[str] = frozenset()

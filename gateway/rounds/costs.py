@@ -80,7 +80,7 @@ class RoundCosts:
         self._measured: dict[tuple[str, Place], Mapping[int, float]] = {}
         self._rows = Average()  # of the target's forwards
         self._forward = (0.0, 0)  # rows and microseconds of the target's last one
-        self._num_told = 0  # sessions that told of it after the first one
+        self._num_repeats = 0  # verdicts of it after the first one
         self._rounds_since_prompt = math.inf
         self.plain = PlainCosts(self.verify_us, tuning)
         self.offers = LookupOffers(tuning.offer_memory)
@@ -240,10 +240,10 @@ class RoundCosts:
         self.load = max(verdict.session_count, 1)
         rows = _rows_of(committed)
         forward = rows, verdict.compute_us
-        self._num_told = self._num_told + 1 if forward == self._forward else 0
+        self._num_repeats = self._num_repeats + 1 if forward == self._forward else 0
         self._forward = forward
-        if self._num_told % self.load == 0:
-            # All sessions that had a part in a forward tell of it, and it is one sample.
+        if self._num_repeats % self.load == 0:
+            # All sessions that had a part in a forward have its times, and it is one sample.
             self.verify_us.add(rows, verdict.compute_us / max(verdict.forward_count, 1))
         # Prompts are paid by the token and not by the round: what waited for one says nothing of rounds.
         self._rounds_since_prompt = 0 if verdict.prompt_row_count else self._rounds_since_prompt + 1

@@ -132,7 +132,7 @@ def _later_rules_asked(turns: Turns) -> Turns:
 
 
 def _one_call_each(turns: Turns) -> Turns:
-    """Each call in a turn of its own, with its results behind it."""
+    """Each call in a turn of its own, with its results after it."""
     found: Turns = []
     place = 0
     while place < len(turns):

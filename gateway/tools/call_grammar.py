@@ -146,7 +146,7 @@ class _Grammar:
         return "first called* FREE | FIRST"
 
     def _until(self, rule: str, marker: str, begin: str = "", text: str = "TEXT") -> str:
-        """Expression for any text until a marker, with it, perhaps behind another marker. The letters of a marker that
+        """Expression for any text until a marker, with it, perhaps after another marker. The letters of a marker that
         is a token are no text.
         """
         head = f"{self._marker(begin)} " if begin else ""
@@ -155,7 +155,7 @@ class _Grammar:
                 text = rule.upper()
                 self._lines.append(f"{text}: {ANY_TEXT}{self._without(marker)}")
             return f"{head}{text} {self._marker(marker)}"
-        # Behind letters it is one with them, or other text that begins with some of these could not be told from it.
+        # After letters it is one with them, or other text that begins with some of these would look like it.
         inner = head if begin not in self._added_tokens else ""
         self._lines.append(f"{rule}[lazy]: {inner}{text} {_literal(marker)}")
         return rule if inner else f"{head}{rule}"

@@ -89,7 +89,7 @@ class AnswerReader:
         if attempt is not None and not is_told:
             self._restore(attempt)
         rest, self._held = self._held, ""
-        if is_cut and (marker_len := self._begun_len(rest)):
+        if is_cut and (marker_len := _begun_len(rest, self._text_markers())):
             rest = rest[:-marker_len].rstrip()
         if self.is_reasoning:
             self._say(rest.rstrip())
@@ -143,7 +143,7 @@ class AnswerReader:
             before, _, after = text.partition(marker)
             self._mark(marker, before)
             return after
-        said = text[: len(text) - self._begun_len(text)]
+        said = text[: len(text) - _begun_len(text, self._text_markers())]
         if self._syntaxes or self.is_reasoning or self._is_at_start:
             said = said.rstrip()
         self._held = text[len(said) :]
@@ -151,7 +151,7 @@ class AnswerReader:
         return ""
 
     def _search_beginning(self, text: str) -> str:
-        """Looks for a marker only where an answer of a certain form may have one: at its beginning or behind a call."""
+        """Looks for a marker only where an answer of a certain form may have one: at its beginning or after a call."""
         begun = text.lstrip()
         if self._is_at_start or self._is_behind_call:
             markers = self._text_markers()
@@ -168,11 +168,6 @@ class AnswerReader:
     def _begins(self, text: str) -> bool:
         """Whether a text may become a marker."""
         return any(marker.startswith(text) for marker in self._text_markers())
-
-    def _begun_len(self, text: str) -> int:
-        """Length of the end of a text that may be the beginning of a marker."""
-        beginnings = (marker[:length] for marker in self._text_markers() for length in range(1, len(marker)))
-        return max((len(each) for each in beginnings if text.endswith(each)), default=0)
 
     def _text_markers(self) -> list[str]:
         """Markers that count wherever their letters are, in the state that the answer is in."""
@@ -290,3 +285,9 @@ def joined(deltas: Collection[Delta]) -> tuple[Delta, ...]:
             case _:
                 found.append(delta)
     return tuple(found)
+
+
+def _begun_len(text: str, markers: Collection[str]) -> int:
+    """Length of the end of a text that may be the beginning of a marker."""
+    beginnings = (marker[:length] for marker in markers for length in range(1, len(marker)))
+    return max((len(each) for each in beginnings if text.endswith(each)), default=0)

@@ -282,7 +282,7 @@ class Search:
     ) -> tuple[Schema, list[tuple[Place, str]]]:
         """The schema without what cannot be enforced, and the places of that, each with a reason.
 
-        Of two keywords that do not go together the earlier one is kept. With first_only nothing behind the first fault
+        Of two keywords that do not go together the earlier one is kept. With first_only nothing after the first fault
         is looked at.
         """
         kept: set[Place] = set()

@@ -23,7 +23,7 @@ class LayerWeights(NamedTuple):
     input_norm: Tensor
     qkv: Tensor
     head_norms: tuple[Tensor, Tensor] | None
-    """Of queries and keys, where the model has them (Qwen 3)."""
+    """Norms of queries and keys, where the model has them (Qwen 3)."""
     output: Tensor
     post_norm: Tensor
     gate_up: Tensor

@@ -16,12 +16,11 @@ from outrider.cli.doctor.command import examine_gateway, examine_machine
 from outrider.cli.doctor.policy import show_policy
 from outrider.cli.generate import check_chat, check_request, generation, read_prompt
 from outrider.cli.local_stack import Stack, choose_models
-from outrider.cli.modules import Extra, NotInstalled, check_installed, run_module
+from outrider.cli.modules import Extra, NotInstalled, check_installed, installed_versions, run_module
 from outrider.cli.pairs import choose_pair
 from outrider.cli.race import KEY_VARIABLE, QUESTION, STORY
 from outrider.cli.running import note, run
 from outrider.cli.up import choose_display, lost_as_event, lost_as_sentence, serving
-from outrider.cli.versions import installed_versions
 from outrider.cli.views import choose_view
 from outrider.errors import InvalidRequest, ModelRefused
 from outrider.model_files.generation_defaults import OperatorDefaults

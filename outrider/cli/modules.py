@@ -4,13 +4,16 @@ No command here imports torch, which what it does may need.
 """
 
 import asyncio
+import platform
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import typer
 
+import outrider
 from outrider.cli.running import Interrupts, run
 from outrider.errors import OutriderError
 
@@ -41,6 +44,17 @@ def check_installed(*extras: Extra) -> None:
         names = "all" if len(missing) == len(Extra) else ",".join(missing)
         parts = " and the ".join(missing)
         raise NotInstalled(f"Not installed here, of Outrider: the {parts}. Run pip install 'outrider[{names}]'.")
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Versions of Outrider, of Python, and of what computes and carries; None for what is not installed."""
+    found: dict[str, str | None] = {}
+    for name in ("torch", "grpcio", "protobuf", "tokenizers", "fastapi", "uvicorn"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return {"outrider": outrider.__version__, "python": platform.python_version(), **found}
 
 
 def command(module: str, arguments: Sequence[str]) -> tuple[str, ...]:

@@ -17,11 +17,11 @@ class CpuTimes(NamedTuple):
     busy_s: float
     idle_s: float
     own_s: float
-    """Of the busy ones those of this process and of all below it."""
+    """Busy seconds of this process and of all below it."""
 
 
 def cpu_times() -> CpuTimes | None:
-    """Times until now, None where the system does not tell them; time that a hypervisor took is busy."""
+    """Times until now, None where the system does not say; time that a hypervisor took is busy."""
     if not (PROC / "stat").exists():
         return None
     ticks = os.sysconf("SC_CLK_TCK")

@@ -165,7 +165,7 @@ class Display:
     """Shows what becomes of a stack. What a kind of display has no place of its own for goes to stderr, or nowhere."""
 
     def observe(self, change: Change) -> None:
-        """A process has come into another state, or has told what it loads."""
+        """A process has come into another state, or has said what it loads."""
         if change.progress is not None:
             self.report(f"{change.service}: {change.progress.sentence}")
 

@@ -323,7 +323,7 @@ class Change:
     ending: str = ""
     delay_s: float | None = None
     progress: FileProgress | None = None
-    """Of one that is starting: the file that it is at."""
+    """Progress of a process that is starting: the file that it is at."""
 
 
 class Supervisor:

@@ -1,4 +1,4 @@
-"""What a service that starts tells of its model's files, read from its log."""
+"""What a service that starts says of its model's files, read from its log."""
 
 import json
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ GIB, MIB = 1 << 30, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileProgress:
-    """One step of a start: which file it is at, and how far, in bytes of all its files; None where nobody knows."""
+    """One step of a start: which file it is at, and how far, in bytes of all its files; None where it is not known."""
 
     action: str
     file: str
@@ -19,14 +19,14 @@ class FileProgress:
 
     @classmethod
     def of(cls, line: dict[str, Any]) -> Self | None:
-        """The progress that a line of the log tells; None for any other line."""
+        """The progress that a line of the log has; None for any other line."""
         if line.get("event") not in ACTIONS:
             return None
         return cls(line["event"], str(line.get("file", "")), line.get("done_bytes"), line.get("total_bytes"))
 
     @property
     def share(self) -> str:
-        """How far it is, as "12%"; empty where nobody knows."""
+        """How far it is, as "12%"; empty where it is not known."""
         return f"{(self.done_bytes or 0) / self.total_bytes:.0%}" if self.total_bytes else ""
 
     @property

@@ -175,7 +175,7 @@ class PastCall(Parameters):
 
 
 class FunctionToolCall(PastCall):
-    """A call of a function."""
+    """A call of a function in an earlier answer, as clients send it back."""
 
     type: Literal["function"] | None = None
     function: FunctionCall

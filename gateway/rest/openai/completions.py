@@ -14,6 +14,7 @@ from starlette.responses import Response
 from gateway.generation.checks import check_room
 from gateway.generation.events import Event, OutputToken, RoundEvent
 from gateway.generation.frontend import Frontend
+from gateway.generation.request import GenerationRequest
 from gateway.rest.answering import ChoiceBuffer, Responder, ResponseHeader
 from gateway.rest.asking.chat_body import GenerationFields, StreamOptions
 from gateway.rest.asking.fields import MAX_COUNT, MAX_IDS, Text, ignored_in
@@ -109,19 +110,8 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
             raise InvalidRequest("best_of", body.best_of, f"equal to n, which is {body.n or 1}")
         # The gateway echoes with log-probabilities only; without them nothing of the prompt is computed for it.
         shared = replace(shared, logprob_count=body.logprobs, echo=bool(body.echo) and body.logprobs is not None)
-        generations, prompts, tokenizer = [], body.prompts, frontend.backend.tokenizer
-        if body.suffix and body.echo:
-            raise InvalidRequest("echo", True, "false or absent with suffix")
-        for number, prompt in enumerate(prompts):
-            name = f"prompt.{number}" if len(prompts) > 1 else "prompt"
-            if isinstance(prompt, str):
-                text = _around_gap(prompt, body.suffix, tokenizer) if body.suffix else prompt
-                check_prompt_len(name, text, settings.max_prompt_chars)
-                generations.append(replace(shared, text=text))
-            elif body.suffix:
-                raise InvalidRequest(name, "token ids", "text with suffix")
-            else:
-                generations.append(replace(shared, token_ids=prompt))
+        prompts, tokenizer = body.prompts, frontend.backend.tokenizer
+        generations = _generations(body, shared, tokenizer, settings)
 
         async def make_writer(header: ResponseHeader, figures: ResponseFigures) -> ChunkWriter:
             echo = [
@@ -138,6 +128,26 @@ def routes(frontend: Frontend, settings: RestSettings) -> APIRouter:
         return await responder.respond(request)
 
     return router
+
+
+def _generations(
+    body: CompletionRequest, shared: GenerationRequest, tokenizer: Tokenizer, settings: RestSettings
+) -> list[GenerationRequest]:
+    """The requests of a body's prompts, which share everything else; raises InvalidRequest and Unsupported."""
+    generations, prompts = [], body.prompts
+    if body.suffix and body.echo:
+        raise InvalidRequest("echo", True, "false or absent with suffix")
+    for number, prompt in enumerate(prompts):
+        name = f"prompt.{number}" if len(prompts) > 1 else "prompt"
+        if isinstance(prompt, str):
+            text = _around_gap(prompt, body.suffix, tokenizer) if body.suffix else prompt
+            check_prompt_len(name, text, settings.max_prompt_chars)
+            generations.append(replace(shared, text=text))
+        elif body.suffix:
+            raise InvalidRequest(name, "token ids", "text with suffix")
+        else:
+            generations.append(replace(shared, token_ids=prompt))
+    return generations
 
 
 def _around_gap(prefix: str, suffix: str, tokenizer: Tokenizer) -> str:

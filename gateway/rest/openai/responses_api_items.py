@@ -160,7 +160,7 @@ class ReasoningItem(Parameters):
 ITEM_TYPES = (
     *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"),
 )
-# Others that come back from earlier answers: of tools that a server runs or has a type for, and what it was told.
+# Others that come back from earlier answers: of tools that a server runs or has a type for, and what they returned.
 TOOLS_OF_OTHERS = (
     *("web_search", "file_search", "code_interpreter", "computer", "image_generation", "local_shell", "shell"),
     *("apply_patch", "tool_search", "mcp"),

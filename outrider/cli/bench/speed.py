@@ -78,7 +78,7 @@ class SpeedSample:
     first_s: float
     """Seconds to the first tokens: those of reading the prompt, and of one step."""
     tokens_per_s: float
-    """Of the tokens behind the first ones."""
+    """Rate of the tokens after the first ones."""
     draft_tokens: int
     accepted_tokens: int
     token_ids: tuple[int, ...]

@@ -9,10 +9,9 @@ import outrider
 from outrider.cli.doctor.checks import check_ends, check_engine, check_gateway, check_ports, self_test
 from outrider.cli.doctor.report import SELF_TEST, SOFTWARE, Finding, Report, exit_code, failed, ok, skipped, warning
 from outrider.cli.local_stack import Stack, start_stack
-from outrider.cli.modules import NotInstalled
+from outrider.cli.modules import NotInstalled, installed_versions
 from outrider.cli.pairs import Pair
 from outrider.cli.running import SYSEXITS, Interrupts, note, run
-from outrider.cli.versions import installed_versions
 from outrider.errors import InvalidRequest, ModelRefused
 from outrider.process.children import HOST, ServiceFailed, Supervisor
 from outrider.rpc.tls import Tls

@@ -1,6 +1,6 @@
-"""How far long steps with a model's files are, told in the log at least once a second while they last.
+"""How far long steps with a model's files are, in the log at least once a second while they last.
 
-`outrider.process.progress` reads these lines again, for whoever started the process.
+`outrider.process.progress` reads these lines again, for the program that started the process.
 """
 
 import threading
@@ -19,7 +19,7 @@ TELL_S = 0.45
 class Progress:
     """Context manager around one step: `action` is its word, `total_bytes` what there is to do, None where unknown.
 
-    Whoever works writes `file` and `done_bytes`, or says what remains; a thread of its own tells them, however long a
+    The step itself writes `file` and `done_bytes`, or says what remains; a thread of its own logs them, however long a
     single file takes.
     """
 
