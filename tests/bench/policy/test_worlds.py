@@ -96,9 +96,10 @@ def test_each_part_is_worth_something(part: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_regret_is_small() -> None:
-    """Over five worlds at most three hundredths in the mean."""
-    outcomes = [run_world(seed, [Simulation])[0] for seed in range(5)]
+    """Over two dozen worlds at most three hundredths in the mean; in some a second decides, so few say nothing."""
+    outcomes = [run_world(seed, [Simulation])[0] for seed in range(24)]
     assert statistics.mean(each.regret for each in outcomes) <= 0.03
 
 

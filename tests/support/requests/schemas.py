@@ -58,7 +58,6 @@ UNENFORCED: dict[str, Any] = {
     "if": {"minProperties": 1},
     "propertyNames": {"pattern": "^[a-z]"},
     "dependentRequired": {"name": ["id"]},
-    "unevaluatedProperties": False,
 }
 ODDS_OF_UNENFORCED = 0.08
 DEPTH = 3
