@@ -20,7 +20,7 @@ from training.data import digest, read_documents
 from training.dialogue import Turns, Writing
 from training.draft_report import markdown, read_questions
 from training.draft_run import DraftRun, DraftRunSettings, check_fit
-from training.model import CausalModel, target_tokenizer, trained_model
+from training.model import CausalModel, end_ids, target_tokenizer, trained_model
 from training.run import CheckpointEvery, Separator, Threads
 from training.steady import SteadyConsole
 from training.storage import Storage
@@ -84,8 +84,7 @@ def read_writing(target: Path, model: CausalModel, settings: DraftRunSettings, d
     """Beginnings of the target's texts. Raises InvalidRequest about `--target`, and about temperatures."""
     tokenizer = target_tokenizer("--target", target)
     config = model.config
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    turns = Turns.read(tokenizer, frozenset(each for each in ends if each is not None))
+    turns = Turns.read(tokenizer, frozenset(end_ids(model)))
     beginning = () if config.bos_token_id is None else (config.bos_token_id,)
     return Writing(tokenizer, turns, beginning, settings.answer_temperatures, documents, settings.corpus_share)
 

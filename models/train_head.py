@@ -20,7 +20,7 @@ from outrider.errors import InvalidRequest
 from outrider.process.options import grouped, options_of, run_app, service_app
 from training.data import END_OF_TEXT, digest, encode, read_documents
 from training.head_run import HeadRun, HeadSettings, files_of
-from training.model import CausalModel, target_tokenizer, trained_model
+from training.model import CausalModel, end_ids, target_tokenizer, trained_model
 from training.run import CheckpointEvery, RunSettings, Separator, Threads, held_out_of
 from training.steady import SteadyConsole
 from training.storage import Storage
@@ -81,10 +81,8 @@ def train_head(
 
 def separator_id(tokenizer: PreTrainedTokenizerFast, model: CausalModel) -> int:
     """The id that stands before each document. Raises InvalidRequest about a target that has none."""
-    config = model.config
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    end_of_text = tokenizer.get_vocab().get(END_OF_TEXT)
-    found = next((each for each in (end_of_text, *ends, config.bos_token_id) if each is not None), None)
+    named = tokenizer.get_vocab().get(END_OF_TEXT), *end_ids(model), model.config.bos_token_id
+    found = next((each for each in named if each is not None), None)
     if found is None:
         limit = f"a model that has {END_OF_TEXT}, or names an end or a beginning of sequence"
         raise InvalidRequest("--target", tokenizer.name_or_path, limit)

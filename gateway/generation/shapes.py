@@ -12,7 +12,7 @@ from gateway.generation.request import GenerationRequest
 from gateway.sessions.peer import ModelInfo
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.call_grammar import CallRules, OfferedTool, answer_constraint
-from gateway.tools.schemas import NAMED, Place, Search, at, plain, size_of
+from gateway.tools.schemas import NAMED, FaultSearch, Place, at, plain, size_of
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.errors import Field, InvalidRequest
 from outrider.grammar import Grammar, GrammarRefused, canonical
@@ -72,7 +72,7 @@ class _Maker:
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, target: ModelInfo, salt: bytes) -> None:
         self._reading, self._rules = request.reading, request.rules
         self._tokenizer, self._ends, self._salt = tokenizer, target.eos_token_ids, salt
-        self._search = Search(MAX_TRIES)
+        self._search = FaultSearch(MAX_TRIES)
         self._unkept: list[str] = []
 
     def joined(self, tools: Sequence[OfferedTool], shape: Constraint | None) -> Constraint | None:

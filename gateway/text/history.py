@@ -22,7 +22,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PastTurn:
     """A message as templates take it, and the number of the client's message that it comes from; `is_made` says that it
     was said otherwise there.
     """
@@ -53,12 +53,12 @@ class Turn:
         return replace(self, message=message, is_made=True)
 
 
-Turns: TypeAlias = list[Turn]
+Turns: TypeAlias = list[PastTurn]
 
 
 def begun(messages: Sequence[Mapping[str, Any]], *, knows_developers: bool) -> Turns:
     """The turns of a conversation, whose rules before the first answer are one message, the first."""
-    turns = [Turn(number, message) for number, message in enumerate(messages)]
+    turns = [PastTurn(number, message) for number, message in enumerate(messages)]
     if not knows_developers:
         turns = [each.having(role="system") if each.role == "developer" else each for each in turns]
     first_answer = next((place for place, each in enumerate(turns) if each.role == "assistant"), len(turns))
@@ -93,9 +93,9 @@ def told(turns: Turns, marks: tuple[str, str]) -> Iterator[tuple[Turns, Collecti
         yield found, [name for _, named in chosen for name in named]
 
 
-def marked(turns: Turns) -> tuple[Turns, dict[str, Turn], dict[str, Turn]]:
+def marked(turns: Turns) -> tuple[Turns, dict[str, PastTurn], dict[str, PastTurn]]:
     """The turns with a word of its own for each text and each name of a call, and the turns of these words."""
-    texts, calls, found = dict[str, Turn](), dict[str, Turn](), []
+    texts, calls, found = dict[str, PastTurn](), dict[str, PastTurn](), []
     for place, turn in enumerate(turns):
         message = dict(turn.message)
         if turn.content.strip():
@@ -213,12 +213,12 @@ def _calls_said(turns: Turns, marks: tuple[str, str]) -> Turns:
     return _joined(found)
 
 
-def _asked(result: Turn, name: str) -> Turn:
+def _asked(result: PastTurn, name: str) -> PastTurn:
     name = str(result.message.get("name") or name or "a tool")
     return replace(result, message={"role": "user", "content": f"Result of {name}:\n{result.content}"}, is_made=True)
 
 
-def _joined(turns: Iterable[Turn]) -> Turns:
+def _joined(turns: Iterable[PastTurn]) -> Turns:
     """The turns, in which what was made the user's text is one with what the user says around it."""
     found: Turns = []
     for turn in turns:

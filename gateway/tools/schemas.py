@@ -269,7 +269,7 @@ def at(schema: Any, place: Place) -> Any:  # noqa: ANN401
 
 
 @dataclass(slots=True)
-class Search:
+class FaultSearch:
     """Search for as much of schemas as can be enforced. `fault` says what is wrong with one, None for nothing.
 
     All schemas together are tried `tries` times; when these are used up, what is left is not kept.

@@ -142,6 +142,12 @@ def target_tokenizer(option: str, place: Path) -> PreTrainedTokenizerFast:
     return made
 
 
+def end_ids(model: CausalModel) -> list[int]:
+    """Ids that end what a target says, by its config; none where it names none."""
+    ends = model.config.eos_token_id
+    return [each for each in (ends if isinstance(ends, list) else [ends]) if each is not None]
+
+
 def write_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes a checkpoint in bfloat16 as transformers has it, with its tokenizer; changes the model's dtype."""
     write_weights(model, folder)

@@ -7,6 +7,7 @@ The content policy also holds for the tests: they may evaluate expressions once,
 """
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser, Page, async_playwright, expect
+from playwright.async_api import Browser, Page, Request, async_playwright, expect
 
 CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = [
@@ -66,6 +67,18 @@ async def visit(browser: Browser, address: str, fragment: str = "", **options: A
         assert complaints == []
     finally:
         await context.close()
+
+
+def sent(page: Page) -> list[dict[str, Any]]:
+    """The bodies of all requests for answers from here on."""
+    bodies: list[dict[str, Any]] = []
+
+    def note(request: Request) -> None:
+        if request.url.endswith("/page/generate"):
+            bodies.append(json.loads(request.post_data or "{}"))
+
+    page.on("request", note)
+    return bodies
 
 
 async def fill(page: Page, **values: str | int | float) -> None:

@@ -1,13 +1,11 @@
 """Before an answer and after a bad one: what it waits for, another answer, and the same request once more."""
 
-import json
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 import pytest_asyncio
-from page.browser import ended, fill, say, spoken, visit
-from playwright.async_api import Browser, Page, Request, expect
+from page.browser import ended, fill, say, sent, spoken, visit
+from playwright.async_api import Browser, Page, expect
 from support.models.templated import templated
 from support.stack import RunningStack, running_stack
 
@@ -36,18 +34,6 @@ async def page(browser: Browser, stack: RunningStack) -> AsyncIterator[Page]:
     async with visit(browser, stack.gateway.rest_address, viewport={"width": 1280, "height": 900}) as opened:
         await fill(opened, max_tokens=24, draft_count=4, temperature=0.9)
         yield opened
-
-
-def sent(page: Page) -> list[dict[str, Any]]:
-    """The bodies of all requests from here on."""
-    bodies: list[dict[str, Any]] = []
-
-    def note(request: Request) -> None:
-        if request.url.endswith("/page/generate"):
-            bodies.append(json.loads(request.post_data or "{}"))
-
-    page.on("request", note)
-    return bodies
 
 
 async def restarted(stack: RunningStack) -> None:

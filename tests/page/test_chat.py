@@ -5,14 +5,13 @@ import re
 import shlex
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
 from axe_playwright_python.async_playwright import Axe
-from page.browser import ended, fill, spoken, visit
-from playwright.async_api import Browser, Page, Request, expect
+from page.browser import ended, fill, sent, spoken, visit
+from playwright.async_api import Browser, Page, expect
 from support.models.templated import templated
 from support.models.tiny_models import write_recommending
 from support.stack import RunningStack, running_stack
@@ -57,18 +56,6 @@ async def answer(page: Page) -> str:
 async def messages(page: Page) -> list[str]:
     """All messages of the user that are shown."""
     return await page.locator("#turns .message").all_inner_texts()
-
-
-def sent(page: Page) -> list[dict[str, Any]]:
-    """The bodies of all requests from here on."""
-    bodies: list[dict[str, Any]] = []
-
-    def note(request: Request) -> None:
-        if request.url.endswith("/page/generate"):
-            bodies.append(json.loads(request.post_data or "{}"))
-
-    page.on("request", note)
-    return bodies
 
 
 async def test_a_model_with_a_template_begins_with_the_conversation(page: Page) -> None:

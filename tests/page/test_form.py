@@ -6,14 +6,13 @@ import re
 import shlex
 import sys
 from collections.abc import AsyncIterator
-from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
 import pytest_asyncio
 from google.protobuf import json_format
-from page.browser import ended, fill, say, spoken, visit
-from playwright.async_api import Browser, Page, Request, expect
+from page.browser import ended, fill, say, sent, spoken, visit
+from playwright.async_api import Browser, Page, expect
 from support.services.reciting import RecitingStack, reciting_stack
 from support.stack import RunningStack
 
@@ -48,18 +47,6 @@ async def reciter(browser: Browser, tmp_path_factory: pytest.TempPathFactory) ->
     async with reciting_stack(tmp_path_factory.mktemp("reciter"), script, ANSWERS.values()) as running:
         running.target.numbered = True
         yield running
-
-
-def sent(page: Page) -> list[dict[str, Any]]:
-    """The bodies of all requests from here on."""
-    bodies: list[dict[str, Any]] = []
-
-    def note(request: Request) -> None:
-        if request.url.endswith("/page/generate"):
-            bodies.append(json.loads(request.post_data or "{}"))
-
-    page.on("request", note)
-    return bodies
 
 
 async def unfolded(page: Page) -> None:

@@ -14,6 +14,7 @@ from gateway.rest.asking.fields import (
     Ignored,
     Unserved,
     Word,
+    by_any_type,
     by_type,
     ignored_in,
     text_or_list,
@@ -80,17 +81,12 @@ TextBlocks = Annotated[
 ]
 
 
-def _result_kind(value: object) -> str | None:
-    kind = type_of(value)
-    return f"<{'text' if kind == 'text' else 'other'}>" if isinstance(kind, str) else None
-
-
 # What a call gave beside its text is left out and named, because the client cannot change what came.
 ResultBlocks = Annotated[
     list[
         Annotated[
             Annotated[TextBlock, Tag("<text>")] | Annotated[dict[str, Any], Tag("<other>")],
-            Discriminator(_result_kind, custom_error_type="block_kind", custom_error_message="Input should be a block"),
+            by_any_type("a block", ["text"]),
         ]
     ],
     Field(fail_fast=True),
@@ -115,13 +111,6 @@ BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result
 OTHERS_CALL, OTHERS_RESULT = ("server_tool_use", "mcp_tool_use"), "_tool_result"
 
 
-def _block_kind(value: object) -> str | None:
-    kind = type_of(value)
-    if isinstance(kind, str) and (kind in OTHERS_CALL or kind.endswith(OTHERS_RESULT)):
-        return "<other>"
-    return f"<{kind}>" if isinstance(kind, str) and kind in BLOCK_TYPES else None
-
-
 Block = Annotated[
     Annotated[TextBlock, Tag("<text>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
@@ -129,11 +118,7 @@ Block = Annotated[
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")]
     | Annotated[dict[str, Any], Tag("<other>")],
-    Discriminator(
-        _block_kind,
-        custom_error_type="union_kind",
-        custom_error_message=f"Input should be a block of type {', '.join(BLOCK_TYPES)}; no other is served",
-    ),
+    by_type("a block", BLOCK_TYPES, others=lambda kind: kind in OTHERS_CALL or kind.endswith(OTHERS_RESULT)),
 ]
 Blocks = Annotated[list[Block], Field(fail_fast=True)]
 System = Annotated[Annotated[str, Tag("<text>")] | Annotated[TextBlocks, Tag("<list>")], TEXT_OR_BLOCKS]

@@ -3,7 +3,7 @@
 What a range depends on, the target's vocabulary for one, is checked with the request itself.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, get_args
 
@@ -39,15 +39,34 @@ def type_of(value: object) -> object:
     return value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
 
 
-def by_type(noun: str, types: Sequence[str], default: str | None = None) -> Discriminator:
-    """Distinguishes the models of a union by their field `type`; the tag of each is its type in angle brackets."""
+def by_type(
+    noun: str, types: Sequence[str], default: str | None = None, *, others: Callable[[str], bool] | None = None
+) -> Discriminator:
+    """Distinguishes the models of a union by their field `type`; the tag of each is its type in angle brackets.
 
+    Objects of the types that `others` knows have the tag <other>; they are taken as they are.
+    """
+    message = f"Input should be {noun} of type {', '.join(types)}; no other is served"
+    return _by_type(message, types, default, others)
+
+
+def by_any_type(noun: str, types: Sequence[str], default: str | None = None) -> Discriminator:
+    """`by_type`, with the tag <other> for every type that is not among these."""
+    return _by_type(f"Input should be {noun}", types, default, lambda _: True)
+
+
+def _by_type(
+    message: str, types: Sequence[str], default: str | None, others: Callable[[str], bool] | None
+) -> Discriminator:
     def tag(value: object) -> str | None:
         found = type_of(value)
         kind = default if found is None else found
-        return f"<{kind}>" if isinstance(kind, str) and kind in types else None
+        if not isinstance(kind, str):
+            return None
+        if kind in types:
+            return f"<{kind}>"
+        return "<other>" if others is not None and others(kind) else None
 
-    message = f"Input should be {noun} of type {', '.join(types)}; no other is served"
     return Discriminator(tag, custom_error_type="union_kind", custom_error_message=message)
 
 

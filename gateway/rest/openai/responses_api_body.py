@@ -9,6 +9,7 @@ from gateway.rest.asking.fields import (
     Count,
     Ignored,
     Unserved,
+    by_any_type,
     by_type,
     ignored_in,
     type_of,
@@ -50,16 +51,9 @@ class FunctionTool(Parameters):
     output_schema: Ignored = None
 
 
-def _tool_kind(value: object) -> str | None:
-    kind = type_of(value)
-    if not isinstance(kind, str):
-        return None
-    return "<function>" if kind == "function" else "<other>"
-
-
 ResponsesTool = Annotated[
     Annotated[FunctionTool, Tag("<function>")] | Annotated[dict[str, Any], Tag("<other>")],
-    Discriminator(_tool_kind, custom_error_type="tool_kind", custom_error_message="Input should be a tool with a type"),
+    by_any_type("a tool with a type", ["function"]),
 ]
 
 

@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
-from gateway.rest.asking.fields import MAX_MESSAGES, Ignored, by_type, text_or_list, type_of
+from gateway.rest.asking.fields import MAX_MESSAGES, Ignored, by_any_type, by_type, text_or_list
 from gateway.rest.asking.translation import ChatMessages, Values
 from outrider.errors import InvalidRequest
 from outrider.parameters import Parameters
@@ -72,13 +72,6 @@ TextOrParts = Annotated[
 ]
 
 
-def _result_kind(value: object) -> str | None:
-    kind = type_of(value)
-    if kind in TEXT_PARTS:
-        return f"<{kind}>"
-    return "<other>" if isinstance(kind, str) else None
-
-
 # What a call gave beside text is left out and named, because the client cannot change what came.
 ResultParts = list[
     Annotated[
@@ -86,7 +79,7 @@ ResultParts = list[
         | Annotated[OutputText, Tag("<output_text>")]
         | Annotated[RefusalText, Tag("<refusal>")]
         | Annotated[dict[str, Any], Tag("<other>")],
-        Discriminator(_result_kind, custom_error_type="part_kind", custom_error_message="Input should be a part"),
+        by_any_type("a part", TEXT_PARTS),
     ]
 ]
 TextOrResult = Annotated[
@@ -174,13 +167,6 @@ OTHER_ITEMS = frozenset(
 )
 
 
-def _item_kind(value: object) -> str | None:
-    kind = type_of(value)
-    if isinstance(kind, str) and kind in OTHER_ITEMS:
-        return "<other>"
-    return f"<{kind or 'message'}>" if kind is None or kind in ITEM_TYPES else None
-
-
 Item = Annotated[
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[FunctionCallItem, Tag("<function_call>")]
@@ -189,11 +175,7 @@ Item = Annotated[
     | Annotated[FunctionCallOutputItem, Tag("<custom_tool_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")]
     | Annotated[dict[str, Any], Tag("<other>")],
-    Discriminator(
-        _item_kind,
-        custom_error_type="union_kind",
-        custom_error_message=f"Input should be an item of type {', '.join(ITEM_TYPES)}; no other is served",
-    ),
+    by_type("an item", ITEM_TYPES, "message", others=OTHER_ITEMS.__contains__),
 ]
 Input = Annotated[
     Annotated[str, Tag("<text>")]

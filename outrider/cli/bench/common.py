@@ -27,7 +27,8 @@ from outrider.model_files.generation_defaults import NONE
 from outrider.model_service.settings import MAX_THREADS, Dtype, available_cpus
 from outrider.parameters import SamplingParameters, SessionSpec
 from outrider.process.children import Supervisor
-from outrider.process.options import between, refuse_together, run_app
+from outrider.process.options import between, options_of, refuse_together, run_app
+from outrider.rpc.channels import check_address
 from outrider.token_tree import TreeShape
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -275,6 +276,12 @@ def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
     if draft_model is None:
         raise ModelRefused(f"There is no draft for {target_model}; name one with --draft.", model=target_model)
     return target_model, draft_model
+
+
+def check_asked(address: str, models: MeasuredModels, cpus: ComputeThreads, hosted: options.HostedOptions) -> None:
+    """Raises InvalidRequest where a gateway to ask has no address, or options of a stack of one's own beside it."""
+    own = options_of(models) | options_of(cpus) | options_of(hosted)
+    refuse_together("--address", check_address("--address", address), own)
 
 
 def pair_of(models: MeasuredModels, cpus: ComputeThreads, *, lookup: bool) -> Stack:

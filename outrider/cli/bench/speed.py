@@ -22,6 +22,7 @@ from outrider.cli.bench.common import (
     MeasuredModels,
     Spread,
     TokensDiffer,
+    check_asked,
     fresh_prompt,
     interval,
     machine,
@@ -36,8 +37,7 @@ from outrider.cli.running import Interrupts, run
 from outrider.client import AsyncClient, Result, Speculation
 from outrider.errors import OutriderError
 from outrider.process import telemetry
-from outrider.process.options import between, grouped, options_of, refuse_together
-from outrider.rpc.channels import check_address
+from outrider.process.options import between, grouped
 
 # Openings of a prompt, about 430 tokens of the embedded tokenizer.
 OPENINGS = 16
@@ -101,8 +101,7 @@ def speed(
     if wanted.address is None:
         stack = stack_of(models, cpus, hosted)
     else:
-        own = options_of(models) | options_of(cpus) | options_of(hosted)
-        refuse_together("--address", check_address("--address", wanted.address), own)
+        check_asked(wanted.address, models, cpus, hosted)
 
     async def measuring(interrupts: Interrupts) -> None:
         async with AsyncExitStack() as exits:

@@ -6,7 +6,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from gateway.tools.schemas import MAX_DEPTH, Search, at, moved, plain, size_of
+from gateway.tools.schemas import MAX_DEPTH, FaultSearch, at, moved, plain, size_of
 
 TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
 # Each with values that tell it from its neighbours.
@@ -140,7 +140,7 @@ async def test_only_what_is_at_fault_is_left_out() -> None:
         text = str(tried)
         return "it is bad" if "bad" in text or "None" in text else None
 
-    kept, faults = await Search(100).enforceable(schema, fault)
+    kept, faults = await FaultSearch(100).enforceable(schema, fault)
     assert kept == {
         "type": "object",
         "properties": {"a": TEXT, "b": {"type": "array", "items": {"anyOf": [{}, WHOLE]}}},
@@ -148,8 +148,8 @@ async def test_only_what_is_at_fault_is_left_out() -> None:
     }
     assert len(faults) == 6
     assert [at(schema, place) for place, _ in faults] == [None, "bad", "bad", None, None, "bad"]
-    kept, faults = await Search(100).enforceable(schema, fault, first_only=True)
+    kept, faults = await FaultSearch(100).enforceable(schema, fault, first_only=True)
     assert faults == [(("required",), "it is bad")]
-    kept, faults = await Search(3).enforceable(schema, fault)
+    kept, faults = await FaultSearch(3).enforceable(schema, fault)
     assert await fault(kept) is None
     assert faults[-1][1] == "too much of it is at fault"

@@ -24,6 +24,7 @@ from outrider.cli.bench.common import (
     MeasuredModels,
     SaveFile,
     Temperatures,
+    check_asked,
     machine,
     pair_of,
     parse_numbers,
@@ -42,7 +43,7 @@ from outrider.cli.options import INT32_MAX, INT64_MAX, INT64_MIN, SHARED_OPTIONS
 from outrider.cli.running import Interrupts, run
 from outrider.errors import InvalidRequest
 from outrider.process import telemetry
-from outrider.process.options import between, grouped, options_of, refuse_together
+from outrider.process.options import between, grouped
 from outrider.rpc.channels import check_address
 
 MOST_STREAMS, MOST_REQUESTS, MOST_TURNS = 4096, 1000, 1000
@@ -177,12 +178,10 @@ def own_stack(models: MeasuredModels, cpus: ComputeThreads, hosted: options.Host
     return replace(stack, target_flags=target_flags | {"--head": hosted.head or stack.target_flags["--head"]})
 
 
-def check(wanted: LoadOptions, models: options.Models, hosted: options.HostedOptions, cpus: ComputeThreads) -> None:
+def check(wanted: LoadOptions, models: MeasuredModels, hosted: options.HostedOptions, cpus: ComputeThreads) -> None:
     """Raises InvalidRequest about options that have no effect beside others, and about what is no address."""
     if wanted.address is not None:
-        check_address("--address", wanted.address)
-        own = options_of(models) | options_of(cpus) | options_of(hosted)
-        refuse_together("--address", wanted.address, own)
+        check_asked(wanted.address, models, cpus, hosted)
     elif wanted.metrics:
         raise InvalidRequest("--metrics", wanted.metrics, "left out without --address: a stack of its own is known")
 
