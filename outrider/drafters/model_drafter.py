@@ -24,7 +24,7 @@ from outrider.engine.noise import LANES_EACH, Purpose, round_key
 from outrider.engine.runner import Allocate, ModelRunner, reserve
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, DraftDistributions, quantise
 from outrider.engine.sampling.draw import DrawInput, draw_each, key_column, row_contexts, rows_of, scores_behind
-from outrider.engine.sampling.transforms import transform
+from outrider.engine.sampling.transforms import index, transform
 from outrider.engine.session import Session
 from outrider.engine.sharing import Pace
 from outrider.engine.walk import walk
@@ -321,7 +321,7 @@ def _coupled(
         chains = {n: TokenTree.chain(asked[n][:-1]) for n in hot}
         inputs = [DrawInput(Feed(tasks[n].session, chains[n]), tasks[n].spec) for n in hot]
         scores = scores_behind(runner, rows_of(logits, [rows[n][: len(asked[n])] for n in hot]), inputs)
-        ids = torch.tensor([token_id for n in hot for token_id in asked[n]], device=scores.device)
+        ids = index([token_id for n in hot for token_id in asked[n]], scores)
         probs = iter(runner.ops.softmax(scores).gather(1, ids[:, None]).flatten().tolist())
         logprobs |= {n: [log_of(next(probs)) for _ in asked[n]] for n in hot}
     steps: list[Step] = []

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from outrider.drafters.model_drafter import MIN_PROB, DraftTask, Guess, Guesser, Step, drawable_scores, log_of
@@ -33,6 +31,7 @@ from outrider.engine.growth import (
     static_shape,
 )
 from outrider.engine.noise import Purpose
+from outrider.engine.ops.faults import check_ids
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import DraftDistributions, quantise
 from outrider.engine.sampling.draw import (
@@ -45,7 +44,7 @@ from outrider.engine.sampling.draw import (
     shared_keys,
     undrawable,
 )
-from outrider.engine.sampling.transforms import transform
+from outrider.engine.sampling.transforms import column, transform
 from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec
 from outrider.token_tree import TokenTree, TreeShape
@@ -166,24 +165,26 @@ def _children(runner: ModelRunner, tasks: Sequence[GrownTask], scores: Tensor, p
     if place is not None:
         keys, owners = keys[place : place + 1], owners[place : place + 1]
     is_hot = tasks[0].spec.sampling.temperature > 0
-    scales = torch.from_numpy(np.array([task.scale for task in owners])).to(scores.device)
+    scales = column([task.scale for task in owners], scores)[:, 0]
     count = max(task.growth.max_children for task in tasks)
     ids, shares = ops.rank(scores, scales, count, key_column(runner, keys) if is_hot else None)
+    token_ids = ids.tolist()
+    check_ids(row[0] for row in token_ids)
     logprobs: list[list[float]] = [[0.0] * count] * len(owners)
     if any(task.wants_logprob for task in tasks):
         logprobs = [[0.0, *[log_of(MIN_PROB)] * count]] * len(owners)
         if is_hot:
             probs = ops.softmax(scores).gather(1, ids.clamp(min=0)).tolist()
             logprobs = [[log_of(prob) for prob in row] for row in probs]
-    rows = zip(owners, ids.tolist(), shares.tolist(), logprobs, strict=True)
+    rows = zip(owners, token_ids, shares.tolist(), logprobs, strict=True)
     return [
         [
             Child(token_id, share, is_end(task.spec, token_id), logprob)
-            for token_id, share, logprob in zip(token_ids, own_shares, own_logprobs, strict=False)
+            for token_id, share, logprob in zip(own_ids, own_shares, own_logprobs, strict=False)
             # What has no score at all is not a guess.
             if share
         ]
-        for task, token_ids, own_shares, own_logprobs in rows
+        for task, own_ids, own_shares, own_logprobs in rows
     ]
 
 
