@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from outrider.drafters.model_drafter import MIN_PROB, DraftTask, Guess, Guesser, Step, drawable_scores, log_of
@@ -279,7 +281,7 @@ def siblings_each(
         rows = [rows[place] for place in places]
         drawn = [owners[row] for row in rows]
         keys = [task.draft_key(task.depth, task.nodes[number].lane * MAX_CHILDREN + sibling) for task, number in drawn]
-        token_ids = left.draw(key_column(runner, keys))
+        token_ids = left.draw(torch.from_numpy(np.array(keys, dtype=np.int64)))
         sent = left.distributions() if any(task.needs_distribution for task, _ in drawn) else [None] * len(drawn)
         probs = left.probs(token_ids) if any(task.wants_logprob for task, _ in drawn) else [None] * len(drawn)
         for row, (task, _), token_id, own, prob in zip(rows, drawn, token_ids.tolist(), sent, probs, strict=True):

@@ -62,9 +62,9 @@ class PretendDevice(TorchFunctionMode):
         found = list(_tensors((args, named)))
         own = [tensor for tensor in found if on_device(tensor)]
         if func == Tensor.device.__get__:
-            return CUDA if own else HOST
+            return CUDA if own else func(*args)
         if func in {Tensor.is_cpu.__get__, Tensor.is_cuda.__get__}:
-            return bool(own) is (func == Tensor.is_cuda.__get__)
+            return (func == Tensor.is_cuda.__get__) if own else func(*args)
         if func == Tensor.data.__set__:
             func(*args)
             return mark(args[0], is_on=on_device(args[1]))
@@ -102,9 +102,12 @@ class PretendDevice(TorchFunctionMode):
             if isinstance(each, str | torch.device):
                 goal, others[place] = torch.device(each), HOST
             elif isinstance(each, Tensor):
-                goal, others[place] = (CUDA if on_device(each) else HOST), each.dtype
+                goal, others[place] = (CUDA if on_device(each) else each.device), each.dtype
         if named.get("device") is not None:
             goal, named["device"] = torch.device(named["device"]), HOST
+        if tensor.is_meta or (goal is not None and goal.type == "meta"):
+            # Models are made there before they are loaded; nothing of it is on any other device.
+            return func(*args, **(named | ({"device": goal} if "device" in named else {})))  # type: ignore[no-any-return]
         is_on = on_device(tensor) if goal is None else _is_cuda(goal)
         if is_on != on_device(tensor):
             is_free = is_on and named.get("non_blocking", False)
