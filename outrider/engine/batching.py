@@ -22,6 +22,10 @@ from outrider.token_tree import EMPTY, TokenTree
 # Uncached tokens of a session that goes on: a target's has one, a draft's those of a verdict. More is a prompt to read.
 MAX_STEP_TOKENS = 8
 
+# Columns of a list that are summed before they meet the others, where rows share work.
+CHUNK = 256
+WORK_HEADER = 8
+
 Ints = NDArray[np.int64] | NDArray[np.int32]
 
 
@@ -47,6 +51,12 @@ class RowPlan:
     """[R] int32: how many keys the row sees, at least 1."""
     max_key_count: int
     """Upper bound of key_counts, known to the host, so that no operation has to ask the device and wait."""
+    work: Tensor | None = None
+    """What rows that see the same keys share, int32, where the operations read it: see `shared_work`."""
+    tile_rows: int = 0
+    """The most rows of an item of work."""
+    num_row_chunks: int = 0
+    """Chunks that all rows see, one of several rows counted for each of them."""
 
     @property
     def num_rows(self) -> int:
@@ -55,7 +65,14 @@ class RowPlan:
     def select(self, rows: Tensor) -> Self:
         """Plan of these rows [S] int64 only."""
         names = ("token_ids", "positions", "slots", "key_starts", "key_counts")
-        return replace(self, **{name: getattr(self, name).index_select(0, rows) for name in names})
+        kept = {name: getattr(self, name).index_select(0, rows) for name in names}
+        return replace(self, **kept, work=None)
+
+    def with_lists(self, key_starts: Tensor, key_counts: Tensor, max_key_count: int) -> Self:
+        """Plan of the same rows, each of which sees another part of the key slots."""
+        return replace(
+            self, key_starts=key_starts, key_counts=key_counts, max_key_count=max_key_count, work=None
+        )
 
     def windowed(self, window: int | None) -> Self:
         """Plan of the same rows, each of which sees the last `window` keys of its list, or all if that is None.
@@ -66,12 +83,7 @@ class RowPlan:
         if window is None or self.max_key_count <= window:
             return self
         hidden = (self.key_counts - window).clamp_min(0)
-        return replace(
-            self,
-            key_starts=self.key_starts + hidden,
-            key_counts=self.key_counts - hidden,
-            max_key_count=window,
-        )
+        return self.with_lists(self.key_starts + hidden, self.key_counts - hidden, window)
 
 
 class Feed(NamedTuple):
@@ -142,9 +154,13 @@ class Batch:
     ranges: list[range | None]
 
 
-def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.device) -> Batch:
-    """The plan of a forward in which feed i has grants[i] rows, in feed order; its slots must have been reserved."""
+def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.device, tile_rows: int = 0) -> Batch:
+    """The plan of a forward in which feed i has grants[i] rows, in feed order; its slots must have been reserved.
+
+    With tile_rows it says which rows share work, at most so many at a time.
+    """
     token_ids, positions, key_starts, wanted = (list[int]() for _ in range(4))
+    spans = list[Span]()
     row_slots, key_lists, num_keys = list[Slots](), list[Slots](), 0
     prefixes, ranges = list[range](), list[range | None]()
     for feed, grant in zip(feeds, grants, strict=True):
@@ -165,6 +181,7 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
             if tree.is_chain:
                 positions += range(start, end)
                 key_starts += [num_keys] * grant
+                spans.append(Span(range(first, first + grant), num_keys))
                 key_lists.append(slots)
                 num_keys += end
             else:
@@ -173,6 +190,7 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
                 key_starts += [num_keys] * (stop - start)
                 lists, starts = _leaf_lists(tree, slots, len(session.token_ids), skipped)
                 key_starts += [num_keys + each for each in starts]
+                spans += _tree_spans(range(first, first + grant), key_starts, len(session.token_ids))
                 key_lists += lists
                 num_keys += sum(map(len, lists))
         num_wanted = len(wanted)
@@ -189,6 +207,7 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
     parts = _split(longs, device, num_rows, num_rows, num_rows)
     counts = longs[num_rows : 2 * num_rows] + 1
     ints = np.concatenate((counts, *key_lists), dtype=np.int32, casting="same_kind")
+    work, num_row_chunks = shared_work(spans, ints, num_rows, tile_rows) if tile_rows else (None, 0)
     key_counts, key_slots = _split(ints, device, num_rows)
     plan = RowPlan(
         token_ids=parts[0],
@@ -198,8 +217,63 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
         key_starts=parts[2],
         key_counts=key_counts,
         max_key_count=max(positions) + 1,
+        work=None if work is None else _tensor(work, device),
+        tile_rows=tile_rows,
+        num_row_chunks=num_row_chunks,
     )
     return Batch(plan, parts[3], prefixes, ranges)
+
+
+class Span(NamedTuple):
+    """Rows that see one list from a chunk on, up to another one or to their own ends."""
+
+    rows: Sequence[int]
+    key_start: int
+    first_chunk: int = 0
+    stop_chunk: int | None = None
+
+
+def _tree_spans(rows: range, key_starts: Sequence[int], num_committed: int) -> list[Span]:
+    """All rows of a session share the chunks of its committed tokens; the rest they share with those of their list."""
+    num_shared = num_committed // CHUNK
+    by_list: dict[int, list[int]] = {}
+    for row in rows:
+        by_list.setdefault(key_starts[row], []).append(row)
+    shared = [Span(rows, key_starts[rows[0]], 0, num_shared)] if num_shared else []
+    return shared + [Span(own, start, num_shared) for start, own in by_list.items()]
+
+
+def shared_work(spans: Sequence[Span], ints: Ints, num_rows: int, tile_rows: int) -> tuple[Ints, int]:
+    """What kernels of attention take by turns, and how many chunks all rows see, one counted for each row that sees it.
+
+    `ints` are key counts [R] and key slots. The work begins with a header: the number of items; where items, rows of
+    items, key counts, first chunks and key slots begin in it; and R. Then come the counts and the places of the first chunks
+    [R] among all rows' chunks; items (where its rows begin, their number, where their list begins, chunk); rows of
+    items; key slots.
+    """
+    counts = ints[:num_rows]
+    chunks = -(-counts // CHUNK)
+    tiles = list[tuple[int, int, int, int, int]]()
+    item_rows = list[int]()
+    for span in spans:
+        for first in range(0, len(span.rows), tile_rows):
+            rows = span.rows[first : first + tile_rows]
+            stop = int(max(chunks[row] for row in rows)) if len(rows) < 3 else int(chunks[list(rows)].max())
+            stop = stop if span.stop_chunk is None else min(stop, span.stop_chunk)
+            if stop > span.first_chunk:
+                tiles.append((len(item_rows), len(rows), span.key_start, span.first_chunk, stop))
+                item_rows += rows
+    each = np.array(tiles, dtype=np.int32)
+    lengths = each[:, 4] - each[:, 3]
+    ends = np.cumsum(lengths)
+    items = np.repeat(each[:, :4], lengths, axis=0)
+    items[:, 3] += np.arange(len(items), dtype=np.int32) - np.repeat(ends - lengths, lengths).astype(np.int32)
+    chunk_ends = np.cumsum(chunks)
+    places = np.cumsum([WORK_HEADER, num_rows, num_rows, items.size, len(item_rows)])
+    header = np.zeros(WORK_HEADER, dtype=np.int32)
+    header[:7] = len(items), places[2], places[3], places[0], places[1], places[4], num_rows
+    parts = header, counts, chunk_ends - chunks, items.ravel(), item_rows, ints[num_rows:]
+    return np.concatenate(parts, dtype=np.int32, casting="unsafe"), int(chunk_ends[-1])
 
 
 def _leaf_lists(tree: TokenTree, slots: Slots, stop: int, skipped: int) -> tuple[list[Slots], list[int]]:

@@ -22,7 +22,7 @@ from outrider.engine.models.decoder import Decoder, TappedDecoder
 from outrider.engine.models.fused import fused
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import DTYPES, PACKED_BITS, unchanged
-from outrider.engine.ops import Ops, choose_ops
+from outrider.engine.ops import Kernels, Ops, choose_ops
 from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
 from outrider.engine.session import Session
 from outrider.engine.sharing import share_rows
@@ -156,6 +156,7 @@ class ModelRunner:
         kv_tokens: int | None = None,
         context_len: int | None = None,
         vocabulary_size: int | None = None,
+        kernels: Kernels = "auto",
     ) -> Self:
         """Loads a folder, a hub id, a sized or simulated model (model_names.py), or what find_checkpoint found.
 
@@ -187,7 +188,7 @@ class ModelRunner:
         if not 1 <= size <= config.vocab_size:
             message = f"{checkpoint.name}: the tokenizer knows {size} ids, but the model embeds {config.vocab_size}"
             raise ModelRefused(message, vocabulary_size=size, vocab_size=config.vocab_size)
-        ops = choose_ops(torch_device, num_threads, packed_bits)
+        ops = choose_ops(torch_device, num_threads, packed_bits, kernels)
         if isinstance(ops, NativeOps) and config.head_dim > MAX_HEAD_DIM:
             message = f"{checkpoint.name} has heads of {config.head_dim}, but at most {MAX_HEAD_DIM} fit the kernels"
             raise ModelRefused(message, head_dim=config.head_dim, limit=MAX_HEAD_DIM)
@@ -243,7 +244,7 @@ class ModelRunner:
     @property
     def is_row_invariant(self) -> bool:
         """Whether a row's bits depend on nothing but the row; see outrider.engine.ops."""
-        return self.device.type == "cpu"
+        return self.device.type == "cpu" or self.ops.name.startswith("triton")
 
     @property
     def numerics_id(self) -> str:
@@ -291,7 +292,7 @@ class ModelRunner:
         if not any(grants):
             nothing = torch.empty(0, self.config.vocab_size, device=self.device)
             return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds), grants)
-        batch = build_batch(extended, grants, self.device)
+        batch = build_batch(extended, grants, self.device, self.model.tile_rows)
         compute: Compute = self.model.forward
         for extension in self.extensions:
             compute = extension.compute(extended, grants) or compute

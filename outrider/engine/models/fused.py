@@ -5,6 +5,7 @@ structures hold addresses, so this object keeps the model and the cache whose te
 """
 
 import ctypes
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -146,6 +147,12 @@ def address_of(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> int 
     return tensor.data_ptr()
 
 
-def fused(model: Transformer) -> Transformer | FusedTransformer:
-    """The model itself, or its forward in one call where its operations are compiled."""
-    return FusedTransformer(model, model.ops) if isinstance(model.ops, NativeOps) else model
+def fused(model: Transformer) -> LayeredDecoder:
+    """The model itself, or its forward in fewer calls where its operations are compiled."""
+    if isinstance(model.ops, NativeOps):
+        return FusedTransformer(model, model.ops)
+    if model.ops.name.startswith("triton"):
+        # Not imported above, because it needs Triton, which many machines have not.
+        graphed: LayeredDecoder = import_module("outrider.engine.models.graphed").GraphedTransformer(model, model.ops)
+        return graphed
+    return model
