@@ -1,5 +1,6 @@
 """Section `steps`: what a whole forward takes, with the draw behind it, and where its time goes."""
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +27,8 @@ def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
         for variant in variants(device):
             with recorder.case(f"{model}/{variant.name}"):
                 _measure(recorder, sizes, device, model, variant)
+            # Two models with their caches would not fit beside each other.
+            gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -122,7 +125,7 @@ def _profile(recorder: Recorder, sizes: Sizes, runner: ModelRunner, name: str) -
         _forward_and_draw(runner, feeds)
         synchronize(runner.device)
     session.free()
-    on_device = [each for each in profiler.events() or () if each.device_type != torch.profiler.DeviceType.CPU]
+    on_device = [each for each in profiler.events() or () if "CUDA" in str(each.device_type)]
     events = on_device or list(profiler.events() or ())
     kernels: dict[str, list[float]] = {}
     for each in events:
