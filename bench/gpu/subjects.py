@@ -50,7 +50,7 @@ def variants(device: torch.device) -> list[Variant]:
     graphs = ({"graphs": "off"}, {"graphs": "auto"}) if "graphs" in parameters else ({},)
     names = ("triton", "graphs")
     ours = [Variant(name, {"kernels": "triton", **more}) for name, more in zip(names, graphs, strict=False)]
-    return [Variant("eager", {"kernels": "eager", **graphs[0]}), *ours]
+    return [*reversed(ours), Variant("eager", {"kernels": "eager", **graphs[0]})]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from outrider.engine.heads.head import TargetParts
 from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.models.config import DecoderFacts
 from outrider.engine.models.decoder import Decoder, TappedDecoder
-from outrider.engine.models.fused import fused
+from outrider.engine.models.fused import Graphs, fused
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import DTYPES, PACKED_BITS, unchanged
 from outrider.engine.ops import Kernels, Ops, choose_ops
@@ -128,9 +128,10 @@ class ModelRunner:
         max_rows: int = MAX_ROWS,
         *,
         context_len: int | None = None,
+        graphs: Graphs = "auto",
     ) -> None:
-        """Without a context_len sessions may be as long as the model reads."""
-        self.model: Decoder = fused(model) if isinstance(model, Transformer) else model
+        """Without a context_len sessions may be as long as the model reads. See `load` for graphs."""
+        self.model: Decoder = fused(model, graphs) if isinstance(model, Transformer) else model
         self.identity = identity
         self.max_rows = max_rows
         self.context_len = context_len or model.config.context_len
@@ -157,6 +158,7 @@ class ModelRunner:
         context_len: int | None = None,
         vocabulary_size: int | None = None,
         kernels: Kernels = "auto",
+        graphs: Graphs = "auto",
     ) -> Self:
         """Loads a folder, a hub id, a sized or simulated model (model_names.py), or what find_checkpoint found.
 
@@ -197,7 +199,7 @@ class ModelRunner:
             digest = checkpoint.digest()
         identity = ModelIdentity(checkpoint.name, digest, dtype, num_threads, size, checkpoint.modelling)
         kv_tokens = kv_tokens or decoder.default_kv_tokens(longest)
-        return cls(decoder, identity, kv_tokens, context_len=longest)
+        return cls(decoder, identity, kv_tokens, context_len=longest, graphs=graphs)
 
     @property
     def parts(self) -> TargetParts:
