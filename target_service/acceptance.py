@@ -18,7 +18,9 @@ from torch import Tensor
 
 from outrider.beams import BeamStep
 from outrider.drafters.drafter import NO_PROPOSAL, DrafterProposal
+from outrider.engine.devices import send
 from outrider.engine.noise import Purpose, first_uniforms, noise_key, round_key
+from outrider.engine.ops.faults import check_probs
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import (
     DrawInput,
@@ -31,7 +33,7 @@ from outrider.engine.sampling.draw import (
     scores_behind,
     undrawable,
 )
-from outrider.engine.sampling.transforms import transform
+from outrider.engine.sampling.transforms import index, transform
 from outrider.engine.walk import Walk, child_with, count_evaluated, walk
 from outrider.errors import OutriderError
 from outrider.parameters import Acceptance, FinishReason, Rule, SessionSpec, TokenLogprob
@@ -176,7 +178,8 @@ def _find_substitutes(
     for number, at in places.items():
         every_row = row_contexts(before_argmax(inputs[number]))
         contexts += [every_row[row] for row in at]
-    scores = transform(logits[torch.tensor(rows, device=logits.device)], contexts, runner.vocabulary_size, runner.ops)
+    chosen = logits.index_select(0, index(rows, logits))
+    scores = transform(chosen, contexts, runner.vocabulary_size, runner.ops)
     target_probs = runner.ops.softmax(scores)
     peaks = exp_entropies(scores, target_probs)
     return {
@@ -192,7 +195,7 @@ def _preferred(
     children = [row for row in range(1, len(tree) + 1) if tree.parents[row - 1] in at]
     parents = [at[tree.parents[row - 1]] for row in children]
     token_ids = [tree.token_ids[row - 1] for row in children]
-    places = torch.tensor([parents, token_ids], dtype=torch.int64, device=target_probs.device)
+    places = send(np.array([parents, token_ids], dtype=np.int64), target_probs.device)
     child_probs = [0.0] * len(tree)
     for row, prob in zip(children, target_probs[places[0], places[1]].tolist(), strict=True):
         child_probs[row - 1] = prob
@@ -224,7 +227,7 @@ def _decide_chains(
     is_lenient = inputs[0].spec.acceptance.rule is Rule.LENIENT
     looked_at = [before_argmax(each) if is_lenient else each for each in inputs]
     try:
-        target_probs = runner.ops.softmax(scores_behind(runner, rows_of(logits, ranges), looked_at))
+        target_probs = check_probs(runner.ops.softmax(scores_behind(runner, rows_of(logits, ranges), looked_at)))
     except ValueError:
         return [
             _decide_alone(runner, each, other, rows_of(logits, [rows]))
@@ -245,7 +248,7 @@ def _decide_alone(
     for row, context in enumerate(row_contexts(looked_at)):
         try:
             scores = transform(logits[row : row + 1], [context], runner.vocabulary_size, runner.ops)
-            rows.append(runner.ops.softmax(scores))
+            rows.append(check_probs(runner.ops.softmax(scores)))
         except ValueError as error:
             if not row:
                 return undrawable(runner, logits[row : row + 1], draw_input, context, error)

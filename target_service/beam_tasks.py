@@ -16,6 +16,7 @@ from outrider.engine.beams import Beams, Place, beam_logprobs
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.beams import select
 from outrider.engine.sampling.draw import DrawInput, row_contexts, undrawable
+from outrider.engine.sampling.transforms import index
 from outrider.engine.session import Session
 from outrider.engine.walk import child_with
 from outrider.errors import OutriderError
@@ -92,14 +93,20 @@ class BeamTask:
             found = [place for place in places if place is not None]
             length += 1
             num_tested += any(self.feeds[beam].tree.children(row) for beam, row in found)
-            rows = logprobs[[starts[beam] + row for beam, row in found]]
+            rows = logprobs.index_select(0, index([starts[beam] + row for beam, row in found], logprobs))
             try:
                 step = select(rows, scores, self.width, ends, is_last=length >= self.spec.max_len)
             except ValueError as error:
                 numbers = [behind[beam].start + row for beam, row in found]
                 beam, row = found[0]
                 draw_input = self.draw_inputs[beam]
-                return undrawable(runner, logits[numbers], draw_input, row_contexts(draw_input)[row], error)
+                return undrawable(
+                    runner,
+                    logits.index_select(0, index(numbers, logits)),
+                    draw_input,
+                    row_contexts(draw_input)[row],
+                    error,
+                )
             steps.append(step)
             best = (step.live or step.ended)[0]
             beam, row = found[best.parent]

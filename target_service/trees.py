@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.engine.devices import send
 from outrider.engine.noise import Purpose, first_uniforms, noise_key, round_key
+from outrider.engine.ops.faults import check_probs
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import (
     DrawInput,
@@ -20,7 +22,7 @@ from outrider.engine.sampling.draw import (
     scores_behind,
     undrawable,
 )
-from outrider.engine.sampling.transforms import transform
+from outrider.engine.sampling.transforms import index, transform
 from outrider.errors import OutriderError
 from outrider.parameters import Rule
 from outrider.token_tree import TokenTree
@@ -47,14 +49,14 @@ def keep_path(runner: ModelRunner, draw_input: DrawInput, logits: Tensor) -> Kep
     looked_at = before_argmax(draw_input) if draw_input.spec.acceptance.rule is Rule.LENIENT else draw_input
     rows: Sequence[int] = range(1, len(tree) + 1)
     try:
-        target_probs = runner.ops.softmax(scores_behind(runner, logits, [looked_at]))
+        target_probs = check_probs(runner.ops.softmax(scores_behind(runner, logits, [looked_at])))
     except ValueError:
         found = _row_by_row(runner, looked_at, logits)
         if isinstance(found, OutriderError):
             return found
         target_probs, faulty = found
         rows, tree = _cut_behind(tree, faulty)
-        target_probs = target_probs[[0, *rows]]
+        target_probs = target_probs.index_select(0, index([0, *rows], target_probs))
     last, next_probs = _decide(draw_input, tree, rows, target_probs)
     length = len(session) + tree.depths[last]
     purpose = Purpose.RESIDUAL if tree.children(last) else Purpose.TOKEN
@@ -97,11 +99,10 @@ def _decide(draw_input: DrawInput, tree: TokenTree, numbers: Sequence[int], targ
         lenience = acceptance.lenience if acceptance.rule is Rule.LENIENT else 1.0
         outcome = recursive_rejection(probs_of_tree, uniforms, lenience)
     row = int(outcome.rows[0])
-    ids = torch.tensor(token_ids[row], dtype=torch.int64)
-    left = torch.from_numpy(outcome.left[0, : len(ids)])
-    residual = target_probs[row].scatter(0, ids.to(target_probs.device), left.to(target_probs.device))
+    ids, probs = index(token_ids[row], target_probs), target_probs[row]
+    residual = probs.scatter(0, ids, send(outcome.left[0, : len(ids)], probs.device))
     # Where the target's distribution is the draft's, a rejection has probability 0 up to rounding.
-    return row, residual if bool(residual.amax() > 0) else target_probs[row]
+    return row, torch.where(residual.amax() > 0, residual, probs)
 
 
 def _row_by_row(
@@ -112,7 +113,7 @@ def _row_by_row(
     for row, context in enumerate(row_contexts(looked_at)):
         try:
             scores = transform(logits[row : row + 1], [context], runner.vocabulary_size, runner.ops)
-            found[row] = runner.ops.softmax(scores)[0]
+            found[row] = check_probs(runner.ops.softmax(scores))[0]
         except ValueError as error:
             if not row:
                 return undrawable(runner, logits[row : row + 1], looked_at, context, error)

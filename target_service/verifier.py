@@ -19,6 +19,7 @@ from outrider.engine.device_thread import own_fault
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import DrawInput, model_fault
 from outrider.engine.sampling.logprobs import row_logprobs
+from outrider.engine.sampling.transforms import index
 from outrider.engine.session import Session
 from outrider.engine.sharing import Pace
 from outrider.engine.walk import Walk
@@ -236,7 +237,7 @@ class Verifier:
         # Each token follows the row before it, the first one the root; the bonus follows the last accepted row.
         rows = [root + row for row in (0, *verdict.accepted_rows)][: len(verdict.token_ids)]
         try:
-            entries = self._logprobs(task, logits[rows], verdict.token_ids)
+            entries = self._logprobs(task, logits.index_select(0, index(rows, logits)), verdict.token_ids)
         except ValueError:
             # What was drawn has a number; what is beside it, perhaps above the tokenizer's ids, has none.
             return model_fault(self._runner, len(task.session))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import structlog
 import torch
 
@@ -17,6 +18,7 @@ from outrider.drafters.scales import Experience
 from outrider.drafters.tree_drafter import as_tree
 from outrider.engine.batching import MAX_STEP_TOKENS
 from outrider.engine.cache import KVCache
+from outrider.engine.devices import send
 from outrider.engine.heads.fused import FusedHead, head_decoder
 from outrider.engine.heads.head import Head
 from outrider.engine.models.decoder import Decoder
@@ -47,9 +49,10 @@ class FeatureCopy:
         self._fused = decoder if isinstance(decoder, FusedHead) else None
         size = target.features.shape[1] // len(target.taps)
         places = [target.taps.index(tap) * size for tap in head.facts.taps]
-        columns = torch.cat([torch.arange(place, place + size) for place in places]).to(target.features.device)
+        columns = np.concatenate([np.arange(place, place + size) for place in places])
         # Mostly there are no other taps.
-        self._columns = None if columns.tolist() == list(range(target.features.shape[1])) else columns
+        is_whole = len(columns) == target.features.shape[1] and (columns == np.arange(len(columns))).all()
+        self._columns = None if is_whole else send(columns, target.features.device)
 
     def __call__(self, source: Session, session: Session, start: int, end: int) -> None:
         """Writes the states of tokens [start, end), which the target has cached in `source`, into `session`."""
@@ -60,11 +63,11 @@ class FeatureCopy:
             fused = self._fused if self._columns is None else None
             if fused is not None and fused.copy_states(self._target.features, places[0], own, places[1]):
                 continue
-            features = self._target.features.index_select(0, torch.from_numpy(places[0]).to(own.device)).float()
+            features = self._target.features.index_select(0, send(places[0], own.device)).float()
             states = self.head.states_of(features if self._columns is None else features.index_select(1, self._columns))
             # No guesses follow a committed token.
             states = torch.cat((states, states.new_zeros(len(states), 1)), 1).to(own.dtype)
-            own.index_copy_(0, torch.from_numpy(places[1]).to(own.device), states)
+            own.index_copy_(0, send(places[1], own.device), states)
 
 
 class Lesson(NamedTuple):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,8 +24,8 @@ from outrider.engine.device_thread import EndingTask, own_fault
 from outrider.engine.noise import LANES_EACH, Purpose, round_key
 from outrider.engine.runner import Allocate, ModelRunner, reserve
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, DraftDistributions, quantise
-from outrider.engine.sampling.draw import DrawInput, draw_each, key_column, row_contexts, rows_of, scores_behind
-from outrider.engine.sampling.transforms import transform
+from outrider.engine.sampling.draw import DrawInput, draw_each, row_contexts, rows_of, scores_behind
+from outrider.engine.sampling.transforms import index, transform
 from outrider.engine.session import Session
 from outrider.engine.sharing import Pace
 from outrider.engine.walk import walk
@@ -321,7 +322,7 @@ def _coupled(
         chains = {n: TokenTree.chain(asked[n][:-1]) for n in hot}
         inputs = [DrawInput(Feed(tasks[n].session, chains[n]), tasks[n].spec) for n in hot]
         scores = scores_behind(runner, rows_of(logits, [rows[n][: len(asked[n])] for n in hot]), inputs)
-        ids = torch.tensor([token_id for n in hot for token_id in asked[n]], device=scores.device)
+        ids = index([token_id for n in hot for token_id in asked[n]], scores)
         probs = iter(runner.ops.softmax(scores).gather(1, ids[:, None]).flatten().tolist())
         logprobs |= {n: [log_of(next(probs)) for _ in asked[n]] for n in hot}
     steps: list[Step] = []
@@ -340,7 +341,7 @@ def _sampled(
     inputs = [task.draw_input for task in tasks]
     distributions = quantise(drawable_scores(runner, rows_of(logits, rows), inputs), top_n, runner.ops)
     keys = [task.draft_key(depth) for task in tasks for depth in task.draw_input.feed.tree.depths]
-    drawn = distributions.draw(key_column(runner, keys))
+    drawn = distributions.draw(torch.from_numpy(np.array(keys, dtype=np.int64)))
     left = iter(drawn.tolist())
     walked = [_walked(task, [next(left) for _ in task.draw_input.feed.tree.depths]) for task in tasks]
     starts = accumulate((len(each.feed.tree.depths) for each in inputs), initial=0)

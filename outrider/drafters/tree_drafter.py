@@ -33,6 +33,7 @@ from outrider.engine.growth import (
     static_shape,
 )
 from outrider.engine.noise import Purpose
+from outrider.engine.ops.faults import check_ids
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draft_distribution import DraftDistributions, quantise
 from outrider.engine.sampling.draw import (
@@ -45,7 +46,7 @@ from outrider.engine.sampling.draw import (
     shared_keys,
     undrawable,
 )
-from outrider.engine.sampling.transforms import transform
+from outrider.engine.sampling.transforms import column, transform
 from outrider.errors import OutriderError
 from outrider.parameters import SessionSpec
 from outrider.token_tree import TokenTree, TreeShape
@@ -166,24 +167,26 @@ def _children(runner: ModelRunner, tasks: Sequence[GrownTask], scores: Tensor, p
     if place is not None:
         keys, owners = keys[place : place + 1], owners[place : place + 1]
     is_hot = tasks[0].spec.sampling.temperature > 0
-    scales = torch.from_numpy(np.array([task.scale for task in owners])).to(scores.device)
+    scales = column([task.scale for task in owners], scores)[:, 0]
     count = max(task.growth.max_children for task in tasks)
     ids, shares = ops.rank(scores, scales, count, key_column(runner, keys) if is_hot else None)
+    token_ids = ids.tolist()
+    check_ids(row[0] for row in token_ids)
     logprobs: list[list[float]] = [[0.0] * count] * len(owners)
     if any(task.wants_logprob for task in tasks):
         logprobs = [[0.0, *[log_of(MIN_PROB)] * count]] * len(owners)
         if is_hot:
             probs = ops.softmax(scores).gather(1, ids.clamp(min=0)).tolist()
             logprobs = [[log_of(prob) for prob in row] for row in probs]
-    rows = zip(owners, ids.tolist(), shares.tolist(), logprobs, strict=True)
+    rows = zip(owners, token_ids, shares.tolist(), logprobs, strict=True)
     return [
         [
             Child(token_id, share, is_end(task.spec, token_id), logprob)
-            for token_id, share, logprob in zip(token_ids, own_shares, own_logprobs, strict=False)
+            for token_id, share, logprob in zip(own_ids, own_shares, own_logprobs, strict=False)
             # What has no score at all is not a guess.
             if share
         ]
-        for task, token_ids, own_shares, own_logprobs in rows
+        for task, own_ids, own_shares, own_logprobs in rows
     ]
 
 
@@ -278,7 +281,7 @@ def siblings_each(
         rows = [rows[place] for place in places]
         drawn = [owners[row] for row in rows]
         keys = [task.draft_key(task.depth, task.nodes[number].lane * MAX_CHILDREN + sibling) for task, number in drawn]
-        token_ids = left.draw(key_column(runner, keys))
+        token_ids = left.draw(torch.from_numpy(np.array(keys, dtype=np.int64)))
         sent = left.distributions() if any(task.needs_distribution for task, _ in drawn) else [None] * len(drawn)
         probs = left.probs(token_ids) if any(task.wants_logprob for task, _ in drawn) else [None] * len(drawn)
         for row, (task, _), token_id, own, prob in zip(rows, drawn, token_ids.tolist(), sent, probs, strict=True):

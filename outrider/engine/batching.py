@@ -303,4 +303,4 @@ def _split(array: Ints, device: torch.device, *sizes: int) -> tuple[Tensor, ...]
 def _tensor(array: Ints, device: torch.device) -> Tensor:
     tensor = torch.from_numpy(array)
     # Asking for the device that it is on already would cost as much as making it.
-    return tensor if device.type == "cpu" else tensor.to(device)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)

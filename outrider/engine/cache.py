@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.engine.devices import send
 from outrider.errors import CacheFull
 
 BLOCK_SIZE = 16
@@ -260,14 +261,13 @@ class KVCache:
     def copy(self, source_slots: Slots, destination_slots: Slots) -> None:
         """Copies slots to slots in every layer; the two lists may overlap, since all is read before it is written."""
         device = self.features.device
-        source = torch.from_numpy(source_slots).to(device)
-        destination = torch.from_numpy(destination_slots).to(device)
+        source, destination = send(source_slots, device), send(destination_slots, device)
         for tensor in (*self.keys, *self.values, *((self.features,) if self.features.shape[1] else ())):
             tensor.index_copy_(0, destination, tensor.index_select(0, source))
 
     def gather(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Copies of keys and values [num_layers, len(slots), G, D]."""
-        index = torch.from_numpy(slots).to(self.features.device)
+        index = send(slots, self.features.device)
         keys = torch.stack([tensor.index_select(0, index) for tensor in self.keys])
         return keys, torch.stack([tensor.index_select(0, index) for tensor in self.values])
 

@@ -1,10 +1,23 @@
 """The device that a name means, and what this process sees of accelerators."""
 
 import os
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from outrider.errors import InvalidRequest
+
+
+def send(values: NDArray[Any], device: torch.device) -> Tensor:
+    """The values on a device, and on the CPU themselves; nobody waits for what the device is doing.
+
+    They are read before it returns: of memory that is not pinned a copy is queued.
+    """
+    tensor = torch.from_numpy(values)
+    # Asking for the device that it is on already would cost as much as making it.
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
 def checked_device(name: str, field: str = "device") -> torch.device:

@@ -32,7 +32,7 @@ def block(
     at_support = np.where(support > 0, probs_at(target_probs[:, :-1], support_ids), 0)
     chances = np.concatenate((_chances(weights[:, 1:-1], at_support[:, 1:], support[:, 1:]), weights[:, -1:]), axis=1)
     lengths = np.arange(1, weights.shape[1], dtype=np.int64)
-    accepted_count = np.where(uniforms.cpu().numpy() < chances, lengths, 0).max(axis=1)
+    accepted_count = np.where(uniforms.numpy() < chances, lengths, 0).max(axis=1)
     # The residual is (weight * target - draft)+, here in units of the target; a weight of 0 is never the last kept.
     return conclude(target_probs, accepted_count, support_ids, support / np.maximum(weights[:, :-1, None], TINY))
 

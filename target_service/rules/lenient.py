@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.engine.devices import send
+from outrider.engine.sampling.transforms import index
 from outrider.token_tree import TokenTree
 from target_service.rules.outcome import ChainOutcome, probs_at
 
@@ -22,7 +24,7 @@ def lenient_greedy(target_probs: Tensor, draft_token_ids: Tensor, lenience: floa
     accepted_count = np.cumprod(tested >= lenience * largest, axis=1, dtype=np.int64).sum(axis=1)
     counts = torch.from_numpy(accepted_count)
     device = target_probs.device
-    rows = target_probs[torch.arange(len(counts), device=device), counts.to(device)]
+    rows = target_probs[torch.arange(len(counts), device=device), send(accepted_count, device)]
     best = rows.argmax(dim=1, keepdim=True)
     # Of a row that cannot be drawn all probabilities are 0, and stay so.
     return ChainOutcome(counts, torch.zeros_like(rows).scatter(1, best, rows.gather(1, best)))
@@ -34,8 +36,9 @@ def lenient_greedy_row(tree: TokenTree, target_probs: Tensor, lenience: float) -
     target_probs [R + 1, V] float64 are those after root and rows. Of the children that may be kept the most probable
     one is, of equal ones the first.
     """
-    largest = target_probs.amax(dim=1).tolist()
-    child_probs = target_probs[list(tree.parents), list(tree.token_ids)].tolist()
+    parents, token_ids = (index(each, target_probs) for each in (tree.parents, tree.token_ids))
+    found = torch.cat((target_probs.amax(dim=1), target_probs[parents, token_ids])).tolist()
+    largest, child_probs = found[: len(target_probs)], found[len(target_probs) :]
     row = 0
     while children := tree.children(row):
         best = max(children, key=lambda child: (child_probs[child - 1], -child))

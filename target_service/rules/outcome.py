@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.engine.devices import send
+
 Floats = NDArray[np.float64]
 
 
@@ -29,21 +31,21 @@ class ChainOutcome:
 
 def probs_at(target_probs: Tensor, token_ids: Tensor) -> Floats:
     """Probabilities [B, K, N] of the ids [B, K, N] in rows [B, K, V]."""
-    found: Floats = target_probs.gather(2, token_ids.to(target_probs.device)).cpu().numpy()
+    found: Floats = target_probs.gather(2, send(token_ids.numpy(), target_probs.device)).cpu().numpy()
     return found
 
 
 def support_probs(support_weights: Tensor) -> Floats:
     """Probabilities [B, K, N] of the entries of the draft's distributions."""
-    weights = support_weights.cpu().numpy()
+    weights = support_weights.numpy()
     probs: Floats = weights / weights.sum(axis=2, keepdims=True)
     return probs
 
 
 def draft_probs(draft_token_ids: Tensor, support_ids: Tensor, support_weights: Tensor) -> Floats:
     """Probability [B, K] of each draft token under the distribution that it was drawn from."""
-    weights, drafted = support_weights.cpu().numpy(), draft_token_ids.cpu().numpy()
-    own = (support_ids.cpu().numpy() == drafted[:, :, None]) * weights
+    weights, drafted = support_weights.numpy(), draft_token_ids.numpy()
+    own = (support_ids.numpy() == drafted[:, :, None]) * weights
     probs: Floats = own.sum(axis=2) / weights.sum(axis=2)
     return probs
 
@@ -57,12 +59,13 @@ def conclude(
     entries of the first rejected position are read.
     """
     device, num_drafts = target_probs.device, support_ids.shape[1]
-    every, counts = torch.arange(len(accepted_count)), torch.from_numpy(accepted_count)
+    every, counts = np.arange(len(accepted_count)), torch.from_numpy(accepted_count)
     # After a chain that is kept nothing is subtracted, at whatever ids.
-    places = counts.clamp(max=num_drafts - 1)
-    taken = subtracted[every.numpy(), places.numpy()] * (accepted_count < num_drafts)[:, None]
-    rows, ids = target_probs[every.to(device), counts.to(device)], support_ids[every, places].to(device)
-    return ChainOutcome(counts, residual(rows, ids, torch.from_numpy(taken).to(device)))
+    places = accepted_count.clip(max=num_drafts - 1)
+    taken = subtracted[every, places] * (accepted_count < num_drafts)[:, None]
+    rows = target_probs[send(every, device), send(accepted_count, device)]
+    ids = send(support_ids.numpy()[every, places], device)
+    return ChainOutcome(counts, residual(rows, ids, send(taken, device)))
 
 
 def residual(rows: Tensor, support_ids: Tensor, subtracted: Tensor) -> Tensor:
@@ -74,4 +77,6 @@ def residual(rows: Tensor, support_ids: Tensor, subtracted: Tensor) -> Tensor:
     taken = torch.minimum(rows.gather(1, support_ids), subtracted)
     left = rows.scatter_add(1, support_ids, -taken)
     vanished = left.amax(dim=1, keepdim=True) <= 0
-    return torch.where(vanished, rows, left) if bool(vanished.any()) else left
+    # On a device asking whether there is one would cost more than the copy.
+    is_needed = not vanished.is_cpu or bool(vanished.any())
+    return torch.where(vanished, rows, left) if is_needed else left

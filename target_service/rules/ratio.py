@@ -29,6 +29,6 @@ def ratio(
     """
     tested = probs_at(target_probs[:, :-1], draft_token_ids[:, :, None])[:, :, 0]
     needed = lenience * draft_probs(draft_token_ids, support_ids, support_weights)
-    kept = uniforms.cpu().numpy() * needed < tested
+    kept = uniforms.numpy() * needed < tested
     accepted_count = np.cumprod(kept, axis=1, dtype=np.int64).sum(axis=1)
     return conclude(target_probs, accepted_count, support_ids, lenience * support_probs(support_weights))

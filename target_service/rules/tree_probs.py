@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.engine.devices import send
 from outrider.token_tree import TokenTree
 from target_service.rules.outcome import Floats
 
@@ -95,7 +95,7 @@ def tree_probs(tree: TokenTree, target_probs: Tensor) -> tuple[TreeProbs, list[t
         weights = np.array(each.weights, dtype=np.int64)
         draft[row, [places[parent][other] for other in each.token_ids]] = weights / weights.sum()
         drawn[row] = places[parent][token_id]
-    found = target_probs.gather(1, torch.from_numpy(ids).to(target_probs.device)).cpu().numpy()
+    found = target_probs.gather(1, send(ids, target_probs.device)).cpu().numpy()
     target = np.where(padding, 0, found)
     others = np.maximum(1 - row_sums(target), 0)
     probs = TreeProbs(tree.parents, target[None], others[None], draft[None], drawn[None])

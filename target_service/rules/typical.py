@@ -8,6 +8,7 @@ typical one is followed in its place.
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from outrider.token_tree import TokenTree
@@ -23,9 +24,9 @@ def exp_entropies(scores: Tensor, target_probs: Tensor) -> list[float]:
     gaps = (best.double() - scores).masked_fill(target_probs == 0, 0)
     # entropy = mean gap - log of the largest probability. A cumulative sum runs in order, whatever rows stand beside
     # it.
-    mean_gaps = (gaps * target_probs).cumsum(dim=1)[:, -1].tolist()
-    largest = target_probs.gather(1, places).flatten().tolist()
-    return [prob * math.exp(-gap) for prob, gap in zip(largest, mean_gaps, strict=True)]
+    mean_gaps = (gaps * target_probs).cumsum(dim=1)[:, -1:]
+    pairs = torch.cat((target_probs.gather(1, places), mean_gaps), dim=1).tolist()
+    return [prob * math.exp(-gap) for prob, gap in pairs]
 
 
 def typical_children(tree: TokenTree, child_probs: Sequence[float], limits: Sequence[float]) -> list[int]:

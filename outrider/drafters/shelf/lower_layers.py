@@ -11,7 +11,6 @@ from itertools import pairwise, takewhile
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
 from outrider.engine.batching import Feed, RowPlan
@@ -19,6 +18,7 @@ from outrider.engine.cache import KVCache
 from outrider.engine.models.decoder import Decoder, LayeredDecoder
 from outrider.engine.ops import Weight
 from outrider.engine.runner import Compute, ForwardCounts, ModelRunner, StepExtension
+from outrider.engine.sampling.transforms import index
 from outrider.engine.session import Session
 from outrider.errors import ModelRefused
 from outrider.token_tree import EMPTY
@@ -48,7 +48,7 @@ def resume(model: LayeredDecoder, starts: Sequence[int], plan: RowPlan, cache: K
     """
     edges = sorted(set(starts))
     for first, last in pairwise(edges):
-        rows = torch.tensor([row for row, start in enumerate(starts) if start <= first])
+        rows = index([row for row, start in enumerate(starts) if start <= first], plan.slots)
         model.forward_layers(plan.select(rows), cache, wanted[:0], range(first, last))
     return model.forward_layers(plan, cache, wanted, range(edges[-1], model.config.num_layers))
 

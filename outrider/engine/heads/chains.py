@@ -18,10 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from outrider.engine.devices import send
 from outrider.engine.heads.head import HeadFacts, HeadRows, TargetParts, over_target_ids
 from outrider.engine.models.rope import Rope, rotary_tables
 from outrider.engine.models.transformer import Layer, Linear
@@ -37,9 +39,9 @@ def by_depth(compute: Callable[..., Tensor], depths: Sequence[int], *columns: Te
     order, device = sorted(range(len(depths)), key=depths.__getitem__), columns[0].device
     parts = []
     for depth, rows in groupby(order, key=depths.__getitem__):
-        index = torch.tensor(list(rows), device=device)
+        index = send(np.array(list(rows), dtype=np.int64), device)
         parts.append(compute(depth, *(column.index_select(0, index) for column in columns)))
-    return torch.cat(parts).index_select(0, torch.tensor(order, device=device).argsort())
+    return torch.cat(parts).index_select(0, send(np.argsort(order), device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +236,7 @@ class BlockHeads:
         parts, states = self._parts, rows.states
         if parts.prefix is not None and (own := [row for row, depth in enumerate(rows.depths) if depth == 0]):
             # The target's own f go through the layer.
-            index = torch.tensor(own, device=states.device)
+            index = send(np.array(own, dtype=np.int64), states.device)
             chosen = rows._replace(plan=rows.plan.select(index))
             made = parts.prefix.forward(states[:, : self._size].index_select(0, index), chosen)
             states = states.index_copy(0, index, _padded(made, self.facts.state_size))

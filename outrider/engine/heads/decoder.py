@@ -45,19 +45,26 @@ class HeadDecoder(Decoder):
         if self._drafting.facts.reads_own:
             # All states are the target's.
             states = cache.features.index_select(0, plan.slots)[:, :-1].float().contiguous()
-            outputs, _ = self._drafting.step(HeadRows(plan, cache, states, [0] * plan.num_rows))
-            return self._drafting.logits(outputs.index_select(0, wanted), [0] * wanted.shape[0])
+            outputs, _ = self._drafting.step(HeadRows(plan, cache, states, ()))
+            return self._drafting.logits(outputs.index_select(0, wanted), ())
         # The second last of a row's list; the first token of a text has none before it, and its row is never read.
         before = plan.key_slots.index_select(0, plan.key_starts + (plan.key_counts - 2).clamp_min(0))
         found = cache.features.index_select(0, before.long()).float().masked_fill((plan.key_counts == 1)[:, None], 0)
-        depths = [int(depth) for depth in found[:, -1].tolist()]
+        depths, wanted_depths = self._depths(found[:, -1], wanted)
         # Rows do not see the first token of their text; that one's own row sees itself.
         is_later = plan.key_counts > 1
         later = plan.with_lists(
             plan.key_starts + is_later, plan.key_counts - is_later.int(), max(plan.max_key_count - 1, 1)
         )
         outputs, states = self._drafting.step(HeadRows(later, cache, found[:, :-1].contiguous(), depths))
-        kept = wanted.tolist()
         behind = torch.cat((states.index_select(0, wanted), found[:, -1:].index_select(0, wanted) + 1), 1)
         cache.features.index_copy_(0, plan.slots.index_select(0, wanted), behind.to(cache.features.dtype))
-        return self._drafting.logits(outputs.index_select(0, wanted), [depths[row] for row in kept])
+        return self._drafting.logits(outputs.index_select(0, wanted), wanted_depths)
+
+    def _depths(self, column: Tensor, wanted: Tensor) -> tuple[Sequence[int], Sequence[int]]:
+        """Depths of all rows and of the wanted ones, for heads that compute each in its own way; else none."""
+        if self._drafting.facts.max_draft_count is None:
+            return (), ()
+        # In one, because a device is waited for.
+        both = torch.cat((column, column.index_select(0, wanted))).int().tolist()
+        return both[: len(column)], both[len(column) :]

@@ -48,7 +48,8 @@ class HeadRows(NamedTuple):
     states: Tensor
     """States [R, state_size] float32, after the token before each row's own, or after that (HeadFacts.reads_own)."""
     depths: Sequence[int]
-    """0 for a row whose state is the target's own, d for one after d guesses."""
+    """0 for a row whose state is the target's own, d for one after d guesses; none of a head without a
+    max_draft_count, whose step is the same for all."""
 
 
 class Head(Protocol):

@@ -74,20 +74,21 @@ class Ops(Protocol):
         """silu(gate) * up for gate_up [R, 2M] = gate [R, M] beside up [R, M]; returns [R, M]."""
 
     def softmax(self, scores: Tensor) -> Tensor:
-        """Probabilities [R, V] float64 of scores [R, V] float32, which may hold -inf."""
+        """Probabilities [R, V] float64 of scores [R, V] float32, which may hold -inf; faults as in `draw`."""
 
     def draw(self, scores: Tensor, keys: Tensor) -> Tensor:
         """Ids [R] int64: argmax over v of scores[r, v] + gumbel(keys[r], v) in float64, ties to the lowest id.
 
-        scores [R, V] float32 up to a constant, keys [R] int64 (outrider.engine.noise). -inf never wins. Raises
-        ValueError where a row has no finite score, NaN or +inf (so does softmax).
+        scores [R, V] float32 up to a constant, keys [R] int64 (outrider.engine.noise). -inf never wins. A row without
+        a finite score, or with NaN or +inf, is a fault: on the CPU a ValueError, elsewhere a negative id, and NaN in
+        all places of what softmax gives (outrider.engine.ops.faults).
         """
 
     def choose(self, logits: Tensor, temperatures: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
         """Ids [R] int64 of what `draw` draws from the first num_tokens of logits [R, V] at temperatures [R] float64.
 
         Scores are logits at temperature 1, and outrider.engine.ops.temperature otherwise, with the same bits as
-        outrider.engine.sampling.transforms.transform. Raises ValueError like draw.
+        outrider.engine.sampling.transforms.transform. Faults as in `draw`.
         """
 
     def mask(self, logits: Tensor, bits: Tensor) -> Tensor:
@@ -102,7 +103,7 @@ class Ops(Protocol):
         A sum is what `draw` compares, scores[r, v] + gumbel(keys[r], v), or the score alone without keys; the order is
         that of (-sum, id), and so the first is the one that `draw` draws. A share is a token's part of all tokens'
         e^(sum / scales[r]). Where there are no more tokens, the id is -1 and the share 0. scores and faults as in
-        `draw`, scales [R] float64.
+        `draw`, whose negative id is the first of its row; scales [R] float64.
         """
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.noise import gumbel
+from outrider.engine.ops.faults import marked, refuse
 from outrider.engine.ops.packed import PackedMatrix, Weight, pack, packed_product
 from outrider.engine.ops.temperature import apply_temperature, argmax_mask
 
@@ -91,7 +92,7 @@ class EagerOps:
             noise = gumbel(keys[rows], scores.shape[1])
             # The first of equal maxima.
             ids[rows] = torch.argmax(scores[rows].double() + noise, dim=-1)
-        return ids
+        return ids if ids.is_cpu else marked(ids, scores)
 
     def rank(self, scores: Tensor, scales: Tensor, count: int, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
         _check_scores(scores)
@@ -109,6 +110,8 @@ class EagerOps:
             width = found.shape[1]
             ids[rows, :width] = best.indices[:, :count].masked_fill(best.values[:, :count] == -torch.inf, -1)
             shares[rows, :width] = found
+        if not ids.is_cpu:
+            ids[:, 0] = marked(ids[:, 0], scores)
         return ids, shares
 
     def choose(self, logits: Tensor, temperatures: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
@@ -136,5 +139,5 @@ def _pieces(num_rows: int, elements_per_row: int) -> Iterator[slice]:
 
 def _check_scores(scores: Tensor) -> None:
     # One comparison finds both faults: the greatest score of a sound row is finite (amax carries NaN along).
-    if not bool(torch.isfinite(scores.amax(dim=-1)).all()):
-        raise ValueError("every row of scores needs a finite score and neither NaN nor +inf")
+    if scores.is_cpu and not bool(torch.isfinite(scores.amax(dim=-1)).all()):
+        raise refuse()

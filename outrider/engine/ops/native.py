@@ -13,6 +13,7 @@ from torch import Tensor
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.ops.arena import Arena
+from outrider.engine.ops.faults import refuse
 from outrider.engine.ops.library import Kernels
 from outrider.engine.ops.packed import PackedMatrix, Weight, pack, packed_shape
 
@@ -244,4 +245,4 @@ def _head_strides(name: str, heads: Tensor, shape: tuple[int, int, int]) -> tupl
 
 def _refuse_faults(found: bool) -> None:
     if found:
-        raise ValueError("every row of scores needs a finite score and neither NaN nor +inf")
+        raise refuse()

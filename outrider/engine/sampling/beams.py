@@ -7,10 +7,12 @@ that do not end go on.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.beams import BeamStep, Candidate
+from outrider.engine.devices import send
 
 
 def select(
@@ -21,7 +23,7 @@ def select(
     Sums are float32; of equal ones that of the lower beam comes first, then the lower token. With is_last every
     sequence ends. A token of probability 0 is never taken. Raises ValueError where no other is left.
     """
-    sums = (logprobs + torch.tensor(scores, dtype=torch.float32, device=logprobs.device)[:, None]).flatten()
+    sums = (logprobs + send(np.array(scores, dtype=np.float32)[:, None], logprobs.device)).flatten()
     count = min(width * (1 + max(1, len(end_token_ids))), len(sums))
     # topk takes any of equal ones, so it only says how large a sum has to be.
     places = (sums >= sums.topk(count).values[-1]).nonzero().flatten()

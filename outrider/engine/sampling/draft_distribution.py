@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.engine.devices import send
 from outrider.engine.noise import first_uniforms
 from outrider.engine.ops import Ops
 from outrider.parameters import DraftDistribution
@@ -101,7 +102,7 @@ def quantise(scores: Tensor, top_n: int, ops: Ops) -> DraftDistributions:
         unsound = ~sound
         largest[unsound], ids[unsound] = -np.inf, 0
         largest[unsound, 0] = 0
-    probs = ops.softmax(torch.from_numpy(largest).to(scores.device)).cpu().numpy()
+    probs = ops.softmax(send(largest, scores.device)).cpu().numpy()
     return DraftDistributions(torch.from_numpy(ids), torch.from_numpy(np.rint(probs * WEIGHT_SUM).astype(np.int64)))
 
 
@@ -115,7 +116,7 @@ def _top(scores: Tensor, count: int) -> tuple[Floats, Ints]:
     rows = (tied & np.isfinite(largest[:, 0])).nonzero()[0]
     if len(rows):
         # No rarity: where logits are computed in bfloat16, nearly every row has equal ones among its best.
-        chosen = scores[torch.from_numpy(rows).to(scores.device)]
+        chosen = scores[send(rows, scores.device)]
         # Integers in the order of (score, -id), all different. Adding 0 makes one zero of two. The bits of a float are
         # a sign and a magnitude that rises with the number.
         bits = (chosen + 0.0).view(torch.int32).long()

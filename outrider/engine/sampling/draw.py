@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batching import Feed
+from outrider.engine.devices import send
 from outrider.engine.noise import Keys, first_uniforms, token_keys
+from outrider.engine.ops.faults import read_ids
 from outrider.engine.ops.temperature import apply_temperature, argmax_mask
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.transforms import RowContext, divisor, forbidden, mask, transform
@@ -76,12 +78,12 @@ def draw_from(probs: Tensor, keys: Tensor) -> Tensor:
     float32 score. UNDRAWN where all of a row is 0.
     """
     cumulative = probs.cumsum(dim=1)
-    total = cumulative[:, -1].cpu().numpy()
-    uniforms = first_uniforms(keys.tolist())
+    total = cumulative[:, -1:]
+    uniforms = send(first_uniforms(keys.tolist())[:, None], probs.device)
     # The product may round up to the whole sum, after which there is no token.
-    levels = np.minimum(uniforms * total, np.nextafter(total, 0))
-    ids = torch.searchsorted(cumulative, torch.from_numpy(levels[:, None]).to(probs.device), right=True)
-    return ids[:, 0].cpu().masked_fill(torch.from_numpy(total <= 0), UNDRAWN)
+    levels = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))
+    ids = torch.searchsorted(cumulative, levels, right=True)
+    return ids.masked_fill(total <= 0, UNDRAWN)[:, 0].cpu()
 
 
 def scores_behind(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput]) -> Tensor:
@@ -168,7 +170,7 @@ def before_argmax(draw_input: DrawInput) -> DrawInput:
 def key_column(runner: ModelRunner, keys: Sequence[int] | Keys) -> Tensor:
     """Keys [R] int64 where the runner computes."""
     # By way of numpy, because torch takes ten times as long to read a short list.
-    return torch.from_numpy(np.asarray(keys, dtype=np.int64)).to(runner.device)
+    return send(np.asarray(keys, dtype=np.int64), runner.device)
 
 
 def undrawable(
@@ -237,11 +239,11 @@ def _draw_group(runner: ModelRunner, logits: Tensor, inputs: Sequence[DrawInput]
         temperatures: list[float] = []
         for each in inputs:
             temperatures += [divisor(each.spec.sampling)] * len(each.feed.depths)
-        column = torch.from_numpy(np.array(temperatures, dtype=np.float64)).to(runner.device)
+        column = send(np.array(temperatures, dtype=np.float64), runner.device)
         ids = runner.ops.choose(
             _masked(runner, logits, inputs), column, key_column(runner, keys), runner.vocabulary_size
         )
-        drawn: list[int] = ids.tolist()
+        drawn = read_ids(ids)
     else:
         drawn = _draw(runner, logits, [context for each in inputs for context in row_contexts(each)], keys)
     ends = accumulate(len(each.feed.depths) for each in inputs)
@@ -262,8 +264,7 @@ def _draw_alone(runner: ModelRunner, logits: Tensor, draw_input: DrawInput) -> D
 
 def _draw(runner: ModelRunner, logits: Tensor, contexts: Sequence[RowContext], keys: Sequence[int] | Keys) -> list[int]:
     scores = transform(logits, contexts, runner.vocabulary_size, runner.ops)
-    drawn: list[int] = runner.ops.draw(scores, key_column(runner, keys)).tolist()
-    return drawn
+    return read_ids(runner.ops.draw(scores, key_column(runner, keys)))
 
 
 def shared_keys(inputs: Sequence[DrawInput]) -> Keys:

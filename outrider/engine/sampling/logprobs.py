@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from outrider.engine.ops import Ops
+from outrider.engine.ops.faults import refuse
+from outrider.engine.sampling.transforms import column, index
 from outrider.parameters import TokenLogprob
 
 # Logits of one piece: float64 copies of a long prompt's rows would take twice the memory of its logits.
@@ -37,14 +39,16 @@ def row_logprobs(
         piece = logits[start : start + step]
         best = piece.argmax(dim=-1, keepdim=True)
         best_probs = ops.softmax(piece).gather(-1, best).flatten().tolist()
+        if any(map(math.isnan, best_probs)):
+            raise refuse()
         # By way of Python, because torch takes another logarithm for the last few numbers of a column than for the
         # others.
-        best_logprobs = torch.tensor([math.log(prob) for prob in best_probs], dtype=torch.float64, device=piece.device)
-        ids = torch.tensor(token_ids[start : start + step], device=piece.device)[:, None]
+        best_logprobs = column([math.log(prob) for prob in best_probs], piece)
+        ids = index(token_ids[start : start + step], piece)[:, None]
         if count:
             ids = torch.cat((ids, _top_ids(piece[:, :vocabulary_size], count)), dim=-1)
         gaps = piece.gather(-1, ids).double() - piece.gather(-1, best).double()
-        numbers = (gaps + best_logprobs[:, None]).clamp(min=MIN_LOGPROB).tolist()
+        numbers = (gaps + best_logprobs).clamp(min=MIN_LOGPROB).tolist()
         entries += [
             TokenLogprob(logprob, tuple(top_ids), tuple(top_logprobs))
             for (logprob, *top_logprobs), (_, *top_ids) in zip(numbers, ids.tolist(), strict=True)

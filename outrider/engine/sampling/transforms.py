@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.engine.devices import send
 from outrider.engine.ops import Ops
 from outrider.engine.ops.temperature import apply_temperature, argmax_mask
 from outrider.grammar import Bits
@@ -83,8 +84,8 @@ def mask(scores: Tensor, allowed: Sequence[Bits | None], ops: Ops) -> Tensor:
     """Scores [R, V] with -inf for what may not follow; None allows everything."""
     num_bytes = max((len(each) for each in allowed if each is not None), default=0)
     joined = b"".join(b"\xff" * num_bytes if each is None else each for each in allowed)
-    bits = torch.from_numpy(np.frombuffer(joined, np.int32).reshape(len(allowed), -1).copy())
-    return ops.mask(scores.contiguous(), bits.to(scores.device))
+    bits = np.frombuffer(joined, np.int32).reshape(len(allowed), -1).copy()
+    return ops.mask(scores.contiguous(), send(bits, scores.device))
 
 
 def is_edited(row: RowContext) -> bool:
@@ -117,8 +118,8 @@ def _bias(scores: Tensor, rows: Sequence[RowContext]) -> None:
         # A masked id stays masked under any bias; one that the model has no logit for is dropped.
         entries += [(number, token_id, change) for token_id, change in changes.items() if token_id < scores.shape[1]]
     if entries:
-        places = torch.tensor([entry[:2] for entry in entries], device=scores.device)
-        addends = torch.tensor([entry[2] for entry in entries], dtype=scores.dtype, device=scores.device)
+        places = send(np.array([entry[:2] for entry in entries], dtype=np.int64), scores.device)
+        addends = column([entry[2] for entry in entries], scores)[:, 0]
         # No place occurs twice, so the order of the additions does not matter.
         scores.index_put_((places[:, 0], places[:, 1]), addends, accumulate=True)
 
@@ -128,25 +129,27 @@ def _penalise(scores: Tensor, numbers: Sequence[int], rows: Sequence[RowContext]
 
     Repetition penalty: Keskar et al., 2019, arXiv 1909.05858. Presence and frequency penalties: OpenAI.
     """
-    token_ids, in_prompt, counts = (part.to(scores.device) for part in _occurrences(rows, scores.shape[1]))
+    token_ids, in_prompt, counts = (send(part, scores.device) for part in _occurrences(rows, scores.shape[1]))
     repetition = column([row.sampling.repetition_penalty for row in rows], scores)
     presence = column([row.sampling.presence_penalty for row in rows], scores)
     frequency = column([row.sampling.frequency_penalty for row in rows], scores)
-    places = torch.tensor(numbers, device=scores.device)[:, None], token_ids
+    places = index(numbers, scores)[:, None], token_ids
     before = scores[places]
     repeated = torch.where(before > 0, before / repetition, before * repetition).clamp(max=LARGEST)
     after = torch.where(in_prompt | (counts > 0), repeated, before)
     scores[places] = after - (counts > 0) * presence - counts * frequency
 
 
-def _occurrences(rows: Sequence[RowContext], num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def _occurrences(
+    rows: Sequence[RowContext], num_tokens: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
     """The N tokens that occurred in a session: ids [N], whether in the prompt [N], how often in the output [R, N]."""
     committed, prompt_len = rows[0].committed, rows[0].prompt_len
     in_prompt = _counts(committed[:prompt_len], num_tokens) > 0
     in_output = _counts(committed[prompt_len:], num_tokens)
     counts = np.stack([in_output + _counts(row.path, num_tokens) if row.path else in_output for row in rows])
     token_ids = np.flatnonzero(in_prompt | counts.any(axis=0))
-    return torch.from_numpy(token_ids), torch.from_numpy(in_prompt[token_ids]), torch.from_numpy(counts[:, token_ids])
+    return token_ids, in_prompt[token_ids], counts[:, token_ids]
 
 
 def _counts(token_ids: Sequence[int], num_tokens: int) -> NDArray[np.int64]:
@@ -157,7 +160,12 @@ def _counts(token_ids: Sequence[int], num_tokens: int) -> NDArray[np.int64]:
 
 def column(values: Sequence[float], like: Tensor) -> Tensor:
     """One value a row [R, 1] float64. A tensor and not a number: torch may multiply by the reciprocal of a number."""
-    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+    return send(np.array(values, dtype=np.float64)[:, None], like.device)
+
+
+def index(rows: Sequence[int], like: Tensor) -> Tensor:
+    """Rows [R] int64 where a tensor is."""
+    return send(np.array(rows, dtype=np.int64), like.device)
 
 
 def transform(logits: Tensor, rows: Sequence[RowContext], vocabulary_size: int, ops: Ops) -> Tensor:
@@ -181,8 +189,9 @@ def transform(logits: Tensor, rows: Sequence[RowContext], vocabulary_size: int, 
             scores = change(scores, rows, ops)
         elif chosen:
             # Rows that need nothing are not touched, and cost nothing.
-            changed = change(scores[chosen], [rows[number] for number in chosen], ops)
-            scores = scores.index_copy(0, torch.tensor(chosen, device=scores.device), changed)
+            places = index(chosen, scores)
+            changed = change(scores.index_select(0, places), [rows[number] for number in chosen], ops)
+            scores = scores.index_copy(0, places, changed)
     return scores
 
 
@@ -199,7 +208,7 @@ def _cut_top_k(scores: Tensor, rows: Sequence[RowContext], _ops: Ops) -> Tensor:
     """Keeps the top_k most probable tokens (Fan et al., 2018), of equal ones those with the lowest ids."""
     sizes = [min(row.sampling.top_k, scores.shape[1]) for row in rows]
     largest = scores.topk(max(sizes)).values
-    return _keep_first(scores, scores, torch.tensor(sizes, device=scores.device), largest)
+    return _keep_first(scores, scores, index(sizes, scores), largest)
 
 
 def _cut_top_p(scores: Tensor, rows: Sequence[RowContext], ops: Ops) -> Tensor:
@@ -230,7 +239,9 @@ def _keep_first(scores: Tensor, weights: Tensor, sizes: Tensor, largest: Tensor)
     """
     threshold = largest.gather(-1, sizes[:, None] - 1)
     kept = weights >= threshold
-    tied = (kept.sum(dim=-1) > sizes).nonzero().flatten()
+    # Which rows are tied a device does not say without being waited for, and looking at all costs it less.
+    is_tied = kept.sum(dim=-1) > sizes
+    tied = is_tied.nonzero().flatten() if kept.is_cpu else torch.arange(len(kept), device=kept.device)
     if len(tied):
         above, equal = weights[tied] > threshold[tied], weights[tied] == threshold[tied]
         room = sizes[tied, None] - above.sum(dim=-1, keepdim=True)

@@ -1,0 +1,160 @@
+"""Forwards on a device: no host tensor comes among its own, and the host waits for nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.devices.pairs import load
+from support.devices.pretend import pretend_device
+from support.models.engine_cases import TREE, finish, random_ids
+from support.models.tiny_models import FAMILIES, write_tiny_model
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from outrider.engine.batching import Feed
+from outrider.engine.runner import ModelRunner
+from outrider.engine.session import Session
+from outrider.token_tree import TokenTree
+
+CHAIN = TokenTree.chain((7, 8, 9))
+# Some of torch's operations sum in another order for a matrix of another layout.
+NEAR = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def numbers(runner: ModelRunner, logits: list[Tensor], *sessions: Session) -> list[Tensor]:
+    """Logits, and what the sessions have cached; copied on the device, which makes nobody wait."""
+    features = [
+        runner.cache.features.index_select(0, torch.from_numpy(slots).to(runner.device, non_blocking=True))
+        for session in sessions
+        for slots in (session.table.slots(0, session.cached_len),)
+    ]
+    pages = [part for each in sessions for part in runner.cache.gather(each.table.slots(0, each.cached_len))]
+    return [*logits, *features, *pages]
+
+
+def tell(runner: ModelRunner) -> list[Tensor]:
+    """Prompts in pieces beside trees, chains and steps; what is kept of a bushy tree, a fork, a cut and a prefix."""
+    runner.max_rows = 24
+    one, other, third = (runner.open(random_ids(20 + 9 * number, number, 257), 5, b"salt") for number in range(3))
+    found = finish(runner, Feed(one, TREE), Feed(other), Feed(third, CHAIN))
+    one.keep((2, 5, 6, 7))
+    third.keep((1, 2))
+    twin = third.fork()
+    twin.extend([4])
+    other.truncate(11)
+    found += finish(runner, Feed(one), Feed(twin, TREE), Feed(other, CHAIN), Feed(third, wants_prefix=True))
+    one.publish(len(one))
+    late = runner.open([*one.token_ids, 9], 5, b"salt")
+    assert late.take_prefix()
+    found += finish(runner, Feed(late))
+    grown = finish(runner, Feed(one, CHAIN))
+    more = TokenTree((*CHAIN.token_ids, 11, 12), (*CHAIN.parents, 1, 4))
+    return numbers(runner, [*found, *grown, *finish(runner, Feed(one, more, num_computed=4))], one, twin, late, third)
+
+
+def are_near(found: list[Tensor], expected: list[Tensor]) -> bool:
+    """Whether the numbers agree; logits of padding may be -inf."""
+    pairs = zip(found, expected, strict=True)
+    return all(one.shape == other.shape and torch.allclose(one.cpu(), other, **NEAR) for one, other in pairs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forward_stays_on_its_device(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees, chains, pieces of prompts, biases, norms of heads, windows, taps, forks; it waits after a piece alone."""
+    special = {"sliding_window": 19} if family == "mistral" else {}
+    folder = write_tiny_model(tmp_path / "model", family, vocab_size=257, num_hidden_layers=3, **special)
+    with monkeypatch.context() as patch:
+        expected = tell(tapped(load(folder, patch)))
+        with pretend_device(patch) as device:
+            runner = tapped(load(folder, patch, "cuda:0"))
+            device.waits.clear()
+            found = tell(runner)
+            assert set(device.waits) <= {"synchronize"}
+            assert are_near(found, expected)
+
+
+def tapped(runner: ModelRunner) -> ModelRunner:
+    """The runner, which keeps features."""
+    runner.tap((0, 1, runner.config.num_layers))
+    return runner
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3", "phi3"])
+def test_code_of_transformers_stays_on_its_device(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its attention and its products are ours."""
+    folder = write_tiny_model(tmp_path / "model", family, vocab_size=257)
+    expected = tell(tapped(ModelRunner.load(str(folder), dtype="float32", kv_tokens=4096)))
+    with monkeypatch.context() as patch, pretend_device(patch) as device:
+        runner = tapped(load(folder, patch, "cuda:0"))
+        device.waits.clear()
+        found = tell(runner)
+        assert set(device.waits) <= {"synchronize"}
+        assert are_near(found, expected)
+
+
+def test_a_forward_in_bfloat16_stays_on_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products and cache have the type of the weights there."""
+    folder = write_tiny_model(tmp_path / "model", "qwen3", vocab_size=257)
+    with pretend_device(monkeypatch) as device:
+        runner = load(folder, monkeypatch, "cuda:0", dtype="bfloat16")
+        assert runner.cache.keys[0].dtype is torch.bfloat16
+        device.waits.clear()
+        assert all(bool(logits.isfinite().all()) for logits in tell(runner)[:4])
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda own, other: own + other,
+        lambda own, other: own.index_select(0, other.long()),
+        lambda own, other: torch.cat((own, other)),
+        lambda own, other: own.gather(0, other.long()),
+        lambda own, other: own.scatter(0, other.long(), own),
+        lambda own, other: own.index_copy(0, other.long(), own),
+        lambda own, other: torch.where(own > 0, own, other),
+        torch.searchsorted,
+        lambda own, other: own @ other,
+    ],
+)
+def test_the_device_that_is_not_there_refuses_what_torch_says_that_one_does(
+    mix: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own fake tensors say it too, for all of its operations that they can run without CUDA."""
+    with FakeTensorMode(), pytest.raises(RuntimeError):
+        mix(torch.empty(3, device="cuda:0"), torch.empty(3))
+    with pretend_device(monkeypatch):
+        own, other = torch.arange(3.0, device="cuda:0"), torch.arange(3.0)
+        assert (own.device.type, own.is_cpu, other.is_cpu) == ("cuda", False, True)
+        with pytest.raises(RuntimeError, match="on cuda:0 and on the CPU"):
+            mix(own, other)
+        mix(own, other.to("cuda:0"))
+
+
+@pytest.mark.parametrize(
+    ("ask", "wait"),
+    [
+        (lambda own: own.cpu(), "cpu"),
+        (lambda own: own.tolist(), "tolist"),
+        (lambda own: own[0].item(), "item"),
+        (lambda own: bool(own[0]), "bool"),
+        (lambda own: int(own[0]), "int"),
+        (lambda own: own.nonzero(), "nonzero"),
+        (lambda own: own[own > 0], "getitem"),
+        (lambda own: own[[0, 1]], "getitem"),
+        (lambda _: torch.tensor([1], device="cuda:0"), "tensor"),
+        (lambda own: torch.ones(2).to(own.device), "to"),
+        (lambda own: own.to("cpu"), "cpu"),
+        (lambda own: own.masked_select(own > 0), "masked_select"),
+    ],
+)
+def test_the_device_that_is_not_there_counts_what_is_waited_with(
+    ask: Callable[[Tensor], object], wait: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these makes the host wait for all that the device has been given."""
+    with pretend_device(monkeypatch) as device:
+        own = torch.arange(3.0, device="cuda:0")
+        ask(own + 1)
+        assert device.waits == [wait]
+        torch.ones(2).to("cuda:0", non_blocking=True)
+        assert device.waits == [wait]
