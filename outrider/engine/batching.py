@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.cache import Slots
+from outrider.engine.devices import send
 from outrider.engine.session import Session
 from outrider.token_tree import EMPTY, TokenTree
 
@@ -24,7 +25,7 @@ MAX_STEP_TOKENS = 8
 
 # Columns of a list that are summed before they meet the others, where rows share work.
 CHUNK = 256
-WORK_HEADER = 8
+WORK_HEADER = 16
 
 Ints = NDArray[np.int64] | NDArray[np.int32]
 
@@ -201,23 +202,33 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
             # The root's, unless it is computed already, and the new rows'.
             wanted += range(len(token_ids) - num_new - (not feed.num_computed), len(token_ids))
         ranges.append(range(prefixes[-1].stop, len(wanted)) if is_complete else None)
-    # Those of one type travel together, because each tensor costs as much as many rows.
     num_rows = len(token_ids)
+    slots = row_slots[0] if len(row_slots) == 1 else np.concatenate(row_slots)
     longs = np.array(token_ids + positions + key_starts + wanted, dtype=np.int64)
-    parts = _split(longs, device, num_rows, num_rows, num_rows)
     counts = longs[num_rows : 2 * num_rows] + 1
-    ints = np.concatenate((counts, *key_lists), dtype=np.int32, casting="same_kind")
-    work, num_row_chunks = shared_work(spans, ints, num_rows, tile_rows) if tile_rows else (None, 0)
-    key_counts, key_slots = _split(ints, device, num_rows)
+    if not tile_rows:
+        # Those of one type travel together, because each tensor costs as much as many rows.
+        ints = np.concatenate((counts, *key_lists), dtype=np.int32, casting="same_kind")
+        key_counts, key_slots = send(ints, device).split_with_sizes((num_rows, num_keys))
+        sent_slots, sent, work, num_row_chunks = send(slots, device), send(longs, device), None, 0
+    else:
+        array, num_row_chunks, places = shared_work(spans, longs, slots, counts, key_lists, tile_rows)
+        # All in one piece.
+        every = send(np.concatenate((longs, slots, array.view(np.int64))), device)
+        sent, sent_slots = every[: len(longs)], every[len(longs) : len(longs) + num_rows]
+        work = every[len(longs) + num_rows :].view(torch.int32)
+        key_counts = work[places.counts : places.counts + num_rows]
+        key_slots = work[places.key_slots : places.key_slots + num_keys]
+    parts = sent.split_with_sizes((num_rows, num_rows, num_rows, len(wanted)))
     plan = RowPlan(
         token_ids=parts[0],
         positions=parts[1],
-        slots=_tensor(row_slots[0] if len(row_slots) == 1 else np.concatenate(row_slots), device),
+        slots=sent_slots,
         key_slots=key_slots,
         key_starts=parts[2],
         key_counts=key_counts,
         max_key_count=max(positions) + 1,
-        work=None if work is None else _tensor(work, device),
+        work=work,
         tile_rows=tile_rows,
         num_row_chunks=num_row_chunks,
     )
@@ -243,22 +254,39 @@ def _tree_spans(rows: range, key_starts: Sequence[int], num_committed: int) -> l
     return shared + [Span(own, start, num_shared) for start, own in by_list.items()]
 
 
-def shared_work(spans: Sequence[Span], ints: Ints, num_rows: int, tile_rows: int) -> tuple[Ints, int]:
-    """What kernels of attention take by turns, and how many chunks all rows see, one counted for each row that sees it.
+class WorkPlaces(NamedTuple):
+    """Where the parts of shared work begin in it; the first numbers of the work are these."""
 
-    `ints` are key counts [R] and key slots. The work begins with a header: the number of items; where items, rows of
-    items, key counts, first chunks and key slots begin in it; and R. Then come the counts and the places of the first chunks
-    [R] among all rows' chunks; items (where its rows begin, their number, where their list begins, chunk); rows of
-    items; key slots.
+    num_items: int
+    items: int
+    item_rows: int
+    counts: int
+    row_chunks: int
+    key_slots: int
+    num_rows: int
+    token_ids: int
+    positions: int
+    slots: int
+
+
+def shared_work(
+    spans: Sequence[Span], longs: Ints, slots: Slots, counts: Ints, key_lists: Sequence[Slots], tile_rows: int
+) -> tuple[NDArray[np.int32], int, WorkPlaces]:
+    """A plan as the kernels of a GPU read it, int32 of an even size, and how many chunks all rows see together.
+
+    `longs` begin with token ids [R] and positions [R]. Behind a header come token ids, positions, slots, counts of keys
+    and the places of the first chunks [R] among all rows' chunks; items, each of which says where its rows begin among
+    the rows of items, their number, where their list begins among the key slots, and the chunk; the rows of items; the
+    key slots.
     """
-    counts = ints[:num_rows]
+    num_rows = len(counts)
     chunks = -(-counts // CHUNK)
     tiles = list[tuple[int, int, int, int, int]]()
     item_rows = list[int]()
     for span in spans:
         for first in range(0, len(span.rows), tile_rows):
             rows = span.rows[first : first + tile_rows]
-            stop = int(max(chunks[row] for row in rows)) if len(rows) < 3 else int(chunks[list(rows)].max())
+            stop = max(map(int, chunks[list(rows)]))
             stop = stop if span.stop_chunk is None else min(stop, span.stop_chunk)
             if stop > span.first_chunk:
                 tiles.append((len(item_rows), len(rows), span.key_start, span.first_chunk, stop))
@@ -269,11 +297,19 @@ def shared_work(spans: Sequence[Span], ints: Ints, num_rows: int, tile_rows: int
     items = np.repeat(each[:, :4], lengths, axis=0)
     items[:, 3] += np.arange(len(items), dtype=np.int32) - np.repeat(ends - lengths, lengths).astype(np.int32)
     chunk_ends = np.cumsum(chunks)
-    places = np.cumsum([WORK_HEADER, num_rows, num_rows, items.size, len(item_rows)])
-    header = np.zeros(WORK_HEADER, dtype=np.int32)
-    header[:7] = len(items), places[2], places[3], places[0], places[1], places[4], num_rows
-    parts = header, counts, chunk_ends - chunks, items.ravel(), item_rows, ints[num_rows:]
-    return np.concatenate(parts, dtype=np.int32, casting="unsafe"), int(chunk_ends[-1])
+    columns = longs[: 2 * num_rows], slots, counts, chunk_ends - chunks
+    begin = WORK_HEADER + np.array([0, num_rows, 2 * num_rows, 3 * num_rows, 4 * num_rows, 5 * num_rows])
+    rows_begin = int(begin[5]) + items.size
+    keys_begin = rows_begin + len(item_rows)
+    ids, positions, own, count, first_chunks, items_begin = map(int, begin)
+    places = WorkPlaces(
+        len(items), items_begin, rows_begin, count, first_chunks, keys_begin, num_rows, ids, positions, own
+    )
+    header = np.array([*places, *[0] * (WORK_HEADER - len(places))])
+    # An even number, so that it may lie behind longer numbers.
+    filler = np.zeros((keys_begin + sum(map(len, key_lists))) % 2, dtype=np.int64)
+    parts = header, *columns, items.ravel(), item_rows, *key_lists, filler
+    return np.concatenate(parts, dtype=np.int32, casting="unsafe"), int(chunk_ends[-1]), places
 
 
 def _leaf_lists(tree: TokenTree, slots: Slots, stop: int, skipped: int) -> tuple[list[Slots], list[int]]:
@@ -293,14 +329,3 @@ def _leaf_lists(tree: TokenTree, slots: Slots, stop: int, skipped: int) -> tuple
         lists.append(np.append(slots[:stop], slots[[stop + row - 1 for row in path]]))
         num_keys += len(lists[-1])
     return lists, row_starts[skipped:]
-
-
-def _split(array: Ints, device: torch.device, *sizes: int) -> tuple[Tensor, ...]:
-    """Views of these sizes, and one of the rest."""
-    return _tensor(array, device).split_with_sizes((*sizes, len(array) - sum(sizes)))
-
-
-def _tensor(array: Ints, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    # Asking for the device that it is on already would cost as much as making it.
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)

@@ -5,8 +5,6 @@ lengths nor sessions nor trees are part of a graph, because the kernels read the
 rows launches the same kernels one by one, which is no slower where each has much to do.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from torch import Tensor
@@ -18,7 +16,7 @@ from outrider.engine.models.decoder import LayeredDecoder, ProbedDecoder
 from outrider.engine.models.transformer import Layer, Linear, Transformer
 from outrider.engine.ops import Weight
 from outrider.engine.ops.triton import layers
-from outrider.engine.ops.triton_ops import OPTIONS, PARTIAL_FLOATS, TritonOps, norm_options
+from outrider.engine.ops.triton_ops import PARTIAL_FLOATS, TritonOps, norm_options
 
 # Rows for which graphs are recorded.
 GRAPH_ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
@@ -26,16 +24,6 @@ GRAPH_ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 STEP_TILE = 32
 # Numbers of work that graphs have room for, 16 MiB.
 WORK_NUMBERS = 1 << 22
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What a forward reads of its plan, with room for more work where a graph reads it."""
-
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    work: Tensor
 
 
 class GraphedTransformer(LayeredDecoder, ProbedDecoder):
@@ -51,9 +39,7 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
         self._cache: KVCache | None = None
         self._features = torch.empty(0)
         self._heads_each = triton.next_power_of_2(self.config.num_heads // self.config.num_kv_heads)
-        device = self.embedding.device
-        longs = torch.zeros(3, GRAPH_ROWS[-1], dtype=torch.int64, device=device)
-        self._inputs = Inputs(longs[0], longs[1], longs[2], torch.zeros(WORK_NUMBERS, dtype=torch.int32, device=device))
+        self._work = torch.zeros(WORK_NUMBERS, dtype=torch.int32, device=self.embedding.device)
         self._room = PARTIAL_FLOATS // (self.config.num_heads * (self.config.head_dim + 2))
         self._partials = ops.room_for_chunks(self._room, self.config.num_heads, self.config.head_dim)
 
@@ -81,8 +67,7 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
         fits = plan.work.shape[0] <= WORK_NUMBERS and plan.num_row_chunks <= self._room
         if self._has_graphs and fits and plan.num_rows <= GRAPH_ROWS[-1]:
             return self._replay(plan, plan.work, cache, wanted)
-        inputs = Inputs(plan.token_ids, plan.positions, plan.slots, plan.work)
-        x = self._compute(inputs, plan.num_rows, plan.num_row_chunks, plan.tile_rows, cache)
+        x = self._compute(plan.work, plan.num_rows, plan.num_row_chunks, plan.tile_rows, cache)
         if not wanted.shape[0]:
             return x.new_empty(0, self.config.vocab_size)
         return self._logits(x if wanted.shape[0] == plan.num_rows else x.index_select(0, wanted))
@@ -92,11 +77,7 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
 
     def _replay(self, plan: RowPlan, work: Tensor, cache: KVCache, wanted: Tensor) -> Tensor:
         num_rows = plan.num_rows
-        own = self._inputs
-        own.token_ids[:num_rows].copy_(plan.token_ids)
-        own.positions[:num_rows].copy_(plan.positions)
-        own.slots[:num_rows].copy_(plan.slots)
-        own.work[: work.shape[0]].copy_(work)
+        self._work[: work.shape[0]].copy_(work)
         size = next(size for size in GRAPH_ROWS if size >= num_rows)
         if size not in self._graphs:
             self._graphs[size] = self._record(size, plan.tile_rows, cache)
@@ -105,10 +86,10 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
         return logits[:num_rows] if wanted.shape[0] == num_rows else logits.index_select(0, wanted)
 
     def _record(self, size: int, tile_rows: int, cache: KVCache) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """A graph of so many rows and the logits that it leaves; computes what lies in the inputs now, too."""
+        """A graph of so many rows and the logits that it leaves; computes what the work says now, too."""
 
         def compute() -> Tensor:
-            return self._logits(self._compute(self._inputs, size, self._room, tile_rows, cache))
+            return self._logits(self._compute(self._work, size, self._room, tile_rows, cache))
 
         # What is compiled, loaded or allocated for the first time would end a recording.
         stream = torch.cuda.Stream(self.embedding.device)
@@ -122,7 +103,7 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
             logits = compute()
         return graph, logits
 
-    def _compute(self, inputs: Inputs, num_rows: int, num_row_chunks: int, tile_rows: int, cache: KVCache) -> Tensor:
+    def _compute(self, work: Tensor, num_rows: int, num_row_chunks: int, tile_rows: int, cache: KVCache) -> Tensor:
         """What leaves the final norm [R, H]."""
         config, model, ops = self.config, self._model, self.ops
         dtype, device, size = model.embedding.dtype, model.embedding.device, config.hidden_size
@@ -136,15 +117,15 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
         norms = [layer.input_norm for layer in model.layers[1:]] + [model.norm]
         rows, norm = (num_rows,), norm_options(size)
         layers.embed[rows](
-            model.embedding, inputs.token_ids, inputs.work, model.layers[0].input_norm, x, hidden, size,
-            config.norm_epsilon, **norm,
+            model.embedding, work, model.layers[0].input_norm, x, hidden, size,
+            config.norm_epsilon, **norm, **ops.overlap,
         )
         for place, (layer, next_norm) in enumerate(zip(model.layers, norms, strict=True)):
-            self._store_tap(place, x, inputs, cache)
+            self._store_tap(place, x, work, cache)
             heads = ops.parts_of_product(hidden, _matrix(layer.qkv))
-            self._split_heads(layer, heads, inputs, query, cache.keys[place], cache.values[place])
+            self._split_heads(layer, heads, work, query, cache.keys[place], cache.values[place])
             ops.attend_together(
-                query, inputs.work, tile_rows, cache.keys[place], cache.values[place], model.scale, partials, attended
+                query, work, tile_rows, cache.keys[place], cache.values[place], model.scale, partials, attended
             )
             self._add_and_norm(x, layer.output, attended, layer.post_norm, hidden)
             gate_up = ops.parts_of_product(hidden, _matrix(layer.gate_up))
@@ -152,13 +133,13 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
             multiplied = torch.empty(num_rows, width, dtype=dtype, device=device)
             bias = layer.gate_up.bias
             layers.multiply_silu[(num_rows, triton.cdiv(width, 1024))](
-                gate_up, gate_up if bias is None else bias, multiplied, num_rows, width, gate_up.shape[0],
-                HAS_BIAS=bias is not None, BLOCK=1024, **OPTIONS,
+                gate_up, gate_up if bias is None else bias, multiplied, num_rows, width,
+                NUM_PARTS=gate_up.shape[0], HAS_BIAS=bias is not None, BLOCK=1024, **ops.options,
             )
             self._add_and_norm(x, layer.down, multiplied, next_norm, hidden)
         if config.num_layers in cache.taps:
             normed = ops.rms_norm(x, model.norm, config.norm_epsilon)
-            self._store_tap(config.num_layers, normed, inputs, cache)
+            self._store_tap(config.num_layers, normed, work, cache)
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -169,12 +150,12 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
         num_parts, num_rows, size = parts.shape
         bias = linear.bias
         layers.add_and_norm[(num_rows,)](
-            x, parts, parts if bias is None else bias, norm, hidden, num_rows, size, num_parts,
-            self.config.norm_epsilon, HAS_BIAS=bias is not None, **norm_options(size),
+            x, parts, parts if bias is None else bias, norm, hidden, num_rows, size, self.config.norm_epsilon,
+            NUM_PARTS=num_parts, HAS_BIAS=bias is not None, **norm_options(size), **self.ops.overlap,
         )
 
     def _split_heads(
-        self, layer: Layer, parts: Tensor, inputs: Inputs, query: Tensor, keys: Tensor, values: Tensor
+        self, layer: Layer, parts: Tensor, work: Tensor, query: Tensor, keys: Tensor, values: Tensor
     ) -> None:
         config, bias, has_norm = self.config, layer.qkv.bias, layer.query_norm is not None
         num_parts, num_rows, _ = parts.shape
@@ -184,36 +165,34 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
             parts if bias is None else bias,
             layer.query_norm if has_norm else parts,
             layer.key_norm if has_norm else parts,
-            inputs.positions,
-            inputs.slots,
             self._model.cos,
             self._model.sin,
-            inputs.work,
+            work,
             query,
             keys,
             values,
             num_rows,
-            num_parts,
             config.num_heads,
             config.num_kv_heads,
             head_dim,
             config.norm_epsilon,
+            NUM_PARTS=num_parts,
             HAS_BIAS=bias is not None,
             HAS_NORM=has_norm,
             HEAD_DIM=head_dim,
             BLOCK=triton.next_power_of_2(head_dim),
             HALF=triton.next_power_of_2(head_dim // 2),
             num_warps=1,
-            **OPTIONS,
+            **self.ops.options,
         )
 
-    def _store_tap(self, boundary: int, rows: Tensor, inputs: Inputs, cache: KVCache) -> None:
+    def _store_tap(self, boundary: int, rows: Tensor, work: Tensor, cache: KVCache) -> None:
         num_rows, size = rows.shape
         for place, tap in enumerate(cache.taps):
             if tap == boundary:
                 layers.store_rows[(num_rows, triton.cdiv(size, 1024))](
-                    rows, inputs.slots, inputs.work, cache.features, size, place * size, cache.features.stride(0),
-                    BLOCK=1024, **OPTIONS,
+                    rows, work, cache.features, size, place * size, cache.features.stride(0),
+                    BLOCK=1024, **self.ops.options,
                 )
 
 

@@ -38,6 +38,18 @@ class TritonOps(EagerOps):
         self.is_interpreted = triton.knobs.runtime.interpret
 
     @cached_property
+    def overlap(self) -> dict[str, bool]:
+        """Of a kernel that begins while the one before it ends, where the device knows that (from Hopper on)."""
+        if self.is_interpreted or torch.cuda.get_device_capability(self.device) < (9, 0):
+            return {"OVERLAPS": False}
+        return {"OVERLAPS": True, "launch_pdl": True}
+
+    @cached_property
+    def options(self) -> dict[str, bool]:
+        """What kernels of a chain are compiled and launched with."""
+        return {**OPTIONS, **self.overlap}
+
+    @cached_property
     def num_processors(self) -> int:
         """Multiprocessors of the device; a few where Triton's interpreter stands for one."""
         return 4 if self.is_interpreted else torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -50,12 +62,10 @@ class TritonOps(EagerOps):
             return partials[0]
         num_parts, num_rows, num_outputs = partials.shape
         output = torch.empty(num_rows, num_outputs, device=x.device)
-        grid = num_rows, triton.cdiv(num_outputs, 1024)
-        sizes = num_rows, num_outputs, num_parts
-        has_bias = bias is not None
-        linear.sum_units[grid](
-            partials, bias if has_bias else partials, output, *sizes, HAS_BIAS=has_bias, BLOCK=1024, **OPTIONS
-        )
+        grid, sizes = (num_rows, triton.cdiv(num_outputs, 1024)), (num_rows, num_outputs)
+        given = partials if bias is None else bias
+        constants = {"NUM_PARTS": num_parts, "HAS_BIAS": bias is not None, "BLOCK": 1024, **OPTIONS}
+        linear.sum_units[grid](partials, given, output, *sizes, **constants)
         return output
 
     def parts_of_product(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -91,7 +101,7 @@ class TritonOps(EagerOps):
             WIDE=self.is_wide(weight.dtype),
             num_warps=4 if few else 8,
             num_stages=5 if few else 3,
-            **OPTIONS,
+            **self.options,
         )
         return partials
 
@@ -216,9 +226,10 @@ class TritonOps(EagerOps):
             num_groups,
             scale * LOG2_E,
             **self._sum_constants(key_cache, heads, heads * tile_rows),
+            **self.overlap,
         )
         attention.join_shared_chunks[(num_rows, num_heads)](
-            *partials, work, output, num_heads, **self._join_constants(head_dim)
+            *partials, work, output, num_heads, **self._join_constants(head_dim), **self.overlap
         )
 
     def room_for_chunks(self, num_row_chunks: int, num_heads: int, head_dim: int) -> Sequence[Tensor]:

@@ -8,6 +8,17 @@ matrix unit: token rows times the query heads of one key-value head, whose numbe
 import triton
 import triton.language as tl
 
+from outrider.engine.ops.triton.launch import begin
+
+# Places in the header of shared work: outrider.engine.batching.WorkPlaces.
+NUM_ITEMS = tl.constexpr(0)
+ITEMS = tl.constexpr(1)
+ITEM_ROWS = tl.constexpr(2)
+COUNTS = tl.constexpr(3)
+ROW_CHUNKS = tl.constexpr(4)
+KEY_SLOTS = tl.constexpr(5)
+NUM_ROWS = tl.constexpr(6)
+
 JOINED = 16
 """Chunks that are joined at a time; belongs to the numerics, as the length of a chunk does."""
 
@@ -111,14 +122,16 @@ def sum_shared_chunks(
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     WIDE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Chunks by items of work (outrider.engine.batching.shared_work), each of which several rows see; any number of programs takes them by turns."""
-    num_items = tl.load(work)
-    items = work + tl.load(work + 1)
-    item_rows = work + tl.load(work + 2)
-    row_counts = work + tl.load(work + 3)
-    row_chunks = work + tl.load(work + 4)
-    key_slots = work + tl.load(work + 5)
+    begin(OVERLAPS)
+    num_items = tl.load(work + NUM_ITEMS)
+    items = work + tl.load(work + ITEMS)
+    item_rows = work + tl.load(work + ITEM_ROWS)
+    row_counts = work + tl.load(work + COUNTS)
+    row_chunks = work + tl.load(work + ROW_CHUNKS)
+    key_slots = work + tl.load(work + KEY_SLOTS)
     token = tl.arange(0, TILE) // HEADS
     for index in range(tl.program_id(0), num_items * num_groups, tl.num_programs(0)):
         item = items + (index // num_groups) * 4
@@ -156,7 +169,7 @@ def sum_shared_chunks(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def sum_own_chunks(
     query,
     key_cache,
@@ -270,18 +283,20 @@ def join_shared_chunks(
     JOINED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """output [R, H, D] of what sum_shared_chunks leaves; one program a row and head."""
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     # Rows that fill a graph up repeat the last.
-    source = tl.minimum(row, tl.load(work + 6) - 1)
-    num_chunks = tl.cdiv(tl.load(work + tl.load(work + 3) + source), CHUNK)
-    first = tl.load(work + tl.load(work + 4) + source).to(tl.int64)
+    source = tl.minimum(row, tl.load(work + NUM_ROWS) - 1)
+    num_chunks = tl.cdiv(tl.load(work + tl.load(work + COUNTS) + source), CHUNK)
+    first = tl.load(work + tl.load(work + ROW_CHUNKS) + source).to(tl.int64)
     head = tl.program_id(1)
     _join(maxima, sums, weighted, output, row, head, first, num_chunks, num_heads, JOINED, HEAD_DIM, BLOCK_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_chunks"])
 def join_own_chunks(
     maxima,
     sums,

@@ -8,11 +8,13 @@ a question of speed: the bits are the same.
 import triton
 import triton.language as tl
 
+from outrider.engine.ops.triton.launch import begin as begin_kernel
+
 UNIT = 1024
 """Inputs that are summed before they meet the others; belongs to the numerics."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "units_each"])
 def linear_units(
     x,
     weight,
@@ -27,8 +29,10 @@ def linear_units(
     BLOCK_INPUTS: tl.constexpr,
     IS_EVEN: tl.constexpr,
     WIDE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """partials [parts, R, N] float32 of x [R, K] times the transpose of weight [N, K]; a part has units_each units."""
+    begin_kernel(OVERLAPS)
     outputs = tl.program_id(0).to(tl.int64) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     part = tl.program_id(1)
     rows = tl.program_id(2).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -62,22 +66,32 @@ def linear_units(
 
 
 @triton.jit
-def add_units(partials, places, is_place, part_size, num_parts):
+def add_units(partials, places, is_place, part_size, NUM_PARTS: tl.constexpr):
     """The sum of the parts of a product at these places, in order."""
     total = tl.load(partials + places, mask=is_place, other=0.0)
-    for part in range(1, num_parts):
+    # Unrolled, so that all loads are on their way at once.
+    for part in tl.static_range(1, NUM_PARTS):
         total += tl.load(partials + part * part_size + places, mask=is_place, other=0.0)
     return total
 
 
-@triton.jit
-def sum_units(partials, bias, output, num_rows, num_outputs, num_parts, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_rows"])
+def sum_units(
+    partials,
+    bias,
+    output,
+    num_rows,
+    num_outputs,
+    NUM_PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """output [R, N] float32: the parts of a product, and a bias [N] where there is one."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < num_outputs
     part_size = num_rows.to(tl.int64) * num_outputs
-    total = add_units(partials, row * num_outputs + columns, is_column, part_size, num_parts)
+    total = add_units(partials, row * num_outputs + columns, is_column, part_size, NUM_PARTS)
     if HAS_BIAS:
         total += tl.load(bias + columns, mask=is_column, other=0.0)
     tl.store(output + row * num_outputs + columns, total, mask=is_column)
