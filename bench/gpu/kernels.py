@@ -86,13 +86,13 @@ def _small(recorder: Recorder, sizes: Sizes, device: torch.device, name: str, op
             torch.randn(rows, width, device=device) for width in (shape.hidden_size, 2 * shape.intermediate_size)
         )
         heads = torch.randn(rows, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, device=device)
-        parts = heads.split_with_sizes((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), 1)
+        query, key, value = heads.split_with_sizes((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), 1)
         tables = torch.randn(2, 128, shape.head_dim // 2, device=device)
-        places = plan, tables[0], tables[1], layer.keys, layer.values
+        places = tables[0], tables[1], layer.keys, layer.values
         launches: dict[str, Launch] = {
             "rms_norm": partial(ops.rms_norm, x, torch.ones(shape.hidden_size, device=device), 1e-5),
             "silu_multiply": partial(ops.silu_multiply, gate_up),
-            "rotate_and_store": partial(ops.rotate_and_store, *parts, *places),
+            "rotate_and_store": partial(ops.rotate_and_store, query, key, value, plan, *places),
         }
         for operation, launch in launches.items():
             timing = time_launches(device, [launch] * 20)

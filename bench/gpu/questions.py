@@ -57,7 +57,7 @@ def _products(recorder: Recorder, sizes: Sizes, device: torch.device, name: str,
             few = x[:16]
             output = ops.linear(few, stacked)
             for what, exact in (("of float32 rows", few.double()), ("of bfloat16 rows", few.bfloat16().double())):
-                expected = torch.cat([exact @ part.double().T for part in weight.split(16384)], dim=1)
+                expected = torch.cat([exact @ part.double().T for part in torch.split(weight, 16384)], dim=1)
                 recorder.add(f"linear/{matrix}/error {what}/{name}", relative_error(output, expected))
 
 
@@ -117,7 +117,7 @@ def _attention(recorder: Recorder, sizes: Sizes, device: torch.device, name: str
     whole = layer.plan([prompt])
     query = layer.queries(whole.num_rows, seed=1)
     at_once = layer.attend(ops, query, whole)
-    pieces = torch.arange(whole.num_rows, device=device).split(PIECE)
+    pieces = torch.split(torch.arange(whole.num_rows, device=device), PIECE)
     # The bound of a selection is that of the whole plan; a piece that is computed by itself has its own.
     counts = [int(whole.key_counts[piece].max()) for piece in pieces]
     plans = [replace(whole.select(piece), max_key_count=count) for piece, count in zip(pieces, counts, strict=True)]
@@ -155,8 +155,7 @@ def _choices(recorder: Recorder, sizes: Sizes, device: torch.device, name: str, 
     keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=torch.Generator().manual_seed(4))
     temperatures = torch.tensor([0.0, 0.7, 1.0], dtype=torch.float64).repeat(rows // 3)
     expected = choose_ops(torch.device("cpu"), 1).choose(logits, temperatures, keys, sizes.vocab_size - 7)
-    on_device = (each.to(device) for each in (logits, temperatures, keys))
-    found = ops.choose(*on_device, sizes.vocab_size - 7).cpu()
+    found = ops.choose(logits.to(device), temperatures.to(device), keys.to(device), sizes.vocab_size - 7).cpu()
     recorder.add(f"choose/ids that are not the CPU's/{name}", int((found != expected).sum()), "ids", of=rows)
 
 
