@@ -14,13 +14,12 @@ import torch
 
 from bench.gpu.records import Recorder
 from bench.gpu.sizes import Sizes
-from bench.gpu.subjects import Variant, variants
+from bench.gpu.subjects import load, variants
 from bench.gpu.timing import synchronize
 from gateway.text.tokenizer import Tokenizer
 from outrider.cli.bench.common import fresh_prompt, spec_of
 from outrider.drafters.drafter import NO_GUESSES, Drafter, GuessLimits
 from outrider.drafters.hosted import HostedModel
-from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.leases import LeaseTable
 from outrider.model_service.outbox import Outbox, SessionAnswer
@@ -109,7 +108,7 @@ def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
     """The last variant, which is the fastest that there is."""
     variant = variants(device)[-1]
     with recorder.case(variant.name):
-        target, draft = (_load(name, sizes, device, variant) for name in sizes.pair)
+        target, draft = (load(name, sizes.pair_tokens, device, variant) for name in sizes.pair)
         pair = Pair(target, HostedModel(draft))
         prompts = asyncio.run(_encoded(sizes.pair[0], max(*sizes.streams, sizes.compared)))
         _compare(recorder, sizes, pair, prompts, variant.name)
@@ -139,14 +138,6 @@ def _compare(recorder: Recorder, sizes: Sizes, pair: Pair, prompts: Sequence[Seq
             differing = [number for number, (one, two) in enumerate(zip(plain, texts, strict=True)) if one != two]
             what = f"texts that differ/{setting}/temperature={temperature:g}/{name}"
             recorder.add(what, len(differing), "texts", of=len(specs), differing=differing)
-
-
-def _load(model: str, sizes: Sizes, device: torch.device, variant: Variant) -> ModelRunner:
-    load = cast("Any", ModelRunner.load)
-    runner: ModelRunner = load(
-        find_checkpoint(model), device=str(device), dtype="bfloat16", kv_tokens=sizes.pair_tokens, **variant.options
-    )
-    return runner
 
 
 async def _encoded(model: str, count: int) -> list[list[int]]:
