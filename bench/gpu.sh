@@ -17,8 +17,10 @@ if ls .whl/*.whl >/dev/null 2>&1; then
     path="$site:$path"
 fi
 export PYTHONPATH="$path${PYTHONPATH:+:$PYTHONPATH}"
-# The draws of a CPU are compared with: compiled here, because what was built elsewhere is not carried.
+# The draws of a CPU are compared with: compiled here, because what was built elsewhere is not carried. Meanwhile the
+# first sections run.
 if ! ls outrider/engine/ops/*.so >/dev/null 2>&1; then
-    "$python" setup.py --quiet build_ext --inplace >/dev/null 2>&1 || echo "The CPU kernels were not built." >&2
+    { "$python" setup.py --quiet build_ext --inplace -j 2 >/dev/null 2>&1 || echo "The CPU kernels were not built." >&2; } &
 fi
 "$python" -m bench.gpu "$@"
+wait

@@ -69,7 +69,7 @@ def _run(section: Section, device: str, out: Path, seconds: float) -> None:
         log.flush()
         # In a group of its own, so that its own children end with it.
         child = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, process_group=0
         )
         try:
             status = child.wait(seconds)

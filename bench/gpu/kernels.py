@@ -1,6 +1,5 @@
 """Section `kernels`: what each operation takes by itself, beside the bytes that it has to move."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -8,7 +7,7 @@ from torch.nn import functional
 
 from bench.gpu.records import Recorder
 from bench.gpu.sizes import Sizes, matrices
-from bench.gpu.subjects import Layer, available_ops, chain_of, random_weights, tree_of
+from bench.gpu.subjects import Layer, attention_kinds, available_ops, chain_of, random_weights, tree_of
 from bench.gpu.timing import Launch, Timing, time_launches
 from outrider.engine.ops import Ops, Weight
 
@@ -31,7 +30,7 @@ def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
             _small(recorder, sizes, device, name, each)
     for length, sessions, rows in sizes.attention:
         with recorder.case(f"attention/{length}x{sessions}x{rows}"):
-            _attention(recorder, sizes, device, (length, sessions, rows), ops)
+            _attention(recorder, sizes, device, (length, sessions, rows))
 
 
 def _launch_gaps(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
@@ -86,39 +85,37 @@ def _small(recorder: Recorder, sizes: Sizes, device: torch.device, name: str, op
             torch.randn(rows, width, device=device) for width in (shape.hidden_size, 2 * shape.intermediate_size)
         )
         heads = torch.randn(rows, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, device=device)
-        parts = heads.split_with_sizes((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), 1)
+        query, key, value = heads.split_with_sizes((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), 1)
         tables = torch.randn(2, 128, shape.head_dim // 2, device=device)
-        places = plan, tables[0], tables[1], layer.keys, layer.values
+        places = tables[0], tables[1], layer.keys, layer.values
         launches: dict[str, Launch] = {
             "rms_norm": partial(ops.rms_norm, x, torch.ones(shape.hidden_size, device=device), 1e-5),
             "silu_multiply": partial(ops.silu_multiply, gate_up),
-            "rotate_and_store": partial(ops.rotate_and_store, *parts, *places),
+            "rotate_and_store": partial(ops.rotate_and_store, query, key, value, plan, *places),
         }
         for operation, launch in launches.items():
             timing = time_launches(device, [launch] * 20)
             recorder.add(f"small/{operation}/rows={rows}/{name}", timing.us, "us", **_facts(timing))
 
 
-def _attention(
-    recorder: Recorder, sizes: Sizes, device: torch.device, case: tuple[int, int, int], ops: dict[str, Ops]
-) -> None:
+def _attention(recorder: Recorder, sizes: Sizes, device: torch.device, case: tuple[int, int, int]) -> None:
     """Up to six rows are a chain, and more a tree. Counted are keys and values of every session, once."""
     length, sessions, rows = case
     shape = sizes.shapes["8b"]
     layer = Layer(shape, sessions * (length + rows + 16), device)
     tree = chain_of(rows - 1) if rows <= CHAIN_ROWS else tree_of(rows - 1)
-    plan = layer.plan([layer.feed(length, tree) for _ in range(sessions)])
-    query = layer.queries(plan.num_rows)
+    feeds = [layer.feed(length, tree) for _ in range(sessions)]
+    query = layer.queries(sessions * rows)
     num_bytes = 4 * sessions * length * shape.num_kv_heads * shape.head_dim
     what = f"attention/length={length}/sessions={sessions}/rows={rows}"
-    for name, each in _affordable(ops, plan.num_rows * length <= sizes.eager_scores):
+    for name, (ops, tile_rows) in attention_kinds(device).items():
+        # In plain torch every row's keys are copied, and ours are read once for each row without shared work.
+        if tile_rows == 0 and len(query) * length > sizes.eager_scores:
+            continue
         with recorder.case(f"{what}/{name}"):
-            timing = time_launches(device, [partial(layer.attend, each, query, plan)])
+            plan = layer.plan(feeds, tile_rows)
+            timing = time_launches(device, [partial(layer.attend, ops, query, plan)])
             recorder.add(f"{what}/{name}", num_bytes / timing.us / 1e3, "GB/s", **_facts(timing))
-
-
-def _affordable(ops: dict[str, Ops], with_eager: bool) -> Iterator[tuple[str, Ops]]:
-    return ((name, each) for name, each in ops.items() if name != "eager" or with_eager)
 
 
 def _facts(timing: Timing) -> dict[str, object]:

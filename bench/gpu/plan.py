@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bench.gpu import card, cuda_tests, kernels, questions, signatures, steps
+from bench.gpu import card, cuda_tests, kernels, pair, questions, signatures, stack, steps
 from bench.gpu.records import Recorder
 from bench.gpu.sizes import Sizes
 
@@ -32,4 +32,6 @@ SECTIONS = (
     Section("tests", cuda_tests.run, 120),
     Section("kernels", kernels.run, 100),
     Section("steps", steps.run, 150),
+    Section("pair", pair.run, 80),
+    Section("stack", stack.run, 90),
 )

@@ -3,22 +3,32 @@
 Whether a row's bits are its own decides whether answers with drafts are those without; see docs/guarantees.md.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bench.gpu.records import Recorder
 from bench.gpu.sizes import Sizes, matrices
-from bench.gpu.subjects import Layer, Variant, available_ops, chain_of, load_shaped, random_weights, tree_of, variants
+from bench.gpu.subjects import (
+    Layer,
+    Variant,
+    attention_kinds,
+    available_ops,
+    chain_of,
+    load_shaped,
+    random_weights,
+    tree_of,
+    variants,
+)
 from outrider.engine.batching import Feed, RowPlan
 from outrider.engine.cache import Slots
 from outrider.engine.ops import Ops, choose_ops
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.runner import ModelRunner
-from outrider.token_tree import TokenTree
+from outrider.token_tree import EMPTY, TokenTree
 
 TREE_ROWS = 31
 LENGTHS = (37, 300, 1100)
@@ -27,16 +37,30 @@ SHALLOW = 2
 Rows = Callable[[Tensor], Tensor]
 
 
+class Attention(NamedTuple):
+    """Operations, and how many rows share an item of work."""
+
+    ops: Ops
+    tile_rows: int
+
+    def __call__(self, layer: Layer, query: Tensor, feeds: Sequence[Feed]) -> Tensor:
+        """Attention of all rows of the feeds."""
+        return layer.attend(self.ops, query, layer.plan(feeds, self.tile_rows))
+
+
 def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
     """Every kind of operations by itself, then whole models of two layers."""
     for name, ops in available_ops(device).items():
         _products(recorder, sizes, device, name, ops)
         with recorder.case(f"rms_norm/{name}"):
             _rows_alone(recorder, sizes, device, name, ops)
-        with recorder.case(f"attention/{name}"):
-            _attention(recorder, sizes, device, name, ops)
         with recorder.case(f"choose/{name}"):
             _choices(recorder, sizes, device, name, ops)
+    for name, (ops, tile_rows) in attention_kinds(device).items():
+        with recorder.case(f"attention/{name}"):
+            _attention(recorder, sizes, device, name, Attention(ops, tile_rows))
+    with recorder.case("attention/triton = triton-alone"):
+        _two_ways(recorder, sizes, device)
     for variant in variants(device):
         with recorder.case(f"model/{variant.name}"):
             _model(recorder, sizes, device, variant)
@@ -57,7 +81,7 @@ def _products(recorder: Recorder, sizes: Sizes, device: torch.device, name: str,
             few = x[:16]
             output = ops.linear(few, stacked)
             for what, exact in (("of float32 rows", few.double()), ("of bfloat16 rows", few.bfloat16().double())):
-                expected = torch.cat([exact @ part.double().T for part in weight.split(16384)], dim=1)
+                expected = torch.cat([exact @ part.double().T for part in torch.split(weight, 16384)], dim=1)
                 recorder.add(f"linear/{matrix}/error {what}/{name}", relative_error(output, expected))
 
 
@@ -92,49 +116,59 @@ def _rows_alone(recorder: Recorder, sizes: Sizes, device: torch.device, name: st
     _compare(recorder, f"silu_multiply/same bits/{name}", sizes, wide, ops.silu_multiply)
 
 
-def _attention(recorder: Recorder, sizes: Sizes, device: torch.device, name: str, ops: Ops) -> None:
+def _attention(recorder: Recorder, sizes: Sizes, device: torch.device, name: str, attend: Attention) -> None:
     shape = sizes.shapes["8b"]
     lengths = [min(length, sizes.context_len // 4) for length in LENGTHS]
     layer = Layer(shape, 8 * sum(lengths) + 4096, device)
     trees = [layer.feed(length, tree_of(TREE_ROWS)) for length in lengths]
     singles = [layer.feed(length, TokenTree()) for length in lengths]
-    plan = layer.plan([*trees, *singles])
-    query = layer.queries(plan.num_rows)
-    together = layer.attend(ops, query, plan)
+    query = layer.queries(sum(feed.num_rows for feed in (*trees, *singles)))
+    together = attend(layer, query, [*trees, *singles])
     first = 0
     for length, feed in zip(lengths, trees, strict=True):
         rows = slice(first, first + feed.num_rows)
-        alone = layer.attend(ops, query[rows], layer.plan([feed]))
+        alone = attend(layer, query[rows], [feed])
         recorder.add(f"attention/{length}/session alone = in a batch/{name}", torch.equal(alone, together[rows]))
-        same = [_as_chain(layer, ops, feed, row, query[rows], together[rows]) for row in (1, 7, TREE_ROWS)]
+        same = [_as_chain(layer, attend, feed, row, query[rows], together[rows]) for row in (1, 7, TREE_ROWS)]
         recorder.add(f"attention/{length}/tree row = row of a chain/{name}", all(same), rows=same)
         first += feed.num_rows
     for length, feed in zip(lengths, singles, strict=True):
-        alone = layer.attend(ops, query[first : first + 1], layer.plan([feed]))
+        alone = attend(layer, query[first : first + 1], [feed])
         recorder.add(f"attention/{length}/step alone = in a batch/{name}", torch.equal(alone[0], together[first]))
         first += 1
-    prompt = layer.feed(1, chain_of(lengths[-1] - 1))
-    whole = layer.plan([prompt])
-    query = layer.queries(whole.num_rows, seed=1)
-    at_once = layer.attend(ops, query, whole)
-    pieces = torch.arange(whole.num_rows, device=device).split(PIECE)
-    # The bound of a selection is that of the whole plan; a piece that is computed by itself has its own.
-    counts = [int(whole.key_counts[piece].max()) for piece in pieces]
-    plans = [replace(whole.select(piece), max_key_count=count) for piece, count in zip(pieces, counts, strict=True)]
-    parts = [layer.attend(ops, query[piece], each) for piece, each in zip(pieces, plans, strict=True)]
+    prompt = layer.feed(lengths[-1], TokenTree())
+    prompt.session.advance(0, EMPTY)
+    query = layer.queries(lengths[-1], seed=1)
+    at_once = attend(layer, query, [prompt])
+    recorder.add(f"attention/error/{name}", _attention_error(layer, query, layer.plan([prompt]), at_once))
+    parts = []
+    for part in torch.split(query, PIECE):
+        plan = layer.plan([prompt], attend.tile_rows, PIECE)
+        parts.append(layer.attend(attend.ops, part, plan))
+        prompt.session.advance(prompt.session.cached_len + len(part), EMPTY)
     recorder.add(f"attention/prompt in pieces = at once/{name}", torch.equal(torch.cat(parts), at_once))
-    recorder.add(f"attention/error/{name}", _attention_error(layer, query, whole, at_once))
 
 
-def _as_chain(layer: Layer, ops: Ops, feed: Feed, row: int, query: Tensor, together: Tensor) -> bool:
+def _two_ways(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
+    """Whether rows that share work have the bits of rows that share none, where there are both."""
+    kinds = attention_kinds(device)
+    if "triton" not in kinds:
+        return
+    layer = Layer(sizes.shapes["8b"], 8192, device)
+    feeds = [layer.feed(length, tree_of(TREE_ROWS)) for length in (37, 300, 1100)]
+    query = layer.queries(sum(feed.num_rows for feed in feeds))
+    shared, alone = (Attention(*kinds[name])(layer, query, feeds) for name in ("triton", "triton-alone"))
+    recorder.add("attention/shared work = own chunks/triton", torch.equal(shared, alone))
+
+
+def _as_chain(layer: Layer, attend: Attention, feed: Feed, row: int, query: Tensor, together: Tensor) -> bool:
     """Whether a row of a tree is bitwise the last row of a chain of its path, in other slots."""
     length, path = len(feed.session), feed.tree.path(row)
     chain = layer.feed(length, chain_of(len(path)))
     slots = feed.session.table.slots(0, length + len(feed.tree))
     source: Slots = slots[[*range(length), *(length + each - 1 for each in path)]]
     layer.cache.copy(source, chain.session.table.slots(0, length + len(path)))
-    rows = query[[0, *path]]
-    result = torch.equal(layer.attend(ops, rows, layer.plan([chain]))[-1], together[row])
+    result = torch.equal(attend(layer, query[[0, *path]], [chain])[-1], together[row])
     chain.session.free()
     return result
 
@@ -155,8 +189,7 @@ def _choices(recorder: Recorder, sizes: Sizes, device: torch.device, name: str, 
     keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=torch.Generator().manual_seed(4))
     temperatures = torch.tensor([0.0, 0.7, 1.0], dtype=torch.float64).repeat(rows // 3)
     expected = choose_ops(torch.device("cpu"), 1).choose(logits, temperatures, keys, sizes.vocab_size - 7)
-    on_device = (each.to(device) for each in (logits, temperatures, keys))
-    found = ops.choose(*on_device, sizes.vocab_size - 7).cpu()
+    found = ops.choose(logits.to(device), temperatures.to(device), keys.to(device), sizes.vocab_size - 7).cpu()
     recorder.add(f"choose/ids that are not the CPU's/{name}", int((found != expected).sum()), "ids", of=rows)
 
 

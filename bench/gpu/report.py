@@ -66,7 +66,8 @@ def _holds(value: Value | None, demanded: dict[str, Any], unit: float) -> bool:
         return False
     if isinstance(value, bool | str | None):
         return set(demanded) == {"="}
-    return value >= demanded.get("≥", float("-inf")) * unit and value <= demanded.get("≤", float("inf")) * unit
+    least, most = demanded.get("≥", float("-inf")), demanded.get("≤", float("inf"))
+    return bool(least * unit <= value <= most * unit)
 
 
 def write_report(folder: Path, expected: Path) -> str:

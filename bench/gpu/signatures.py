@@ -7,7 +7,7 @@ import torch
 
 from bench.gpu.records import Recorder
 from bench.gpu.sizes import Sizes, matrices
-from bench.gpu.subjects import Layer, available_ops, chain_of, random_weights, tree_of
+from bench.gpu.subjects import TILE_ROWS, Layer, available_ops, chain_of, random_weights, tree_of
 from bench.gpu.timing import Launch, synchronize
 from outrider.engine.ops import Ops
 
@@ -38,9 +38,10 @@ def _signatures(sizes: Sizes, device: torch.device, ops: Ops) -> dict[str, Launc
         layer = Layer(shape, 8192, device)
         for rows in (1, 6, 32):
             tree = chain_of(rows - 1) if rows < 32 else tree_of(rows - 1)
-            plan = layer.plan([layer.feed(300, tree)])
-            attend = partial(layer.attend, ops, layer.queries(plan.num_rows), plan)
-            launches[f"attention/{model}/rows={rows}"] = attend
+            for tile_rows in (0, TILE_ROWS):
+                plan = layer.plan([layer.feed(300, tree)], tile_rows)
+                attend = partial(layer.attend, ops, layer.queries(plan.num_rows), plan)
+                launches[f"attention/{model}/rows={rows}/shared={tile_rows > 0}"] = attend
     for rows in sizes.choose_rows:
         logits = torch.randn(rows, sizes.vocab_size, device=device)
         temperatures = torch.full((rows,), 0.7, dtype=torch.float64, device=device)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.model_files.model_names import PRESETS, Shape
+from outrider.model_files.model_names import PRESETS, Shape, embedded_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,15 @@ class Sizes:
     eager_scores: int
     """The most rows times keys for which the operations in plain torch, which copy every row's keys, are timed."""
     repeats: int
+    pair: tuple[str, str]
+    """Names of a target and its draft, which guesses well."""
+    pair_tokens: int
+    """Tokens that the cache of each of them holds."""
+    streams: tuple[int, ...]
+    tokens: int
+    """Tokens of an answer."""
+    compared: int
+    """Number of texts that are compared with those of plain decoding."""
 
 
 LLAMA_VOCABULARY = 128_256
@@ -54,6 +63,11 @@ FULL = Sizes(
     kv_tokens={"8b": 34 * 8192, "1b": 68 * 8192},
     eager_scores=1 << 22,
     repeats=11,
+    pair=("sized:8b", "sized:draft-1b"),
+    pair_tokens=64 * 512,
+    streams=(1, 4, 16, 64),
+    tokens=64,
+    compared=50,
 )
 _SMALL = Shape(64, 128, 2, 4, 2, 16, tied_embeddings=False)
 TINY = Sizes(
@@ -73,6 +87,11 @@ TINY = Sizes(
     kv_tokens={"8b": 2048, "1b": 2048},
     eager_scores=1 << 22,
     repeats=2,
+    pair=(embedded_model("target"), embedded_model("draft")),
+    pair_tokens=4096,
+    streams=(1, 4),
+    tokens=12,
+    compared=5,
 )
 
 

@@ -4,9 +4,11 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bench.gpu.records import Recorder
 from bench.gpu.sizes import Sizes
@@ -38,7 +40,7 @@ def _measure(recorder: Recorder, sizes: Sizes, device: torch.device, model: str,
     runner = load_shaped(model, sizes, device, variant)
     synchronize(device)
     name = f"{model}/{variant.name}"
-    weight_bytes = sum(weight.numel() * weight.itemsize for weight in runner.model.weights)  # type: ignore[union-attr]
+    weight_bytes = sum(weight.nbytes for weight in runner.model.weights if isinstance(weight, torch.Tensor))
     recorder.add(f"load/{name}", time.perf_counter() - started, "s", weight_gib=weight_bytes / 2**30)
     for length in sizes.step_lengths:
         session = cached_session(runner, length)
@@ -75,8 +77,7 @@ def _forward_and_draw(runner: ModelRunner, feeds: list[Feed]) -> list[int]:
     count = logits.shape[0]
     temperatures = torch.from_numpy(np.full(count, 0.7)).to(runner.device)
     keys = torch.from_numpy(token_keys([7] * count, range(count))).to(runner.device)
-    ids: list[int] = runner.ops.choose(logits, temperatures, keys, runner.vocabulary_size).tolist()
-    return ids
+    return _chosen(runner, logits, temperatures, keys)
 
 
 def _host(recorder: Recorder, sizes: Sizes, runner: ModelRunner, name: str) -> None:
@@ -90,11 +91,9 @@ def _host(recorder: Recorder, sizes: Sizes, runner: ModelRunner, name: str) -> N
         temperatures = torch.full((logits.shape[0],), 0.7, dtype=torch.float64, device=runner.device)
         keys = torch.arange(logits.shape[0], device=runner.device)
         parts: dict[str, Callable[[], object]] = {
-            "build_batch": lambda feeds=feeds, grants=grants: build_batch(feeds, grants, runner.device),
-            "forward returns": lambda feeds=feeds: runner.forward(feeds),
-            "choose to ids": lambda logits=logits, values=(temperatures, keys): runner.ops.choose(
-                logits, *values, runner.vocabulary_size
-            ).tolist(),
+            "build_batch": partial(build_batch, feeds, grants, runner.device, runner.model.tile_rows),
+            "forward returns": partial(runner.forward, feeds),
+            "choose to ids": partial(_chosen, runner, logits, temperatures, keys),
         }
         for part, call in parts.items():
             times = [_host_us(runner.device, call) for _ in range(2 + sizes.repeats)][2:]
@@ -102,6 +101,11 @@ def _host(recorder: Recorder, sizes: Sizes, runner: ModelRunner, name: str) -> N
             recorder.add(what, statistics.median(times), "us", least=min(times))
         for session in sessions:
             session.free()
+
+
+def _chosen(runner: ModelRunner, logits: Tensor, temperatures: Tensor, keys: Tensor) -> list[int]:
+    ids: list[int] = runner.ops.choose(logits, temperatures, keys, runner.vocabulary_size).tolist()
+    return ids
 
 
 def _host_us(device: torch.device, call: Callable[[], object]) -> float:

@@ -1,8 +1,7 @@
 """What the sections measure: the kinds of operations of this checkout, models of a shape, sessions of a length."""
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,10 +10,12 @@ from torch import Tensor
 from bench.gpu.sizes import Sizes
 from outrider.engine.batching import Feed, RowPlan, build_batch
 from outrider.engine.cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
+from outrider.engine.models.checkpoints import Checkpoint
 from outrider.engine.models.config import ModelConfig
+from outrider.engine.models.fused import Graphs
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import expected_shapes
-from outrider.engine.ops import Ops, choose_ops
+from outrider.engine.ops import Kernels, Ops, choose_ops, triton_missing
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
@@ -22,16 +23,23 @@ from outrider.model_files.model_names import Shape, embedded_model
 from outrider.token_tree import EMPTY, TokenTree
 
 STANDARD_DEVIATION = 0.02
-KERNELS = ("eager", "triton")
 KV_ROOM = 64
+# Rows of an item of shared work, as a step of 8B has it: 32 rows of a tile, of which a token has four.
+TILE_ROWS = 8
 
 
 def available_ops(device: torch.device) -> dict[str, Ops]:
-    """Every kind of operations that runs on a device here, by name; a kind that cannot be had raises its reason."""
-    if device.type != "cuda" or "kernels" not in inspect.signature(choose_ops).parameters:
+    """Every kind of operations that runs on a device here, by name."""
+    if device.type != "cuda" or triton_missing() is not None:
         return {"eager": EagerOps()}
-    choose: Callable[..., Ops] = choose_ops
-    return {kernels: choose(device, 1, kernels=kernels) for kernels in KERNELS}
+    return {"eager": EagerOps(), "triton": choose_ops(device, 1, kernels="triton")}
+
+
+def attention_kinds(device: torch.device) -> dict[str, tuple[Ops, int]]:
+    """Every kind of attention, with the rows of an item of shared work; 0 where every row is computed by itself."""
+    ops = available_ops(device)
+    kinds = {name: (each, TILE_ROWS if name == "triton" else 0) for name, each in ops.items()}
+    return kinds | ({"triton-alone": (ops["triton"], 0)} if "triton" in ops else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +47,15 @@ class Variant:
     """A way to load a model, by the options of ModelRunner.load."""
 
     name: str
-    options: dict[str, str] = field(default_factory=dict)
+    kernels: Kernels
+    graphs: Graphs = "off"
 
 
 def variants(device: torch.device) -> list[Variant]:
-    """Plain torch, our kernels, and our kernels replayed as graphs, as far as this checkout has them."""
-    parameters = inspect.signature(ModelRunner.load).parameters
-    if device.type != "cuda" or "kernels" not in parameters:
-        return [Variant("eager")]
-    graphs = ({"graphs": "off"}, {"graphs": "auto"}) if "graphs" in parameters else ({},)
-    names = ("triton", "graphs")
-    ours = [Variant(name, {"kernels": "triton", **more}) for name, more in zip(names, graphs, strict=False)]
-    return [*reversed(ours), Variant("eager", {"kernels": "eager", **graphs[0]})]
+    """Plain torch, our kernels, and our kernels replayed as graphs, as far as this machine has them."""
+    if device.type != "cuda" or triton_missing() is not None:
+        return [Variant("eager", "eager")]
+    return [Variant("eager", "eager"), Variant("triton", "triton"), Variant("graphs", "triton", "auto")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +106,22 @@ def load_shaped(name: str, sizes: Sizes, device: torch.device, variant: Variant,
     """A runner of a shape, with all its layers or so many, in bfloat16; all its cache holds random numbers."""
     shape = sizes.shapes[name]
     shape = replace(shape, num_layers=num_layers or shape.num_layers)
-    load: Callable[..., ModelRunner] = ModelRunner.load
-    checkpoint = ShapedCheckpoint.of(f"{name}-shape", shape, sizes)
-    kv_tokens = sizes.kv_tokens[name]
-    runner = load(checkpoint, device=str(device), dtype="bfloat16", kv_tokens=kv_tokens, **variant.options)
+    runner = load(ShapedCheckpoint.of(f"{name}-shape", shape, sizes), sizes.kv_tokens[name], device, variant)
     for tensor in (*runner.cache.keys, *runner.cache.values):
         tensor.normal_()
     return runner
+
+
+def load(model: str | Checkpoint, kv_tokens: int, device: torch.device, variant: Variant) -> ModelRunner:
+    """A model in bfloat16 on a device."""
+    return ModelRunner.load(
+        model,
+        device=str(device),
+        dtype="bfloat16",
+        kv_tokens=kv_tokens,
+        kernels=variant.kernels,
+        graphs=variant.graphs,
+    )
 
 
 def tree_of(num_rows: int) -> TokenTree:
@@ -146,9 +160,10 @@ class Layer:
         session.advance(length, EMPTY)
         return Feed(session, tree)
 
-    def plan(self, feeds: Sequence[Feed]) -> RowPlan:
-        """The plan of one forward with all rows of these."""
-        return build_batch(feeds, [feed.num_rows for feed in feeds], self.device).plan
+    def plan(self, feeds: Sequence[Feed], tile_rows: int = 0, num_rows: int | None = None) -> RowPlan:
+        """The plan of one forward with all rows of these, or with the first so many of each."""
+        grants = [feed.num_rows if num_rows is None else min(num_rows, feed.num_rows) for feed in feeds]
+        return build_batch(feeds, grants, self.device, tile_rows).plan
 
     def queries(self, num_rows: int, seed: int = 0) -> Tensor:
         """Random queries [R, H, D]."""

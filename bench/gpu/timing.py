@@ -48,7 +48,7 @@ def time_launches(device: torch.device, launches: Sequence[Launch], *, captured:
 
 def capture(launches: Sequence[Launch]) -> torch.cuda.CUDAGraph | None:
     """A graph of the launches, which have been made before; None where one of them cannot be captured."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         _run(launches)
@@ -95,12 +95,12 @@ def _clocked(launches: Sequence[Launch]) -> float:
 
 
 def _evented(run: Launch) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1e3
+    return float(start.elapsed_time(end)) * 1e3
 
 
 def _timing(times: list[float], count: int, how: str) -> Timing:

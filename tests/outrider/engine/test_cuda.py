@@ -4,7 +4,6 @@ The same tests run on the CPU with the operations that CUDA has by default, so t
 `cuda` is what needs one.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import partial
@@ -27,22 +26,26 @@ from outrider.drafters.shelf.probing import LOOKAHEAD, PASS, Lookahead, PassChai
 from outrider.engine.batching import Feed
 from outrider.engine.heads.feature_head import Fuse
 from outrider.engine.models.checkpoints import find_checkpoint
-from outrider.engine.ops import Ops, choose_ops
+from outrider.engine.models.fused import Graphs
+from outrider.engine.ops import Kernels, Ops, choose_ops, triton_missing
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.ops.reference import ReferenceOps
 from outrider.engine.runner import ModelIdentity, ModelRunner
 from outrider.token_tree import TokenTree
 
 CUDA = torch.device("cuda:0")
-HAS_KERNELS = "kernels" in inspect.signature(choose_ops).parameters
 needs_card = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")]
-needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="there are no kernels for CUDA yet")
-PLACES = [
-    "cpu",
-    pytest.param("cuda eager", marks=needs_card),
-    pytest.param("cuda triton", marks=[*needs_card, needs_kernels]),
+needs_kernels = pytest.mark.skipif(triton_missing() is not None, reason=f"{triton_missing()}")
+KERNELS: dict[str, Kernels] = {"eager": "eager", "triton": "triton", "graphs": "triton"}
+GRAPHS: dict[str, Graphs] = {"eager": "off", "triton": "off", "graphs": "auto"}
+ON_CARDS = [
+    pytest.param("eager", marks=needs_card),
+    *(pytest.param(place, marks=[*needs_card, needs_kernels]) for place in ("triton", "graphs")),
 ]
+PLACES = ["cpu", *ON_CARDS]
 EVERYWHERE = pytest.mark.parametrize("place", PLACES)
+# Operations by themselves are in no graph.
+EVERY_OPS = pytest.mark.parametrize("place", PLACES[:-1])
 GREEDY = spec_of(PROMPT, 40, seed=3, eos=())
 SAMPLED = spec_of(PROMPT, 40, seed=3, eos=(), temperature=1.0)
 
@@ -54,10 +57,7 @@ def device_of(place: str) -> torch.device:
 
 def ops_of(place: str) -> Ops:
     """The operations that a place means."""
-    if place == "cpu" or not HAS_KERNELS:
-        return EagerOps()
-    choose: Callable[..., Ops] = choose_ops
-    return choose(CUDA, 1, kernels=place.split()[1])
+    return EagerOps() if place == "cpu" else choose_ops(CUDA, 1, kernels=KERNELS[place])
 
 
 def load(place: str, folder: Path, dtype: str = "float32") -> ModelRunner:
@@ -66,9 +66,9 @@ def load(place: str, folder: Path, dtype: str = "float32") -> ModelRunner:
         checkpoint = find_checkpoint(str(folder))
         decoder = checkpoint.build(torch.device("cpu"), torch.float32, EagerOps())
         return ModelRunner(decoder, ModelIdentity("tiny", "", dtype, 1, decoder.config.vocab_size), 4096)
-    loading: Callable[..., ModelRunner] = ModelRunner.load
-    kernels = {"kernels": place.split()[1]} if HAS_KERNELS else {}
-    return loading(str(folder), device=str(CUDA), dtype=dtype, kv_tokens=4096, **kernels)
+    return ModelRunner.load(
+        str(folder), device=str(CUDA), dtype=dtype, kv_tokens=4096, kernels=KERNELS[place], graphs=GRAPHS[place]
+    )
 
 
 def moved(case: AttentionCase, device: torch.device) -> AttentionCase:
@@ -126,7 +126,7 @@ def runner(place: str, folder: Path) -> Iterator[ModelRunner]:
     check_empty(loaded.pool)
 
 
-@EVERYWHERE
+@EVERY_OPS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 16, 17, 70])
 @pytest.mark.parametrize("size", [(64, 64), (333, 1000), (640, 384)])
@@ -144,7 +144,7 @@ def test_linear_is_the_product(place: str, dtype: torch.dtype, rows: int, size: 
     assert error_of(with_bias, exact + bias) < allowed
 
 
-@EVERYWHERE
+@EVERY_OPS
 @pytest.mark.parametrize("rows", [1, 5, 64])
 @pytest.mark.parametrize("width", [48, 384, 4096])
 def test_rms_norm_and_silu_are_near_float64(place: str, rows: int, width: int) -> None:
@@ -158,7 +158,7 @@ def test_rms_norm_and_silu_are_near_float64(place: str, rows: int, width: int) -
     assert error_of(ops.silu_multiply(gate_up.to(device)), functional.silu(gate) * up) < 1e-5
 
 
-@EVERYWHERE
+@EVERY_OPS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("heads", "groups", "head_dim"), [(6, 2, 64), (32, 8, 128), (4, 1, 128), (3, 3, 16)])
 def test_attention_is_near_float64_whatever_unused_slots_hold(
@@ -193,7 +193,7 @@ def case_caches(case: AttentionCase) -> tuple[Tensor, Tensor]:
     return case.key_cache, case.value_cache
 
 
-@EVERYWHERE
+@EVERY_OPS
 @pytest.mark.parametrize("rows", [1, 7, 40])
 @pytest.mark.parametrize("num_tokens", [7, 4096, 5003])
 def test_draws_are_those_of_the_cpu(place: str, rows: int, num_tokens: int) -> None:
@@ -220,16 +220,20 @@ def test_draws_are_those_of_the_cpu(place: str, rows: int, num_tokens: int) -> N
     assert torch.allclose(ops.softmax(scores.to(device)).cpu(), reference.softmax(scores), rtol=1e-12, atol=0)
 
 
-@EVERYWHERE
+@EVERY_OPS
 @pytest.mark.parametrize("fault", [torch.nan, torch.inf, -torch.inf])
 def test_rows_without_a_draw_are_refused(place: str, fault: float) -> None:
-    """NaN, infinity, and a row of nothing but -inf, each in one row of several."""
+    """NaN, infinity, and a row of nothing but -inf, each in one row of several; kernels give it a negative id."""
     ops, device = ops_of(place), device_of(place)
     logits = torch.randn(4, 300)
     logits[2] = fault
     temperatures = torch.ones(4, dtype=torch.float64)
-    with pytest.raises(ValueError, match="finite"):
-        ops.choose(logits.to(device), temperatures.to(device), torch.arange(4, device=device), 300)
+    inputs = logits.to(device), temperatures.to(device), torch.arange(4, device=device)
+    if type(ops) is EagerOps:
+        with pytest.raises(ValueError, match="finite"):
+            ops.choose(*inputs, 300)
+    else:
+        assert [token_id < 0 for token_id in ops.choose(*inputs, 300).tolist()] == [False, False, True, False]
 
 
 def in_pieces(runner: ModelRunner) -> list[Tensor]:
@@ -352,7 +356,7 @@ def test_drafters_change_no_token(
     check_empty(runner.pool)
 
 
-@pytest.mark.parametrize("place", PLACES[1:])
+@pytest.mark.parametrize("place", ON_CARDS)
 @pytest.mark.parametrize("tree", [TokenTree(), TokenTree.chain((1, 2, 3)), TREE], ids=["step", "chain", "tree"])
 def test_a_forward_does_not_wait_for_the_device(runner: ModelRunner, tree: TokenTree) -> None:
     """Neither the plan nor an operation asks it anything; only what draws does."""
