@@ -1,7 +1,7 @@
 """Asks a machine with a GPU all that we want to know of it, in nine minutes: `bench/gpu.sh`, or `python -m bench.gpu`.
 
 Every section runs in a process of its own and writes what it finds at once, so that a fault or a deadline costs one
-section. Files in the folder: records.jsonl, report.md, log.txt, tests.xml. docs/gpu.md says how to read them.
+section. Files in the folder: records.jsonl, report.md, log.txt. docs/gpu.md says how to read them.
 """
 
 import os

@@ -7,8 +7,19 @@ import torch
 
 from bench.gpu.records import Recorder
 from bench.gpu.sizes import Sizes, matrices
-from bench.gpu.subjects import TILE_ROWS, Layer, available_ops, chain_of, random_weights, tree_of
+from bench.gpu.subjects import (
+    TILE_ROWS,
+    Layer,
+    available_ops,
+    cached_session,
+    chain_of,
+    load_shaped,
+    random_weights,
+    tree_of,
+    variants,
+)
 from bench.gpu.timing import Launch, synchronize
+from outrider.engine.batching import Feed
 from outrider.engine.ops import Ops
 
 
@@ -24,6 +35,17 @@ def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
                     launch()
                     synchronize(device)
                     recorder.add(f"{what}/{name}", time.perf_counter() - start, "s")
+    for model in sizes.shapes:
+        for variant in variants(device):
+            with recorder.case(f"model/{model}/{variant.name}"):
+                runner = load_shaped(model, sizes, device, variant, num_layers=1)
+                for rows in sizes.step_rows:
+                    session = cached_session(runner, sizes.step_lengths[0])
+                    start = time.perf_counter()
+                    runner.forward([Feed(session, chain_of(rows - 1))])
+                    synchronize(device)
+                    recorder.add(f"model/{model}/rows={rows}/{variant.name}", time.perf_counter() - start, "s")
+                    session.free()
 
 
 def _signatures(sizes: Sizes, device: torch.device, ops: Ops) -> dict[str, Launch]:
