@@ -29,6 +29,8 @@ class Sizes:
     choose_rows: tuple[int, ...]
     graph_kernels: tuple[int, ...]
     step_rows: tuple[int, ...]
+    eager_rows: tuple[int, ...]
+    """Those that are tried where the host has to launch every kernel, which takes long, at the first length alone."""
     step_lengths: tuple[int, ...]
     kv_tokens: Mapping[str, int]
     eager_scores: int
@@ -59,6 +61,7 @@ FULL = Sizes(
     choose_rows=(1, 6, 32, 64),
     graph_kernels=(10, 100, 300),
     step_rows=(1, 2, 4, 6, 8, 16, 32, 64),
+    eager_rows=(1, 6, 64),
     step_lengths=(128, 8192),
     kv_tokens={"8b": 34 * 8192, "1b": 68 * 8192},
     eager_scores=1 << 22,
@@ -83,6 +86,7 @@ TINY = Sizes(
     choose_rows=(1, 6),
     graph_kernels=(10,),
     step_rows=(1, 2, 6),
+    eager_rows=(1, 6),
     step_lengths=(16, 128),
     kv_tokens={"8b": 2048, "1b": 2048},
     eager_scores=1 << 22,
