@@ -36,7 +36,7 @@ SIDE_BY_SIDE := -n 2 --dist loadfile
 KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=67108864
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-grid test-surface test-harness test-docker test-fuzz check proto options lock sbom audit wheel models train train-head draft bench bench-sized clean
+.PHONY: help setup run test test-slow test-grid test-surface test-harness test-docker test-fuzz check proto options lock sbom audit wheel models train train-head draft bench bench-sized gpu-wheels clean
 
 help: ## lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -175,6 +175,9 @@ bench: $(SETUP) ## measures what a round of the embedded pair costs, part by par
 
 bench-sized: $(SETUP) ## the same with a target of 200 million parameters that says the same
 	@$(BIN)/outrider bench rounds --target sized:200m --tokens 64 --turns 3
+
+gpu-wheels: $(SETUP) ## .whl/, what bench/gpu.sh needs on a GPU machine without a network: 20 MB
+	@$(BIN)/python -m bench.gpu.wheels .whl
 
 clean: ## removes what was built, but leaves the environments
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis $(SETUP)

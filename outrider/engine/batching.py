@@ -16,11 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.cache import Slots
+from outrider.engine.devices import send
 from outrider.engine.session import Session
 from outrider.token_tree import EMPTY, TokenTree
 
 # Uncached tokens of a session that goes on: a target's has one, a draft's those of a verdict. More is a prompt to read.
 MAX_STEP_TOKENS = 8
+
+# Columns of a list that are summed before they meet the others, where rows share work.
+CHUNK = 256
+WORK_HEADER = 16
 
 Ints = NDArray[np.int64] | NDArray[np.int32]
 
@@ -47,6 +52,12 @@ class RowPlan:
     """[R] int32: how many keys the row sees, at least 1."""
     max_key_count: int
     """Upper bound of key_counts, known to the host, so that no operation has to ask the device and wait."""
+    work: Tensor | None = None
+    """What rows that see the same keys share, int32, where the operations read it: see `shared_work`."""
+    tile_rows: int = 0
+    """The most rows of an item of work."""
+    num_row_chunks: int = 0
+    """Chunks that all rows see, one of several rows counted for each of them."""
 
     @property
     def num_rows(self) -> int:
@@ -55,7 +66,14 @@ class RowPlan:
     def select(self, rows: Tensor) -> Self:
         """Plan of these rows [S] int64 only."""
         names = ("token_ids", "positions", "slots", "key_starts", "key_counts")
-        return replace(self, **{name: getattr(self, name).index_select(0, rows) for name in names})
+        kept = {name: getattr(self, name).index_select(0, rows) for name in names}
+        return replace(self, **kept, work=None)
+
+    def with_lists(self, key_starts: Tensor, key_counts: Tensor, max_key_count: int) -> Self:
+        """Plan of the same rows, each of which sees another part of the key slots."""
+        return replace(
+            self, key_starts=key_starts, key_counts=key_counts, max_key_count=max_key_count, work=None
+        )
 
     def windowed(self, window: int | None) -> Self:
         """Plan of the same rows, each of which sees the last `window` keys of its list, or all if that is None.
@@ -66,12 +84,7 @@ class RowPlan:
         if window is None or self.max_key_count <= window:
             return self
         hidden = (self.key_counts - window).clamp_min(0)
-        return replace(
-            self,
-            key_starts=self.key_starts + hidden,
-            key_counts=self.key_counts - hidden,
-            max_key_count=window,
-        )
+        return self.with_lists(self.key_starts + hidden, self.key_counts - hidden, window)
 
 
 class Feed(NamedTuple):
@@ -142,9 +155,13 @@ class Batch:
     ranges: list[range | None]
 
 
-def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.device) -> Batch:
-    """The plan of a forward in which feed i has grants[i] rows, in feed order; its slots must have been reserved."""
+def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.device, tile_rows: int = 0) -> Batch:
+    """The plan of a forward in which feed i has grants[i] rows, in feed order; its slots must have been reserved.
+
+    With tile_rows it says which rows share work, at most so many at a time.
+    """
     token_ids, positions, key_starts, wanted = (list[int]() for _ in range(4))
+    spans = list[Span]()
     row_slots, key_lists, num_keys = list[Slots](), list[Slots](), 0
     prefixes, ranges = list[range](), list[range | None]()
     for feed, grant in zip(feeds, grants, strict=True):
@@ -165,6 +182,7 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
             if tree.is_chain:
                 positions += range(start, end)
                 key_starts += [num_keys] * grant
+                spans.append(Span(range(first, first + grant), num_keys))
                 key_lists.append(slots)
                 num_keys += end
             else:
@@ -173,6 +191,7 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
                 key_starts += [num_keys] * (stop - start)
                 lists, starts = _leaf_lists(tree, slots, len(session.token_ids), skipped)
                 key_starts += [num_keys + each for each in starts]
+                spans += _tree_spans(range(first, first + grant), key_starts, len(session.token_ids))
                 key_lists += lists
                 num_keys += sum(map(len, lists))
         num_wanted = len(wanted)
@@ -183,23 +202,114 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
             # The root's, unless it is computed already, and the new rows'.
             wanted += range(len(token_ids) - num_new - (not feed.num_computed), len(token_ids))
         ranges.append(range(prefixes[-1].stop, len(wanted)) if is_complete else None)
-    # Those of one type travel together, because each tensor costs as much as many rows.
     num_rows = len(token_ids)
+    slots = row_slots[0] if len(row_slots) == 1 else np.concatenate(row_slots)
     longs = np.array(token_ids + positions + key_starts + wanted, dtype=np.int64)
-    parts = _split(longs, device, num_rows, num_rows, num_rows)
     counts = longs[num_rows : 2 * num_rows] + 1
-    ints = np.concatenate((counts, *key_lists), dtype=np.int32, casting="same_kind")
-    key_counts, key_slots = _split(ints, device, num_rows)
+    if not tile_rows:
+        # Those of one type travel together, because each tensor costs as much as many rows.
+        ints = np.concatenate((counts, *key_lists), dtype=np.int32, casting="same_kind")
+        key_counts, key_slots = send(ints, device).split_with_sizes((num_rows, num_keys))
+        sent_slots, sent, work, num_row_chunks = send(slots, device), send(longs, device), None, 0
+    else:
+        array, num_row_chunks, places = shared_work(spans, longs, slots, counts, key_lists, tile_rows)
+        # All in one piece.
+        every = send(np.concatenate((longs, slots, array.view(np.int64))), device)
+        sent, sent_slots = every[: len(longs)], every[len(longs) : len(longs) + num_rows]
+        work = every[len(longs) + num_rows :].view(torch.int32)
+        key_counts = work[places.counts : places.counts + num_rows]
+        key_slots = work[places.key_slots : places.key_slots + num_keys]
+    parts = sent.split_with_sizes((num_rows, num_rows, num_rows, len(wanted)))
     plan = RowPlan(
         token_ids=parts[0],
         positions=parts[1],
-        slots=_tensor(row_slots[0] if len(row_slots) == 1 else np.concatenate(row_slots), device),
+        slots=sent_slots,
         key_slots=key_slots,
         key_starts=parts[2],
         key_counts=key_counts,
         max_key_count=max(positions) + 1,
+        work=work,
+        tile_rows=tile_rows,
+        num_row_chunks=num_row_chunks,
     )
     return Batch(plan, parts[3], prefixes, ranges)
+
+
+class Span(NamedTuple):
+    """Rows that see one list from a chunk on, up to another one or to their own ends."""
+
+    rows: Sequence[int]
+    key_start: int
+    first_chunk: int = 0
+    stop_chunk: int | None = None
+
+
+def _tree_spans(rows: range, key_starts: Sequence[int], num_committed: int) -> list[Span]:
+    """All rows of a session share the chunks of its committed tokens; the rest they share with those of their list."""
+    num_shared = num_committed // CHUNK
+    by_list: dict[int, list[int]] = {}
+    for row in rows:
+        by_list.setdefault(key_starts[row], []).append(row)
+    shared = [Span(rows, key_starts[rows[0]], 0, num_shared)] if num_shared else []
+    return shared + [Span(own, start, num_shared) for start, own in by_list.items()]
+
+
+class WorkPlaces(NamedTuple):
+    """Where the parts of shared work begin in it; the first numbers of the work are these."""
+
+    num_items: int
+    items: int
+    item_rows: int
+    counts: int
+    row_chunks: int
+    key_slots: int
+    num_rows: int
+    token_ids: int
+    positions: int
+    slots: int
+
+
+def shared_work(
+    spans: Sequence[Span], longs: Ints, slots: Slots, counts: Ints, key_lists: Sequence[Slots], tile_rows: int
+) -> tuple[NDArray[np.int32], int, WorkPlaces]:
+    """A plan as the kernels of a GPU read it, int32 of an even size, and how many chunks all rows see together.
+
+    `longs` begin with token ids [R] and positions [R]. Behind a header come token ids, positions, slots, counts of keys
+    and the places of the first chunks [R] among all rows' chunks; items, each of which says where its rows begin among
+    the rows of items, their number, where their list begins among the key slots, and the chunk; the rows of items; the
+    key slots.
+    """
+    num_rows = len(counts)
+    chunks = -(-counts // CHUNK)
+    tiles = list[tuple[int, int, int, int, int]]()
+    item_rows = list[int]()
+    for span in spans:
+        for first in range(0, len(span.rows), tile_rows):
+            rows = span.rows[first : first + tile_rows]
+            stop = max(map(int, chunks[list(rows)]))
+            stop = stop if span.stop_chunk is None else min(stop, span.stop_chunk)
+            if stop > span.first_chunk:
+                tiles.append((len(item_rows), len(rows), span.key_start, span.first_chunk, stop))
+                item_rows += rows
+    each = np.array(tiles, dtype=np.int32)
+    lengths = each[:, 4] - each[:, 3]
+    ends = np.cumsum(lengths)
+    items = np.repeat(each[:, :4], lengths, axis=0)
+    items[:, 3] += np.arange(len(items), dtype=np.int32) - np.repeat(ends - lengths, lengths).astype(np.int32)
+    chunk_ends = np.cumsum(chunks)
+    columns = longs[: 2 * num_rows], slots, counts, chunk_ends - chunks
+    begin = WORK_HEADER + np.array([0, num_rows, 2 * num_rows, 3 * num_rows, 4 * num_rows, 5 * num_rows])
+    rows_begin = int(begin[5]) + items.size
+    keys_begin = rows_begin + len(item_rows)
+    ids, positions, own, count, first_chunks, items_begin = map(int, begin)
+    places = WorkPlaces(
+        len(items), items_begin, rows_begin, count, first_chunks, keys_begin, num_rows, ids, positions, own
+    )
+    header = np.array([*places, *[0] * (WORK_HEADER - len(places))])
+    # An even number, so that it may lie behind longer numbers.
+    filler = np.zeros((keys_begin + sum(map(len, key_lists))) % 2, dtype=np.int64)
+    parts = header, *columns, items.ravel(), item_rows, *key_lists, filler
+    return np.concatenate(parts, dtype=np.int32, casting="unsafe"), int(chunk_ends[-1]), places
 
 
 def _leaf_lists(tree: TokenTree, slots: Slots, stop: int, skipped: int) -> tuple[list[Slots], list[int]]:
@@ -219,14 +329,3 @@ def _leaf_lists(tree: TokenTree, slots: Slots, stop: int, skipped: int) -> tuple
         lists.append(np.append(slots[:stop], slots[[stop + row - 1 for row in path]]))
         num_keys += len(lists[-1])
     return lists, row_starts[skipped:]
-
-
-def _split(array: Ints, device: torch.device, *sizes: int) -> tuple[Tensor, ...]:
-    """Views of these sizes, and one of the rest."""
-    return _tensor(array, device).split_with_sizes((*sizes, len(array) - sum(sizes)))
-
-
-def _tensor(array: Ints, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    # Asking for the device that it is on already would cost as much as making it.
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)

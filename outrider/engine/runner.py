@@ -19,10 +19,10 @@ from outrider.engine.heads.head import TargetParts
 from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.models.config import DecoderFacts
 from outrider.engine.models.decoder import Decoder, TappedDecoder
-from outrider.engine.models.fused import fused
+from outrider.engine.models.fused import Graphs, fused
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import DTYPES, PACKED_BITS, unchanged
-from outrider.engine.ops import Ops, choose_ops
+from outrider.engine.ops import Kernels, Ops, choose_ops
 from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
 from outrider.engine.session import Session
 from outrider.engine.sharing import share_rows
@@ -128,9 +128,10 @@ class ModelRunner:
         max_rows: int = MAX_ROWS,
         *,
         context_len: int | None = None,
+        graphs: Graphs = "auto",
     ) -> None:
-        """Without a context_len sessions may be as long as the model reads."""
-        self.model: Decoder = fused(model) if isinstance(model, Transformer) else model
+        """Without a context_len sessions may be as long as the model reads. See `load` for graphs."""
+        self.model: Decoder = fused(model, graphs) if isinstance(model, Transformer) else model
         self.identity = identity
         self.max_rows = max_rows
         self.context_len = context_len or model.config.context_len
@@ -156,6 +157,8 @@ class ModelRunner:
         kv_tokens: int | None = None,
         context_len: int | None = None,
         vocabulary_size: int | None = None,
+        kernels: Kernels = "auto",
+        graphs: Graphs = "auto",
     ) -> Self:
         """Loads a folder, a hub id, a sized or simulated model (model_names.py), or what find_checkpoint found.
 
@@ -187,7 +190,7 @@ class ModelRunner:
         if not 1 <= size <= config.vocab_size:
             message = f"{checkpoint.name}: the tokenizer knows {size} ids, but the model embeds {config.vocab_size}"
             raise ModelRefused(message, vocabulary_size=size, vocab_size=config.vocab_size)
-        ops = choose_ops(torch_device, num_threads, packed_bits)
+        ops = choose_ops(torch_device, num_threads, packed_bits, kernels)
         if isinstance(ops, NativeOps) and config.head_dim > MAX_HEAD_DIM:
             message = f"{checkpoint.name} has heads of {config.head_dim}, but at most {MAX_HEAD_DIM} fit the kernels"
             raise ModelRefused(message, head_dim=config.head_dim, limit=MAX_HEAD_DIM)
@@ -196,7 +199,7 @@ class ModelRunner:
             digest = checkpoint.digest()
         identity = ModelIdentity(checkpoint.name, digest, dtype, num_threads, size, checkpoint.modelling)
         kv_tokens = kv_tokens or decoder.default_kv_tokens(longest)
-        return cls(decoder, identity, kv_tokens, context_len=longest)
+        return cls(decoder, identity, kv_tokens, context_len=longest, graphs=graphs)
 
     @property
     def parts(self) -> TargetParts:
@@ -243,7 +246,7 @@ class ModelRunner:
     @property
     def is_row_invariant(self) -> bool:
         """Whether a row's bits depend on nothing but the row; see outrider.engine.ops."""
-        return self.device.type == "cpu"
+        return self.device.type == "cpu" or self.ops.name.startswith("triton")
 
     @property
     def numerics_id(self) -> str:
@@ -291,7 +294,7 @@ class ModelRunner:
         if not any(grants):
             nothing = torch.empty(0, self.config.vocab_size, device=self.device)
             return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds), grants)
-        batch = build_batch(extended, grants, self.device)
+        batch = build_batch(extended, grants, self.device, self.model.tile_rows)
         compute: Compute = self.model.forward
         for extension in self.extensions:
             compute = extension.compute(extended, grants) or compute

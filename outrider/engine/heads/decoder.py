@@ -6,7 +6,6 @@ the head makes of them.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -54,11 +53,8 @@ class HeadDecoder(Decoder):
         depths, wanted_depths = self._depths(found[:, -1], wanted)
         # Rows do not see the first token of their text; that one's own row sees itself.
         is_later = plan.key_counts > 1
-        later = replace(
-            plan,
-            key_starts=plan.key_starts + is_later,
-            key_counts=plan.key_counts - is_later.int(),
-            max_key_count=max(plan.max_key_count - 1, 1),
+        later = plan.with_lists(
+            plan.key_starts + is_later, plan.key_counts - is_later.int(), max(plan.max_key_count - 1, 1)
         )
         outputs, states = self._drafting.step(HeadRows(later, cache, found[:, :-1].contiguous(), depths))
         behind = torch.cat((states.index_select(0, wanted), found[:, -1:].index_select(0, wanted) + 1), 1)

@@ -30,6 +30,11 @@ class Decoder(ABC):
         """Weights of the model, a tied matrix once: as it makes logits."""
 
     @property
+    def tile_rows(self) -> int:
+        """The most rows that share an item of work (outrider.engine.batching); 0 for a model that reads none."""
+        return 0
+
+    @property
     def device_name(self) -> str:
         """The device as reports name it: torch's name, or what it stands for where it is simulated."""
         return str(self.embedding.device)

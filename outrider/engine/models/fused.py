@@ -5,6 +5,8 @@ structures hold addresses, so this object keeps the model and the cache whose te
 """
 
 import ctypes
+from importlib import import_module
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +19,9 @@ from outrider.engine.models.transformer import Layer, Linear, Transformer
 from outrider.engine.ops import Weight
 from outrider.engine.ops.library import DecoderFields, LayerFields, MatrixFields, PlanFields, TapFields
 from outrider.engine.ops.native import MAX_HEAD_DIM, NativeOps, expect, expect_weight
+
+
+Graphs = Literal["auto", "off"]
 
 
 class FusedTransformer(LayeredDecoder, ProbedDecoder):
@@ -146,6 +151,13 @@ def address_of(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> int 
     return tensor.data_ptr()
 
 
-def fused(model: Transformer) -> Transformer | FusedTransformer:
-    """The model itself, or its forward in one call where its operations are compiled."""
-    return FusedTransformer(model, model.ops) if isinstance(model.ops, NativeOps) else model
+def fused(model: Transformer, graphs: Graphs = "auto") -> LayeredDecoder:
+    """The model itself, or its forward in fewer calls where its operations are compiled; `graphs` are CUDA's."""
+    if isinstance(model.ops, NativeOps):
+        return FusedTransformer(model, model.ops)
+    if model.ops.name.startswith("triton"):
+        # Not imported above, because it needs Triton, which many machines have not.
+        module = import_module("outrider.engine.models.graphed")
+        graphed: LayeredDecoder = module.GraphedTransformer(model, model.ops, has_graphs=graphs == "auto")
+        return graphed
+    return model

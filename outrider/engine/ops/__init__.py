@@ -5,7 +5,9 @@ the number of threads. No such promise holds for `eager` on CUDA.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +18,12 @@ from outrider.engine.ops.library import load_kernels
 from outrider.engine.ops.native import NativeOps
 from outrider.engine.ops.packed import Weight
 from outrider.engine.ops.reference import ReferenceOps
+from outrider.errors import InvalidRequest
 
-__all__ = ["Ops", "Weight", "choose_ops"]
+__all__ = ["Kernels", "Ops", "Weight", "choose_ops", "triton_missing"]
+
+Kernels = Literal["auto", "eager", "triton"]
+LEAST_TRITON = "3.6"
 
 
 class Ops(Protocol):
@@ -101,12 +107,34 @@ class Ops(Protocol):
         """
 
 
-def choose_ops(device: torch.device, num_threads: int, packed_bits: int | None = None) -> Ops:
-    """The fastest operations for a device: compiled kernels on a CPU that has them, torch otherwise.
+def choose_ops(
+    device: torch.device, num_threads: int, packed_bits: int | None = None, kernels: Kernels = "auto"
+) -> Ops:
+    """The fastest operations for a device: compiled kernels where it and this machine have them, torch otherwise.
 
-    With packed_bits, 8 or 4, stacked matrices are quantised to that (outrider.engine.ops.packed).
+    With packed_bits, 8 or 4, stacked matrices are quantised to that (outrider.engine.ops.packed), on the CPU.
+    `kernels` are those of an accelerator; raises InvalidRequest where it names some that are not to be had.
     """
     if device.type != "cpu":
-        return EagerOps(packed_bits)
-    kernels = load_kernels()
-    return ReferenceOps(packed_bits) if kernels is None else NativeOps(kernels, num_threads, packed_bits=packed_bits)
+        missing = triton_missing()
+        if kernels == "triton" and missing is not None:
+            raise InvalidRequest("kernels", kernels, f'"auto" or "eager" here: {missing}')
+        if kernels == "eager" or missing is not None:
+            return EagerOps(packed_bits)
+        ops: Ops = import_module("outrider.engine.ops.triton_ops").TritonOps(device)
+        return ops
+    compiled = load_kernels()
+    return ReferenceOps(packed_bits) if compiled is None else NativeOps(compiled, num_threads, packed_bits=packed_bits)
+
+
+def triton_missing() -> str | None:
+    """Why Triton compiles no kernels for CUDA devices here; None where it does."""
+    if torch.version.hip is not None:
+        return "Triton's kernels are for CUDA, and this torch is built for ROCm"
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
+        return f"triton {LEAST_TRITON} or later is not installed"
+    if tuple(map(int, found.split(".")[:2])) < tuple(map(int, LEAST_TRITON.split("."))):
+        return f"triton is {found}, and {LEAST_TRITON} is the least"
+    return None

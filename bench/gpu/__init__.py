@@ -1,0 +1,1 @@
+"""What a machine with a GPU is asked in one call; see `bench/gpu.sh` and docs/gpu.md."""

@@ -1,0 +1,147 @@
+"""Section `pair`: a target and a draft in one process, without messages: plain decoding, chains and trees of guesses.
+
+The sessions, the verifier and the draft are those of the target service; only the thread between them is left out.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from bench.gpu.records import Recorder
+from bench.gpu.sizes import Sizes
+from bench.gpu.subjects import load, variants
+from bench.gpu.timing import synchronize
+from gateway.text.tokenizer import Tokenizer
+from outrider.cli.bench.common import fresh_prompt, spec_of
+from outrider.drafters.drafter import NO_GUESSES, Drafter, GuessLimits
+from outrider.drafters.hosted import HostedModel
+from outrider.engine.runner import ModelRunner
+from outrider.model_service.leases import LeaseTable
+from outrider.model_service.outbox import Outbox, SessionAnswer
+from outrider.parameters import SessionSpec
+from outrider.rpc.fencing import Fence
+from outrider.token_tree import EMPTY, TreeShape
+from target_service.acceptance import TargetVerdict
+from target_service.sessions import TargetSessions
+from target_service.states import Step, TargetState
+from target_service.verifier import TargetTask, Verifier
+
+PLAIN = "plain"
+SETTINGS = {
+    PLAIN: NO_GUESSES,
+    "chain of 5": GuessLimits(5),
+    "tree of 31": GuessLimits(31, TreeShape(max_depth=6), 6),
+}
+LEASE_S = 600.0
+
+
+class Inbox(list[SessionAnswer[TargetVerdict]]):
+    """Stands where the outbox of a link stands, in the same thread."""
+
+    client = ""
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def put(self, answer: SessionAnswer[TargetVerdict]) -> None:
+        """Takes an answer."""
+        self.append(answer)
+
+
+@dataclass(slots=True)
+class Answered:
+    """Tokens of some requests, in their order, and what they took."""
+
+    texts: list[list[int]]
+    seconds: float
+    verdicts: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.texts))
+
+
+class Pair:
+    """A target whose sessions advance side by side, each with the drafter or without."""
+
+    def __init__(self, target: ModelRunner, drafter: Drafter[Any]) -> None:
+        self._tasks: list[TargetTask] = []
+        self._table = LeaseTable[TargetState](LEASE_S)
+        self._sessions = TargetSessions(target, self._table, self._tasks.append, prefix_cache=False, drafters=[drafter])
+        self._verifier = Verifier(target, self._table)
+        self._target, self._drafter = target, drafter
+
+    def answer(self, specs: Sequence[SessionSpec], limits: GuessLimits) -> Answered:
+        """Answers requests at once, asking each time as a gateway does. Raises what a session ends with."""
+        inbox = Inbox()
+        owner = cast("Outbox", inbox)
+        numbers = {os.urandom(16): number for number in range(len(specs))}
+        texts: list[list[int]] = [[] for _ in specs]
+        drafter = self._drafter.name if limits.draft_count else ""
+        synchronize(self._target.device)
+        start, verdicts = time.perf_counter(), 0
+        for session_id, spec in zip(numbers, specs, strict=True):
+            fence = Fence(session_id, 1, len(spec.token_ids))
+            self._sessions.open(fence, spec, Step(EMPTY, 0, time.perf_counter_ns(), limits), owner, drafter)
+        while self._tasks:
+            self._verifier.advance(self._tasks)
+            self._tasks[:] = [task for task in self._tasks if not (task.done or task.stopped)]
+            answers, inbox[:] = list(inbox), []
+            for answer in answers:
+                if answer.error is not None or answer.content is None:
+                    raise answer.error or RuntimeError(f"a session wants tokens: {answer}")
+                session_id, number = answer.fence.session_id, numbers[answer.fence.session_id]
+                verdicts += 1
+                texts[number] += answer.content.token_ids
+                if answer.content.finish_reason is None:
+                    fence = Fence(session_id, 1, len(specs[number].token_ids) + len(texts[number]))
+                    self._sessions.step(fence, Step(EMPTY, 0, time.perf_counter_ns(), limits), owner)
+        seconds = time.perf_counter() - start
+        self._table.clear()
+        return Answered(texts, seconds, verdicts)
+
+
+def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
+    """The last variant, which is the fastest that there is."""
+    variant = variants(device)[-1]
+    with recorder.case(variant.name):
+        target, draft = (load(name, sizes.pair_tokens, device, variant) for name in sizes.pair)
+        pair = Pair(target, HostedModel(draft))
+        prompts = asyncio.run(_encoded(sizes.pair[0], max(*sizes.streams, sizes.compared)))
+        _compare(recorder, sizes, pair, prompts, variant.name)
+        for streams in sizes.streams:
+            for setting, limits in SETTINGS.items():
+                with recorder.case(f"{setting}/streams={streams}/{variant.name}"):
+                    specs = [spec_of(prompt, 1, 0.0, sizes.tokens) for prompt in prompts[:streams]]
+                    # What is recorded or compiled for so many rows is none of the answers' business.
+                    pair.answer([replace(spec, max_len=spec.max_len - sizes.tokens // 2) for spec in specs], limits)
+                    answered = pair.answer(specs, limits)
+                    what = f"{setting}/streams={streams}"
+                    rate = answered.num_tokens / answered.seconds
+                    recorder.add(f"tokens a second/{what}/{variant.name}", rate, "tok/s")
+                    mean = answered.num_tokens / answered.verdicts
+                    recorder.add(f"tokens a verdict/{what}/{variant.name}", mean, "tokens")
+
+
+def _compare(recorder: Recorder, sizes: Sizes, pair: Pair, prompts: Sequence[Sequence[int]], name: str) -> None:
+    """Texts without guesses, all side by side, against those with them, few side by side; greedy and drawn."""
+    for temperature in (0.0, 1.0):
+        specs = [
+            spec_of(prompt, seed, temperature, sizes.tokens) for seed, prompt in enumerate(prompts[: sizes.compared])
+        ]
+        plain = pair.answer(specs, NO_GUESSES).texts
+        for setting, limits in SETTINGS.items():
+            few = max(sizes.compared // 5, 1)
+            parts = [specs[first : first + few] for first in range(0, len(specs), few)]
+            texts = [text for part in parts for text in pair.answer(part, limits).texts]
+            differing = [number for number, (one, two) in enumerate(zip(plain, texts, strict=True)) if one != two]
+            what = f"texts that differ/{setting}/temperature={temperature:g}/{name}"
+            recorder.add(what, len(differing), "texts", of=len(specs), differing=differing)
+
+
+async def _encoded(model: str, count: int) -> list[list[int]]:
+    tokenizer = Tokenizer(model)
+    return [list(await tokenizer.encode(fresh_prompt(number))) for number in range(count)]

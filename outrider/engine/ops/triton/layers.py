@@ -1,0 +1,189 @@
+"""What lies between the products of a transformer's layer, in one kernel each: the bits are those of the operations.
+
+Products come as parts (outrider.engine.ops.triton.linear). Rows past the number that stands in the work's header only
+fill a graph up: they repeat its last row, and are stored nowhere.
+"""
+
+import triton
+import triton.language as tl
+
+from outrider.engine.ops.triton.launch import begin
+from outrider.engine.ops.triton.linear import add_units
+from outrider.engine.ops.triton.rows import normed, rotated
+
+# Places in the header of shared work: outrider.engine.batching.WorkPlaces.
+NUM_ROWS = tl.constexpr(6)
+TOKEN_IDS = tl.constexpr(7)
+POSITIONS = tl.constexpr(8)
+SLOTS = tl.constexpr(9)
+
+
+@triton.jit
+def embed(embedding, work, norm, x, hidden, size, epsilon, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    """x [R, H] float32, the rows of token ids, and hidden [R, H], what the first norm makes of them."""
+    begin(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < size
+    source = tl.minimum(row, tl.load(work + NUM_ROWS) - 1)
+    token = tl.load(work + tl.load(work + TOKEN_IDS) + source).to(tl.int64)
+    values = tl.load(embedding + token * size + columns, mask=is_column, other=0.0).to(tl.float32)
+    scales = tl.load(norm + columns, mask=is_column, other=0.0)
+    tl.store(x + row * size + columns, values, mask=is_column)
+    tl.store(hidden + row * size + columns, normed(values, scales, size, epsilon), mask=is_column)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_and_norm(
+    x,
+    partials,
+    bias,
+    norm,
+    hidden,
+    num_rows,
+    size,
+    epsilon,
+    NUM_PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Adds a product to x [R, H] in place; hidden [R, H] is what the next norm makes of it."""
+    begin(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < size
+    places = row * size + columns
+    total = add_units(partials, places, is_column, num_rows.to(tl.int64) * size, NUM_PARTS)
+    if HAS_BIAS:
+        total += tl.load(bias + columns, mask=is_column, other=0.0)
+    values = tl.load(x + places, mask=is_column, other=0.0) + total
+    scales = tl.load(norm + columns, mask=is_column, other=0.0)
+    tl.store(x + places, values, mask=is_column)
+    tl.store(hidden + places, normed(values, scales, size, epsilon), mask=is_column)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def multiply_silu(partials, bias, output, num_rows, width, NUM_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    """output [R, M] = silu(gate) * up of the product [R, 2M] = gate beside up."""
+    begin(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < width
+    part_size = num_rows.to(tl.int64) * width * 2
+    places = row * 2 * width + columns
+    gate = add_units(partials, places, is_column, part_size, NUM_PARTS)
+    up = add_units(partials, places + width, is_column, part_size, NUM_PARTS)
+    if HAS_BIAS:
+        gate += tl.load(bias + columns, mask=is_column, other=0.0)
+        up += tl.load(bias + width + columns, mask=is_column, other=0.0)
+    silu = tl.div_rn(gate, 1.0 + tl.exp(-gate))
+    tl.store(output + row * width + columns, silu * up, mask=is_column)
+
+
+@triton.jit
+def _head(
+    partials, bias, norm, column, row_width, row, part_size, size, epsilon, NUM_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
+):
+    """Both halves of a head of a product [R, W] that begins at this column, normed where there is a norm [D]."""
+    half = tl.arange(0, HALF)
+    is_half = half < HEAD_DIM // 2
+    places = row * row_width + column + half
+    first = add_units(partials, places, is_half, part_size, NUM_PARTS)
+    second = add_units(partials, places + HEAD_DIM // 2, is_half, part_size, NUM_PARTS)
+    if HAS_BIAS:
+        first += tl.load(bias + column + half, mask=is_half, other=0.0)
+        second += tl.load(bias + column + HEAD_DIM // 2 + half, mask=is_half, other=0.0)
+    if HAS_NORM:
+        dims = tl.arange(0, BLOCK)
+        is_dim = dims < HEAD_DIM
+        whole = add_units(partials, row * row_width + column + dims, is_dim, part_size, NUM_PARTS)
+        if HAS_BIAS:
+            whole += tl.load(bias + column + dims, mask=is_dim, other=0.0)
+        mean = tl.div_rn(tl.sum(whole * whole, 0), size.to(tl.float32))
+        factor = tl.div_rn(1.0, tl.sqrt_rn(mean + epsilon))
+        first = first * factor * tl.load(norm + half, mask=is_half, other=0.0)
+        second = second * factor * tl.load(norm + HEAD_DIM // 2 + half, mask=is_half, other=0.0)
+    return first, second
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def split_heads(
+    partials,
+    bias,
+    query_norm,
+    key_norm,
+    cos,
+    sin,
+    work,
+    query,
+    key_cache,
+    value_cache,
+    num_rows,
+    num_heads,
+    num_groups,
+    size,
+    epsilon,
+    NUM_PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Turns the heads of a product [R, (H + 2G) D] and stores keys and values; one program a row and head.
+
+    size is the head dimension again, as a number that a mean is divided by.
+    """
+    begin(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    half = tl.arange(0, HALF)
+    is_half = half < HEAD_DIM // 2
+    row_width = (num_heads + 2 * num_groups) * HEAD_DIM
+    part_size = num_rows.to(tl.int64) * row_width
+    if row < tl.load(work + NUM_ROWS):
+        position = tl.load(work + tl.load(work + POSITIONS) + row)
+        row_cos = tl.load(cos + position * (HEAD_DIM // 2) + half, mask=is_half, other=0.0)
+        row_sin = tl.load(sin + position * (HEAD_DIM // 2) + half, mask=is_half, other=0.0)
+        if head < num_heads:
+            first, second = _head(
+                partials, bias, query_norm, head * HEAD_DIM, row_width, row, part_size, size, epsilon, NUM_PARTS,
+                HAS_BIAS, HAS_NORM, HEAD_DIM, BLOCK, HALF,
+            )
+            first, second = rotated(first, second, row_cos, row_sin)
+            target = query + (row * num_heads + head) * HEAD_DIM + half
+            tl.store(target, first, mask=is_half)
+            tl.store(target + HEAD_DIM // 2, second, mask=is_half)
+        else:
+            group = head - num_heads
+            place = (tl.load(work + tl.load(work + SLOTS) + row).to(tl.int64) * num_groups + group) * HEAD_DIM + half
+            first, second = _head(
+                partials, bias, key_norm, head * HEAD_DIM, row_width, row, part_size, size, epsilon, NUM_PARTS,
+                HAS_BIAS, HAS_NORM, HEAD_DIM, BLOCK, HALF,
+            )
+            first, second = rotated(first, second, row_cos, row_sin)
+            tl.store(key_cache + place, first, mask=is_half)
+            tl.store(key_cache + place + HEAD_DIM // 2, second, mask=is_half)
+            column = (head + num_groups) * HEAD_DIM
+            first, second = _head(
+                partials, bias, key_norm, column, row_width, row, part_size, size, epsilon, NUM_PARTS,
+                HAS_BIAS, False, HEAD_DIM, BLOCK, HALF,
+            )
+            tl.store(value_cache + place, first, mask=is_half)
+            tl.store(value_cache + place + HEAD_DIM // 2, second, mask=is_half)
+
+
+@triton.jit
+def store_rows(source, work, features, size, first_column, row_stride, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    """Stores source [R, H] at the rows' slots of features, from a column on."""
+    begin(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < size
+    if row < tl.load(work + NUM_ROWS):
+        values = tl.load(source + row * size + columns, mask=is_column, other=0.0)
+        place = tl.load(work + tl.load(work + SLOTS) + row).to(tl.int64) * row_stride + first_column + columns
+        tl.store(features + place, values, mask=is_column)

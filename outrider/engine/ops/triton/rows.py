@@ -1,0 +1,95 @@
+"""What a row needs beside products and attention, each a function of that row alone."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def normed(x, weight, size, epsilon):
+    """x / sqrt(mean of x^2 + epsilon) * weight, of x with zeros past its size (Zhang and Sennrich, 2019)."""
+    mean = tl.div_rn(tl.sum(x * x, 0), size.to(tl.float32))
+    return x * tl.div_rn(1.0, tl.sqrt_rn(mean + epsilon)) * weight
+
+
+@triton.jit
+def rms_norm(x, weight, output, size, epsilon, BLOCK: tl.constexpr):
+    """output [R, D] of x [R, D] float32 and weight [D] float32; one program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < size
+    values = tl.load(x + row * size + columns, mask=is_column, other=0.0)
+    scales = tl.load(weight + columns, mask=is_column, other=0.0)
+    tl.store(output + row * size + columns, normed(values, scales, size, epsilon), mask=is_column)
+
+
+@triton.jit
+def silu_multiply(gate_up, output, width, BLOCK: tl.constexpr):
+    """output [R, M] = silu(gate) * up of gate_up [R, 2M] = gate beside up, float32."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < width
+    gate = tl.load(gate_up + row * 2 * width + columns, mask=is_column, other=0.0)
+    up = tl.load(gate_up + row * 2 * width + width + columns, mask=is_column, other=0.0)
+    silu = tl.div_rn(gate, 1.0 + tl.exp(-gate))
+    tl.store(output + row * width + columns, silu * up, mask=is_column)
+
+
+@triton.jit
+def rotated(first, second, cos, sin):
+    """Both halves of a head turned, as in rotate_half (Su et al., 2021)."""
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def rotate_and_store(
+    query,
+    key,
+    value,
+    positions,
+    slots,
+    cos,
+    sin,
+    output,
+    key_cache,
+    value_cache,
+    query_row,
+    query_head,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    num_heads,
+    num_groups,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a row and head: of H query heads, then of G keys with their values."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    half = tl.arange(0, BLOCK)
+    is_half = half < HEAD_DIM // 2
+    position = tl.load(positions + row)
+    row_cos = tl.load(cos + position * (HEAD_DIM // 2) + half, mask=is_half, other=0.0)
+    row_sin = tl.load(sin + position * (HEAD_DIM // 2) + half, mask=is_half, other=0.0)
+    if head < num_heads:
+        source = query + row * query_row + head * query_head + half
+        first = tl.load(source, mask=is_half, other=0.0)
+        second = tl.load(source + HEAD_DIM // 2, mask=is_half, other=0.0)
+        first, second = rotated(first, second, row_cos, row_sin)
+        target = output + (row * num_heads + head) * HEAD_DIM + half
+        tl.store(target, first, mask=is_half)
+        tl.store(target + HEAD_DIM // 2, second, mask=is_half)
+    else:
+        group = head - num_heads
+        source = key + row * key_row + group * key_head + half
+        first = tl.load(source, mask=is_half, other=0.0)
+        second = tl.load(source + HEAD_DIM // 2, mask=is_half, other=0.0)
+        first, second = rotated(first, second, row_cos, row_sin)
+        place = (tl.load(slots + row) * num_groups + group) * HEAD_DIM + half
+        tl.store(key_cache + place, first, mask=is_half)
+        tl.store(key_cache + place + HEAD_DIM // 2, second, mask=is_half)
+        source = value + row * value_row + group * value_head + half
+        first = tl.load(source, mask=is_half, other=0.0)
+        second = tl.load(source + HEAD_DIM // 2, mask=is_half, other=0.0)
+        tl.store(value_cache + place, first, mask=is_half)
+        tl.store(value_cache + place + HEAD_DIM // 2, second, mask=is_half)
