@@ -155,10 +155,12 @@ class Batch:
     ranges: list[range | None]
 
 
-def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.device, tile_rows: int = 0) -> Batch:
+def build_batch(
+    feeds: Sequence[Feed], grants: Sequence[int], device: torch.device, tiles: Sequence[int] = ()
+) -> Batch:
     """The plan of a forward in which feed i has grants[i] rows, in feed order; its slots must have been reserved.
 
-    With tile_rows it says which rows share work, at most so many at a time.
+    With tiles it says which rows share work, at most so many at a time: as many as a session has, or the most.
     """
     token_ids, positions, key_starts, wanted = (list[int]() for _ in range(4))
     spans = list[Span]()
@@ -206,12 +208,14 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
     slots = row_slots[0] if len(row_slots) == 1 else np.concatenate(row_slots)
     longs = np.array(token_ids + positions + key_starts + wanted, dtype=np.int64)
     counts = longs[num_rows : 2 * num_rows] + 1
-    if not tile_rows:
+    if not tiles:
         # Those of one type travel together, because each tensor costs as much as many rows.
         ints = np.concatenate((counts, *key_lists), dtype=np.int32, casting="same_kind")
         key_counts, key_slots = send(ints, device).split_with_sizes((num_rows, num_keys))
-        sent_slots, sent, work, num_row_chunks = send(slots, device), send(longs, device), None, 0
+        sent_slots, sent, work, num_row_chunks, tile_rows = send(slots, device), send(longs, device), None, 0, 0
     else:
+        longest = max(len(span.rows) for span in spans)
+        tile_rows = next((each for each in tiles if each >= longest), tiles[-1])
         array, num_row_chunks, places = shared_work(spans, longs, slots, counts, key_lists, tile_rows)
         # All in one piece.
         every = send(np.concatenate((longs, slots, array.view(np.int64))), device)

@@ -294,7 +294,7 @@ class ModelRunner:
         if not any(grants):
             nothing = torch.empty(0, self.config.vocab_size, device=self.device)
             return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds), grants)
-        batch = build_batch(extended, grants, self.device, self.model.tile_rows)
+        batch = build_batch(extended, grants, self.device, self.model.tiles)
         compute: Compute = self.model.forward
         for extension in self.extensions:
             compute = extension.compute(extended, grants) or compute

@@ -30,9 +30,9 @@ class Decoder(ABC):
         """Weights of the model, a tied matrix once: as it makes logits."""
 
     @property
-    def tile_rows(self) -> int:
-        """The most rows that share an item of work (outrider.engine.batching); 0 for a model that reads none."""
-        return 0
+    def tiles(self) -> tuple[int, ...]:
+        """Numbers of rows that may share an item of work (outrider.engine.batching); none for a model without any."""
+        return ()
 
     @property
     def device_name(self) -> str:

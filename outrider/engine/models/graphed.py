@@ -20,8 +20,8 @@ from outrider.engine.ops.triton_ops import PARTIAL_FLOATS, TritonOps, norm_optio
 
 # Rows for which graphs are recorded.
 GRAPH_ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
-# Of attention's tile, token rows times heads: what a step and what a prompt fill.
-STEP_TILE = 32
+# Of attention's tiles, token rows times the heads of a group: of few rows, of more, of a prompt.
+TILES = (16, 32, 64)
 # Numbers of work that graphs have room for, 16 MiB.
 WORK_NUMBERS = 1 << 22
 
@@ -35,7 +35,7 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
         self.ops: TritonOps = ops
         self._model = model
         self._has_graphs = has_graphs
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._cache: KVCache | None = None
         self._features = torch.empty(0)
         self._heads_each = triton.next_power_of_2(self.config.num_heads // self.config.num_kv_heads)
@@ -44,9 +44,10 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
         self._partials = ops.room_for_chunks(self._room, self.config.num_heads, self.config.head_dim)
 
     @property
-    def tile_rows(self) -> int:
-        """The most rows of an item of shared work; 0 where a layer sees only a window."""
-        return max(1, STEP_TILE // self._heads_each) if not any(self.config.windows) else 0
+    def tiles(self) -> tuple[int, ...]:
+        """Rows of a tile; none where a layer sees only a window, because its lists begin elsewhere."""
+        each = sorted({max(1, tile // self._heads_each) for tile in TILES})
+        return () if any(self.config.windows) else tuple(each)
 
     @property
     def weights(self) -> list[Weight]:
@@ -78,10 +79,10 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
     def _replay(self, plan: RowPlan, work: Tensor, cache: KVCache, wanted: Tensor) -> Tensor:
         num_rows = plan.num_rows
         self._work[: work.shape[0]].copy_(work)
-        size = next(size for size in GRAPH_ROWS if size >= num_rows)
-        if size not in self._graphs:
-            self._graphs[size] = self._record(size, plan.tile_rows, cache)
-        graph, logits = self._graphs[size]
+        key = next(size for size in GRAPH_ROWS if size >= num_rows), plan.tile_rows
+        if key not in self._graphs:
+            self._graphs[key] = self._record(*key, cache)
+        graph, logits = self._graphs[key]
         graph.replay()
         return logits[:num_rows] if wanted.shape[0] == num_rows else logits.index_select(0, wanted)
 

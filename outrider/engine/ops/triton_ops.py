@@ -243,7 +243,7 @@ class TritonOps(EagerOps):
         is_wide = self.is_wide(key_cache.dtype)
         sizes = {"CHUNK": CHUNK, "STEP": 64, "TILE": tile, "HEADS": heads}
         dims = {"HEAD_DIM": head_dim, "BLOCK_DIM": triton.next_power_of_2(head_dim)}
-        return {**sizes, **dims, "WIDE": is_wide, "num_warps": 4, "num_stages": 2, **OPTIONS}
+        return {**sizes, **dims, "WIDE": is_wide, "num_warps": 4, "num_stages": 3, **OPTIONS}
 
     def _join_constants(self, head_dim: int) -> dict[str, int | bool]:
         dims = {"HEAD_DIM": head_dim, "BLOCK_DIM": triton.next_power_of_2(head_dim)}
