@@ -108,12 +108,12 @@ def _attention(recorder: Recorder, sizes: Sizes, device: torch.device, case: tup
     query = layer.queries(sessions * rows)
     num_bytes = 4 * sessions * length * shape.num_kv_heads * shape.head_dim
     what = f"attention/length={length}/sessions={sessions}/rows={rows}"
-    for name, (ops, tile_rows) in attention_kinds(device).items():
+    for name, (ops, tiles) in attention_kinds(device).items():
         # In plain torch every row's keys are copied, and ours are read once for each row without shared work.
-        if tile_rows == 0 and len(query) * length > sizes.eager_scores:
+        if not tiles and len(query) * length > sizes.eager_scores:
             continue
         with recorder.case(f"{what}/{name}"):
-            plan = layer.plan(feeds, tile_rows)
+            plan = layer.plan(feeds, tiles)
             timing = time_launches(device, [partial(layer.attend, ops, query, plan)])
             recorder.add(f"{what}/{name}", num_bytes / timing.us / 1e3, "GB/s", **_facts(timing))
 

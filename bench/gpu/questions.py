@@ -38,14 +38,14 @@ Rows = Callable[[Tensor], Tensor]
 
 
 class Attention(NamedTuple):
-    """Operations, and how many rows share an item of work."""
+    """Operations, and how many rows may share an item of work."""
 
     ops: Ops
-    tile_rows: int
+    tiles: tuple[int, ...]
 
     def __call__(self, layer: Layer, query: Tensor, feeds: Sequence[Feed]) -> Tensor:
         """Attention of all rows of the feeds."""
-        return layer.attend(self.ops, query, layer.plan(feeds, self.tile_rows))
+        return layer.attend(self.ops, query, layer.plan(feeds, self.tiles))
 
 
 def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
@@ -56,9 +56,9 @@ def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
             _rows_alone(recorder, sizes, device, name, ops)
         with recorder.case(f"choose/{name}"):
             _choices(recorder, sizes, device, name, ops)
-    for name, (ops, tile_rows) in attention_kinds(device).items():
+    for name, (ops, tiles) in attention_kinds(device).items():
         with recorder.case(f"attention/{name}"):
-            _attention(recorder, sizes, device, name, Attention(ops, tile_rows))
+            _attention(recorder, sizes, device, name, Attention(ops, tiles))
     with recorder.case("attention/triton = triton-alone"):
         _two_ways(recorder, sizes, device)
     for variant in variants(device):
@@ -143,7 +143,7 @@ def _attention(recorder: Recorder, sizes: Sizes, device: torch.device, name: str
     recorder.add(f"attention/error/{name}", _attention_error(layer, query, layer.plan([prompt]), at_once))
     parts = []
     for part in torch.split(query, PIECE):
-        plan = layer.plan([prompt], attend.tile_rows, PIECE)
+        plan = layer.plan([prompt], attend.tiles, PIECE)
         parts.append(layer.attend(attend.ops, part, plan))
         prompt.session.advance(prompt.session.cached_len + len(part), EMPTY)
     recorder.add(f"attention/prompt in pieces = at once/{name}", torch.equal(torch.cat(parts), at_once))
@@ -157,8 +157,10 @@ def _two_ways(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
     layer = Layer(sizes.shapes["8b"], 8192, device)
     feeds = [layer.feed(length, tree_of(TREE_ROWS)) for length in (37, 300, 1100)]
     query = layer.queries(sum(feed.num_rows for feed in feeds))
-    shared, alone = (Attention(*kinds[name])(layer, query, feeds) for name in ("triton", "triton-alone"))
-    recorder.add("attention/shared work = own chunks/triton", torch.equal(shared, alone))
+    ops, tiles = kinds["triton"]
+    alone = Attention(ops, ())(layer, query, feeds)
+    same = [torch.equal(Attention(ops, (tile,))(layer, query, feeds), alone) for tile in tiles]
+    recorder.add("attention/shared work = own chunks/triton", all(same), tiles=tiles, same=same)
 
 
 def _as_chain(layer: Layer, attend: Attention, feed: Feed, row: int, query: Tensor, together: Tensor) -> bool:

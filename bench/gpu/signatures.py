@@ -8,7 +8,7 @@ import torch
 from bench.gpu.records import Recorder
 from bench.gpu.sizes import Sizes, matrices
 from bench.gpu.subjects import (
-    TILE_ROWS,
+    TILES,
     Layer,
     available_ops,
     cached_session,
@@ -60,10 +60,10 @@ def _signatures(sizes: Sizes, device: torch.device, ops: Ops) -> dict[str, Launc
         layer = Layer(shape, 8192, device)
         for rows in (1, 6, 32):
             tree = chain_of(rows - 1) if rows < 32 else tree_of(rows - 1)
-            for tile_rows in (0, TILE_ROWS):
-                plan = layer.plan([layer.feed(300, tree)], tile_rows)
+            for tiles in ((), *((each,) for each in TILES)):
+                plan = layer.plan([layer.feed(300, tree)], tiles)
                 attend = partial(layer.attend, ops, layer.queries(plan.num_rows), plan)
-                launches[f"attention/{model}/rows={rows}/shared={tile_rows > 0}"] = attend
+                launches[f"attention/{model}/rows={rows}/shared by {tiles}"] = attend
     for rows in sizes.choose_rows:
         logits = torch.randn(rows, sizes.vocab_size, device=device)
         temperatures = torch.full((rows,), 0.7, dtype=torch.float64, device=device)

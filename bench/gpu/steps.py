@@ -106,7 +106,7 @@ def _host(recorder: Recorder, sizes: Sizes, runner: ModelRunner, name: str) -> N
         temperatures = torch.full((logits.shape[0],), 0.7, dtype=torch.float64, device=runner.device)
         keys = torch.arange(logits.shape[0], device=runner.device)
         parts: dict[str, Callable[[], object]] = {
-            "build_batch": partial(build_batch, feeds, grants, runner.device, runner.model.tile_rows),
+            "build_batch": partial(build_batch, feeds, grants, runner.device, runner.model.tiles),
             "forward returns": partial(runner.forward, feeds),
             "forward is done": partial(_done, runner, feeds),
             "choose to ids": partial(_chosen, runner, logits, temperatures, keys),

@@ -24,8 +24,9 @@ from outrider.token_tree import EMPTY, TokenTree
 
 STANDARD_DEVIATION = 0.02
 KV_ROOM = 64
-# Rows of an item of shared work, as a step of 8B has it: 32 rows of a tile, of which a token has four.
-TILE_ROWS = 8
+# Rows that may share an item of work, as models of these shapes have them: a token has four of the 16, 32 or 64 rows
+# of a tile.
+TILES: tuple[int, ...] = (4, 8, 16)
 
 
 def available_ops(device: torch.device) -> dict[str, Ops]:
@@ -35,11 +36,13 @@ def available_ops(device: torch.device) -> dict[str, Ops]:
     return {"eager": EagerOps(), "triton": choose_ops(device, 1, kernels="triton")}
 
 
-def attention_kinds(device: torch.device) -> dict[str, tuple[Ops, int]]:
-    """Every kind of attention, with the rows of an item of shared work; 0 where every row is computed by itself."""
+def attention_kinds(device: torch.device) -> dict[str, tuple[Ops, tuple[int, ...]]]:
+    """Every kind of attention, with the rows that share an item of work; none where every row is computed by itself."""
     ops = available_ops(device)
-    kinds = {name: (each, TILE_ROWS if name == "triton" else 0) for name, each in ops.items()}
-    return kinds | ({"triton-alone": (ops["triton"], 0)} if "triton" in ops else {})
+    kinds: dict[str, tuple[Ops, tuple[int, ...]]] = {
+        name: (each, TILES if name == "triton" else ()) for name, each in ops.items()
+    }
+    return kinds | ({"triton-alone": (ops["triton"], ())} if "triton" in ops else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +163,10 @@ class Layer:
         session.advance(length, EMPTY)
         return Feed(session, tree)
 
-    def plan(self, feeds: Sequence[Feed], tile_rows: int = 0, num_rows: int | None = None) -> RowPlan:
+    def plan(self, feeds: Sequence[Feed], tiles: Sequence[int] = (), num_rows: int | None = None) -> RowPlan:
         """The plan of one forward with all rows of these, or with the first so many of each."""
         grants = [feed.num_rows if num_rows is None else min(num_rows, feed.num_rows) for feed in feeds]
-        return build_batch(feeds, grants, self.device, tile_rows).plan
+        return build_batch(feeds, grants, self.device, tiles).plan
 
     def queries(self, num_rows: int, seed: int = 0) -> Tensor:
         """Random queries [R, H, D]."""
