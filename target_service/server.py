@@ -106,7 +106,8 @@ def load_head(target: ModelRunner, name: str, dtype: str, num_threads: int = 1) 
         log.info("embeddings of PaSS loaded", folder=str(folder), count=len(probe_ids))
         return ProbeDrafter(target, PASS, partial(PassChain, probe_ids))
     found = read_head(folder, parts)
-    ops = choose_ops(target.device, num_threads, PACKED_BITS.get(dtype))
+    is_cpu = target.device.type == "cpu"
+    ops = choose_ops(target.device, num_threads, PACKED_BITS.get(dtype)) if is_cpu else target.ops
     head = found.load(parts, target.device, DTYPES[dtype], ops)
     log.info("head loaded", method=found.method, folder=str(found.folder), taps=head.facts.taps, switches=found.notes)
     return (Kangaroo if head.facts.reads_own else host_head)(target, head, found.digest(), ops)

@@ -45,7 +45,7 @@ def _measure(recorder: Recorder, sizes: Sizes, device: torch.device, model: str,
     name = f"{model}/{variant.name}"
     weight_bytes = sum(weight.nbytes for weight in runner.model.weights if isinstance(weight, torch.Tensor))
     recorder.add(f"load/{name}", time.perf_counter() - started, "s", weight_gib=weight_bytes / 2**30)
-    launches_all = variant.graphs == "off"
+    launches_all = variant.kernels != "graphs"
     rows, lengths = sizes.step_rows, sizes.step_lengths
     if launches_all:
         rows, lengths = sizes.eager_rows, lengths[:1]

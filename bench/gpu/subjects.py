@@ -12,10 +12,9 @@ from outrider.engine.batching import Feed, RowPlan, build_batch
 from outrider.engine.cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
 from outrider.engine.models.checkpoints import Checkpoint
 from outrider.engine.models.config import ModelConfig
-from outrider.engine.models.fused import Graphs
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import expected_shapes
-from outrider.engine.ops import Kernels, Ops, choose_ops, triton_missing
+from outrider.engine.ops import Ops, choose_ops, triton_missing
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
@@ -50,15 +49,14 @@ class Variant:
     """A way to load a model, by the options of ModelRunner.load."""
 
     name: str
-    kernels: Kernels
-    graphs: Graphs = "off"
+    kernels: str
 
 
 def variants(device: torch.device) -> list[Variant]:
     """Plain torch, our kernels, and our kernels replayed as graphs, as far as this machine has them."""
     if device.type != "cuda" or triton_missing() is not None:
         return [Variant("eager", "eager")]
-    return [Variant("eager", "eager"), Variant("triton", "triton"), Variant("graphs", "triton", "auto")]
+    return [Variant("eager", "eager"), Variant("triton", "triton"), Variant("graphs", "graphs")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +121,6 @@ def load(model: str | Checkpoint, kv_tokens: int, device: torch.device, variant:
         dtype="bfloat16",
         kv_tokens=kv_tokens,
         kernels=variant.kernels,
-        graphs=variant.graphs,
     )
 
 

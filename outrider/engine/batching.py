@@ -8,6 +8,7 @@ list, and prefill, decode and a tree of proposals are the same plan with other l
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -26,8 +27,6 @@ MAX_STEP_TOKENS = 8
 # Columns of a list that are summed before they meet the others, where rows share work.
 CHUNK = 256
 WORK_HEADER = 16
-
-Ints = NDArray[np.int64] | NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +70,7 @@ class RowPlan:
 
     def with_lists(self, key_starts: Tensor, key_counts: Tensor, max_key_count: int) -> Self:
         """Plan of the same rows, each of which sees another part of the key slots."""
-        return replace(
-            self, key_starts=key_starts, key_counts=key_counts, max_key_count=max_key_count, work=None
-        )
+        return replace(self, key_starts=key_starts, key_counts=key_counts, max_key_count=max_key_count, work=None)
 
     def windowed(self, window: int | None) -> Self:
         """Plan of the same rows, each of which sees the last `window` keys of its list, or all if that is None.
@@ -155,9 +152,7 @@ class Batch:
     ranges: list[range | None]
 
 
-def build_batch(
-    feeds: Sequence[Feed], grants: Sequence[int], device: torch.device, tiles: Sequence[int] = ()
-) -> Batch:
+def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.device, tiles: Sequence[int] = ()) -> Batch:
     """The plan of a forward in which feed i has grants[i] rows, in feed order; its slots must have been reserved.
 
     With tiles it says which rows share work, at most so many at a time: as many as a session has, or the most.
@@ -204,39 +199,55 @@ def build_batch(
             # The root's, unless it is computed already, and the new rows'.
             wanted += range(len(token_ids) - num_new - (not feed.num_computed), len(token_ids))
         ranges.append(range(prefixes[-1].stop, len(wanted)) if is_complete else None)
-    num_rows = len(token_ids)
     slots = row_slots[0] if len(row_slots) == 1 else np.concatenate(row_slots)
     longs = np.array(token_ids + positions + key_starts + wanted, dtype=np.int64)
+    make = partial(_shared_plan, spans, tiles) if tiles else _plan
+    plan, sent_wanted = make(longs, slots, key_lists, len(wanted), device)
+    return Batch(plan, sent_wanted, prefixes, ranges)
+
+
+def _plan(
+    longs: NDArray[np.int64], slots: Slots, key_lists: Sequence[Slots], num_wanted: int, device: torch.device
+) -> tuple[RowPlan, Tensor]:
+    """The plan of token ids [R], positions [R], starts of lists [R] and wanted rows, and these rows where it is."""
+    num_rows = len(slots)
     counts = longs[num_rows : 2 * num_rows] + 1
-    if not tiles:
-        # Those of one type travel together, because each tensor costs as much as many rows.
-        ints = np.concatenate((counts, *key_lists), dtype=np.int32, casting="same_kind")
-        key_counts, key_slots = send(ints, device).split_with_sizes((num_rows, num_keys))
-        sent_slots, sent, work, num_row_chunks, tile_rows = send(slots, device), send(longs, device), None, 0, 0
-    else:
-        longest = max(len(span.rows) for span in spans)
-        tile_rows = next((each for each in tiles if each >= longest), tiles[-1])
-        array, num_row_chunks, places = shared_work(spans, longs, slots, counts, key_lists, tile_rows)
-        # All in one piece.
-        every = send(np.concatenate((longs, slots, array.view(np.int64))), device)
-        sent, sent_slots = every[: len(longs)], every[len(longs) : len(longs) + num_rows]
-        work = every[len(longs) + num_rows :].view(torch.int32)
-        key_counts = work[places.counts : places.counts + num_rows]
-        key_slots = work[places.key_slots : places.key_slots + num_keys]
-    parts = sent.split_with_sizes((num_rows, num_rows, num_rows, len(wanted)))
-    plan = RowPlan(
-        token_ids=parts[0],
-        positions=parts[1],
-        slots=sent_slots,
-        key_slots=key_slots,
-        key_starts=parts[2],
-        key_counts=key_counts,
-        max_key_count=max(positions) + 1,
-        work=work,
-        tile_rows=tile_rows,
-        num_row_chunks=num_row_chunks,
-    )
-    return Batch(plan, parts[3], prefixes, ranges)
+    # Those of one type travel together, because each tensor costs as much as many rows.
+    ints = np.concatenate((counts, *key_lists), dtype=np.int32, casting="same_kind")
+    token_ids, positions, key_starts, wanted = _split(send(longs, device), num_rows, num_wanted)
+    key_counts, key_slots = send(ints, device).split_with_sizes((num_rows, len(ints) - num_rows))
+    rows = token_ids, positions, send(slots, device)
+    return RowPlan(*rows, key_slots, key_starts, key_counts, int(counts.max())), wanted
+
+
+def _shared_plan(
+    spans: Sequence["Span"],
+    tiles: Sequence[int],
+    longs: NDArray[np.int64],
+    slots: Slots,
+    key_lists: Sequence[Slots],
+    num_wanted: int,
+    device: torch.device,
+) -> tuple[RowPlan, Tensor]:
+    """`_plan` with what rows share; all of it travels in one piece."""
+    num_rows, num_keys = len(slots), sum(map(len, key_lists))
+    counts = longs[num_rows : 2 * num_rows] + 1
+    longest = max(len(span.rows) for span in spans)
+    tile_rows = next((each for each in tiles if each >= longest), tiles[-1])
+    array, num_row_chunks, places = shared_work(spans, longs, slots, counts, key_lists, tile_rows)
+    every = send(np.concatenate((longs, slots, array.view(np.int64))), device)
+    sent, sent_slots, rest = every.split_with_sizes((len(longs), num_rows, len(array) // 2))
+    token_ids, positions, key_starts, wanted = _split(sent, num_rows, num_wanted)
+    work = rest.view(torch.int32)
+    key_counts = work[places.counts : places.counts + num_rows]
+    key_slots = work[places.key_slots : places.key_slots + num_keys]
+    rows = token_ids, positions, sent_slots
+    keys = key_slots, key_starts, key_counts
+    return RowPlan(*rows, *keys, int(counts.max()), work, tile_rows, num_row_chunks), wanted
+
+
+def _split(longs: Tensor, num_rows: int, num_wanted: int) -> tuple[Tensor, ...]:
+    return longs.split_with_sizes((num_rows, num_rows, num_rows, num_wanted))
 
 
 class Span(NamedTuple):
@@ -274,7 +285,12 @@ class WorkPlaces(NamedTuple):
 
 
 def shared_work(
-    spans: Sequence[Span], longs: Ints, slots: Slots, counts: Ints, key_lists: Sequence[Slots], tile_rows: int
+    spans: Sequence[Span],
+    longs: NDArray[np.int64],
+    slots: Slots,
+    counts: NDArray[np.int64],
+    key_lists: Sequence[Slots],
+    tile_rows: int,
 ) -> tuple[NDArray[np.int32], int, WorkPlaces]:
     """A plan as the kernels of a GPU read it, int32 of an even size, and how many chunks all rows see together.
 
@@ -312,7 +328,7 @@ def shared_work(
     header = np.array([*places, *[0] * (WORK_HEADER - len(places))])
     # An even number, so that it may lie behind longer numbers.
     filler = np.zeros((keys_begin + sum(map(len, key_lists))) % 2, dtype=np.int64)
-    parts = header, *columns, items.ravel(), item_rows, *key_lists, filler
+    parts = [header, *columns, items.ravel(), np.array(item_rows), *key_lists, filler]
     return np.concatenate(parts, dtype=np.int32, casting="unsafe"), int(chunk_ends[-1]), places
 
 

@@ -21,15 +21,15 @@ from outrider.engine.heads.head import TargetParts
 from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.models.config import DecoderFacts
 from outrider.engine.models.decoder import MEMORY_SHARE, Decoder, TappedDecoder
-from outrider.engine.models.fused import Graphs, fused
+from outrider.engine.models.fused import fused
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import DTYPES, PACKED_BITS, unchanged
-from outrider.engine.ops import Kernels, Ops, choose_ops
+from outrider.engine.ops import Ops, choose_ops
 from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
 from outrider.engine.session import Session
 from outrider.engine.sharing import share_rows
 from outrider.errors import CacheFull, Field, InvalidRequest, ModelRefused, PromptTooLong
-from outrider.token_tree import EMPTY
+from outrider.token_tree import EMPTY, TokenTree
 
 log = structlog.get_logger()
 
@@ -134,10 +134,9 @@ class ModelRunner:
         max_rows: int = MAX_ROWS,
         *,
         context_len: int | None = None,
-        graphs: Graphs = "auto",
     ) -> None:
-        """Without a context_len sessions may be as long as the model reads. See `load` for graphs."""
-        self.model: Decoder = fused(model, graphs) if isinstance(model, Transformer) else model
+        """Without a context_len sessions may be as long as the model reads."""
+        self.model: Decoder = fused(model) if isinstance(model, Transformer) else model
         self.identity = identity
         self.max_rows = max_rows
         self.context_len = context_len or model.config.context_len
@@ -155,7 +154,7 @@ class ModelRunner:
         self._started_s: float | None = None
 
     @classmethod
-    def load(
+    def load(  # noqa: PLR0913 - what a service has options for
         cls,
         model: str | Checkpoint,
         *,
@@ -166,8 +165,7 @@ class ModelRunner:
         kv_memory_share: float | None = None,
         context_len: int | None = None,
         vocabulary_size: int | None = None,
-        kernels: Kernels = "auto",
-        graphs: Graphs = "auto",
+        kernels: str = "auto",
     ) -> Self:
         """Loads a folder, a hub id, a sized or simulated model (model_names.py), or what find_checkpoint found.
 
@@ -203,8 +201,8 @@ class ModelRunner:
         config = checkpoint.config
         longest = config.context_len if context_len is None else context_len
         if not 1 <= longest <= config.context_len:
-            limit = f"in [1, {config.context_len}], which is what {checkpoint.name} reads"
-            raise InvalidRequest("context_len", longest, limit)
+            reads = f"in [1, {config.context_len}], which is what {checkpoint.name} reads"
+            raise InvalidRequest("context_len", longest, reads)
         size = config.vocab_size if vocabulary_size is None else vocabulary_size
         if not 1 <= size <= config.vocab_size:
             message = f"{checkpoint.name}: the tokenizer knows {size} ids, but the model embeds {config.vocab_size}"
@@ -218,7 +216,7 @@ class ModelRunner:
             digest = checkpoint.digest()
         identity = ModelIdentity(checkpoint.name, digest, dtype, num_threads, size, checkpoint.modelling)
         kv_tokens = kv_tokens or decoder.default_kv_tokens(longest, kv_memory_share or MEMORY_SHARE)
-        return cls(decoder, identity, kv_tokens, context_len=longest, graphs=graphs)
+        return cls(decoder, identity, kv_tokens, context_len=longest)
 
     @property
     def parts(self) -> TargetParts:
@@ -265,12 +263,13 @@ class ModelRunner:
     @property
     def is_row_invariant(self) -> bool:
         """Whether a row's bits depend on nothing but the row; see outrider.engine.ops."""
-        return self.device.type == "cpu" or self.ops.name.startswith("triton")
+        return self.model.is_row_invariant
 
     @property
     def numerics_id(self) -> str:
         """Name of everything that may change the last bit of a logit, for instance "cpu-bfloat16-native-v4"."""
-        parts = (self.device.type, self.identity.dtype, self.identity.modelling, self.ops.name)
+        doubt = "variant" if "triton" in self.ops.name and not self.is_row_invariant else ""
+        parts = (self.device.type, self.identity.dtype, self.identity.modelling, self.ops.name, doubt)
         return "-".join(filter(None, parts))
 
     @property
@@ -358,6 +357,23 @@ class ModelRunner:
         log.warning("the device is out of memory, and prompts are read in smaller pieces", rows=room, fix=fix)
         torch.cuda.empty_cache()
         return None
+
+    def warm_up(self) -> None:
+        """Makes every step once that costs more the first time; leaves no session, and forwards that are not counted.
+
+        Belongs before the model serves, and after `tap`.
+        """
+        for num_rows, longest in self.model.step_shapes:
+            # One session with the longest rows, and others with one each.
+            lengths = [longest] + [1] * (num_rows - longest)
+            if max(longest, 2) > self.context_len or len(lengths) + longest // BLOCK_SIZE + 1 > self.pool.num_free:
+                continue
+            sessions = [self.open([0], 1) for _ in lengths]
+            chains = [TokenTree.chain([0] * (length - 1)) for length in lengths]
+            self.forward([Feed(*each) for each in zip(sessions, chains, strict=True)])
+            for session in sessions:
+                session.free()
+        self.forward_counts, self._num_forwards = ForwardCounts(), 0
 
     def finish(self) -> None:
         """Counts the time of the last forward, after which its tokens have been drawn and read; idempotent."""

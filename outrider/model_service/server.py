@@ -62,6 +62,7 @@ class LoadedModel:
     async def measured(self) -> "LoadedModel":
         """The model with the costs of its forwards, before it serves."""
         with Progress("measuring forwards", self.runner.identity.model_name):
+            await asyncio.to_thread(self.runner.warm_up)
             return replace(self, row_costs=await asyncio.to_thread(measure_rows, self.runner))
 
     def set_threads(self) -> None:
@@ -145,6 +146,7 @@ def load_model(settings: ModelServiceSettings) -> LoadedModel:
             checkpoint,
             device=settings.device,
             dtype=str(settings.dtype),
+            kernels=settings.kernels.value,
             num_threads=settings.threads,
             kv_tokens=settings.kv_tokens,
             kv_memory_share=settings.memory_share,

@@ -64,6 +64,15 @@ def check_cascade(cascade: str, depth: int) -> str:
     return check_model("--cascade", model, "draft") + ("+" + LOOKUP) * has_lookup
 
 
+class KernelChoice(StrEnum):
+    """What computes on an accelerator; see outrider.engine.ops.KERNELS."""
+
+    AUTO = "auto"
+    EAGER = "eager"
+    TRITON = "triton"
+    GRAPHS = "graphs"
+
+
 class Dtype(StrEnum):
     """Types of the weights in memory."""
 
@@ -89,6 +98,13 @@ class ModelServiceSettings(ProcessSettings):
     listen: Listen = "127.0.0.1:0"
     device: Annotated[str, Setting("cpu or cuda:N.")] = "cpu"
     dtype: Annotated[Dtype, Setting("Type of the weights in memory.")] = Dtype.BFLOAT16
+    kernels: Annotated[
+        KernelChoice,
+        Setting(
+            "What computes on a CUDA device: torch (eager), our kernels one by one (triton) or recorded as graphs "
+            "(graphs); auto takes the fastest that are installed."
+        ),
+    ] = KernelChoice.AUTO
     threads: Annotated[int, Setting("Compute threads.", within(1, MAX_THREADS), default="one for each CPU")] = field(
         default_factory=available_cpus
     )

@@ -39,6 +39,16 @@ class Decoder(ABC):
         return ()
 
     @property
+    def step_shapes(self) -> list[tuple[int, int]]:
+        """Rows of all sessions and of the longest in the steps that cost more when they are made the first time."""
+        return []
+
+    @property
+    def is_row_invariant(self) -> bool:
+        """Whether a row's bits depend on nothing but the row; see outrider.engine.ops."""
+        return self.embedding.device.type == "cpu"
+
+    @property
     def device_name(self) -> str:
         """The device as reports name it: torch's name, or what it stands for where it is simulated."""
         return str(self.embedding.device)

@@ -6,7 +6,6 @@ structures hold addresses, so this object keeps the model and the cache whose te
 
 import ctypes
 from importlib import import_module
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,9 +18,6 @@ from outrider.engine.models.transformer import Layer, Linear, Transformer
 from outrider.engine.ops import Weight
 from outrider.engine.ops.library import DecoderFields, LayerFields, MatrixFields, PlanFields, TapFields
 from outrider.engine.ops.native import MAX_HEAD_DIM, NativeOps, expect, expect_weight
-
-
-Graphs = Literal["auto", "off"]
 
 
 class FusedTransformer(LayeredDecoder, ProbedDecoder):
@@ -151,13 +147,14 @@ def address_of(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> int 
     return tensor.data_ptr()
 
 
-def fused(model: Transformer, graphs: Graphs = "auto") -> LayeredDecoder:
-    """The model itself, or its forward in fewer calls where its operations are compiled; `graphs` are CUDA's."""
+def fused(model: Transformer) -> LayeredDecoder:
+    """The model itself, or its forward in fewer calls where its operations are compiled."""
     if isinstance(model.ops, NativeOps):
         return FusedTransformer(model, model.ops)
-    if model.ops.name.startswith("triton"):
+    if "triton" in model.ops.name:
         # Not imported above, because it needs Triton, which many machines have not.
-        module = import_module("outrider.engine.models.graphed")
-        graphed: LayeredDecoder = module.GraphedTransformer(model, model.ops, has_graphs=graphs == "auto")
-        return graphed
+        graphed = import_module("outrider.engine.models.graphed").GraphedTransformer(model, model.ops)
+        graphed.check_rows()
+        found: LayeredDecoder = graphed
+        return found
     return model

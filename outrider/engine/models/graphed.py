@@ -5,6 +5,9 @@ lengths nor sessions nor trees are part of a graph, because the kernels read the
 rows launches the same kernels one by one, which is no slower where each has much to do.
 """
 
+from itertools import pairwise
+
+import structlog
 import torch
 import triton
 from torch import Tensor
@@ -17,9 +20,12 @@ from outrider.engine.models.transformer import Layer, Linear, Transformer
 from outrider.engine.ops import Weight
 from outrider.engine.ops.triton import layers
 from outrider.engine.ops.triton_ops import PARTIAL_FLOATS, TritonOps, norm_options
+from outrider.engine.row_check import differing_operations
+
+log = structlog.get_logger()
 
 # Rows for which graphs are recorded.
-GRAPH_ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
+GRAPH_ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
 # Of attention's tiles, token rows times the heads of a group: of few rows, of more, of a prompt.
 TILES = (16, 32, 64)
 # Numbers of work that graphs have room for, 16 MiB.
@@ -29,12 +35,11 @@ WORK_NUMBERS = 1 << 22
 class GraphedTransformer(LayeredDecoder, ProbedDecoder):
     """Computes what its Transformer would; belongs to one thread, because the activations are kept between calls."""
 
-    def __init__(self, model: Transformer, ops: TritonOps, has_graphs: bool = True) -> None:
+    def __init__(self, model: Transformer, ops: TritonOps) -> None:
         self.config: ModelConfig = model.config
         self.embedding, self.head = model.embedding, model.head
         self.ops: TritonOps = ops
         self._model = model
-        self._has_graphs = has_graphs
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._cache: KVCache | None = None
         self._features = torch.empty(0)
@@ -42,12 +47,31 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
         self._work = torch.zeros(WORK_NUMBERS, dtype=torch.int32, device=self.embedding.device)
         self._room = PARTIAL_FLOATS // (self.config.num_heads * (self.config.head_dim + 2))
         self._partials = ops.room_for_chunks(self._room, self.config.num_heads, self.config.head_dim)
+        # Nothing is promised that was not looked at.
+        self._is_checked_steady = False
+
+    @property
+    def is_row_invariant(self) -> bool:
+        return self._is_checked_steady
+
+    def check_rows(self) -> None:
+        """Looks at whether rows keep their bits beside others, which takes a second or two, and logs what does not."""
+        differing = differing_operations(self._model, self.tiles)
+        self._is_checked_steady = not differing
+        if differing:
+            log.error("rows differ with what is computed beside them", operations=differing, kernels=self.ops.name)
 
     @property
     def tiles(self) -> tuple[int, ...]:
         """Rows of a tile; none where a layer sees only a window, because its lists begin elsewhere."""
         each = sorted({max(1, tile // self._heads_each) for tile in TILES})
         return () if any(self.config.windows) else tuple(each)
+
+    @property
+    def step_shapes(self) -> list[tuple[int, int]]:
+        """Rows of all sessions and of the longest, for each graph that there may be."""
+        shapes = [(rows, tile) for rows in GRAPH_ROWS for before, tile in pairwise((0, *self.tiles)) if rows > before]
+        return [(rows, min(rows, tile)) for rows, tile in shapes] if self.ops.has_graphs else []
 
     @property
     def weights(self) -> list[Weight]:
@@ -66,7 +90,7 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
             self._graphs.clear()
             self._cache, self._features = cache, cache.features
         fits = plan.work.shape[0] <= WORK_NUMBERS and plan.num_row_chunks <= self._room
-        if self._has_graphs and fits and plan.num_rows <= GRAPH_ROWS[-1]:
+        if self.ops.has_graphs and fits and plan.num_rows <= GRAPH_ROWS[-1]:
             return self._replay(plan, plan.work, cache, wanted)
         x = self._compute(plan.work, plan.num_rows, plan.num_row_chunks, plan.tile_rows, cache)
         if not wanted.shape[0]:
@@ -93,7 +117,7 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
             return self._logits(self._compute(self._work, size, self._room, tile_rows, cache))
 
         # What is compiled, loaded or allocated for the first time would end a recording.
-        stream = torch.cuda.Stream(self.embedding.device)
+        stream = torch.cuda.Stream(self.embedding.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.embedding.device))
         with torch.cuda.stream(stream):
             compute()
@@ -118,8 +142,15 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
         norms = [layer.input_norm for layer in model.layers[1:]] + [model.norm]
         rows, norm = (num_rows,), norm_options(size)
         layers.embed[rows](
-            model.embedding, work, model.layers[0].input_norm, x, hidden, size,
-            config.norm_epsilon, **norm, **ops.overlap,
+            model.embedding,
+            work,
+            model.layers[0].input_norm,
+            x,
+            hidden,
+            size,
+            config.norm_epsilon,
+            **norm,
+            **ops.overlap,
         )
         for place, (layer, next_norm) in enumerate(zip(model.layers, norms, strict=True)):
             self._store_tap(place, x, work, cache)
@@ -134,8 +165,15 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
             multiplied = torch.empty(num_rows, width, dtype=dtype, device=device)
             bias = layer.gate_up.bias
             layers.multiply_silu[(num_rows, triton.cdiv(width, 1024))](
-                gate_up, gate_up if bias is None else bias, multiplied, num_rows, width,
-                NUM_PARTS=gate_up.shape[0], HAS_BIAS=bias is not None, BLOCK=1024, **ops.options,
+                gate_up,
+                gate_up if bias is None else bias,
+                multiplied,
+                num_rows,
+                width,
+                NUM_PARTS=gate_up.shape[0],
+                HAS_BIAS=bias is not None,
+                BLOCK=1024,
+                **ops.options,
             )
             self._add_and_norm(x, layer.down, multiplied, next_norm, hidden)
         if config.num_layers in cache.taps:
@@ -151,8 +189,18 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
         num_parts, num_rows, size = parts.shape
         bias = linear.bias
         layers.add_and_norm[(num_rows,)](
-            x, parts, parts if bias is None else bias, norm, hidden, num_rows, size, self.config.norm_epsilon,
-            NUM_PARTS=num_parts, HAS_BIAS=bias is not None, **norm_options(size), **self.ops.overlap,
+            x,
+            parts,
+            parts if bias is None else bias,
+            norm,
+            hidden,
+            num_rows,
+            size,
+            self.config.norm_epsilon,
+            NUM_PARTS=num_parts,
+            HAS_BIAS=bias is not None,
+            **norm_options(size),
+            **self.ops.overlap,
         )
 
     def _split_heads(
@@ -192,8 +240,14 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
         for place, tap in enumerate(cache.taps):
             if tap == boundary:
                 layers.store_rows[(num_rows, triton.cdiv(size, 1024))](
-                    rows, work, cache.features, size, place * size, cache.features.stride(0),
-                    BLOCK=1024, **self.ops.options,
+                    rows,
+                    work,
+                    cache.features,
+                    size,
+                    place * size,
+                    cache.features.stride(0),
+                    BLOCK=1024,
+                    **self.ops.options,
                 )
 
 

@@ -7,7 +7,7 @@ the number of threads. No such promise holds for `eager` on CUDA.
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,9 +20,10 @@ from outrider.engine.ops.packed import Weight
 from outrider.engine.ops.reference import ReferenceOps
 from outrider.errors import InvalidRequest
 
-__all__ = ["Kernels", "Ops", "Weight", "choose_ops", "triton_missing"]
+__all__ = ["KERNELS", "Ops", "Weight", "choose_ops", "triton_missing"]
 
-Kernels = Literal["auto", "eager", "triton"]
+KERNELS = ("auto", "eager", "triton", "graphs")
+"""Of an accelerator: the fastest that there are, torch's, ours one by one, ours recorded as graphs."""
 LEAST_TRITON = "3.6"
 
 
@@ -107,21 +108,21 @@ class Ops(Protocol):
         """
 
 
-def choose_ops(
-    device: torch.device, num_threads: int, packed_bits: int | None = None, kernels: Kernels = "auto"
-) -> Ops:
+def choose_ops(device: torch.device, num_threads: int, packed_bits: int | None = None, kernels: str = "auto") -> Ops:
     """The fastest operations for a device: compiled kernels where it and this machine have them, torch otherwise.
 
     With packed_bits, 8 or 4, stacked matrices are quantised to that (outrider.engine.ops.packed), on the CPU.
     `kernels` are those of an accelerator; raises InvalidRequest where it names some that are not to be had.
     """
+    if kernels not in KERNELS:
+        raise InvalidRequest("kernels", kernels, f"one of {', '.join(KERNELS)}")
     if device.type != "cpu":
         missing = triton_missing()
-        if kernels == "triton" and missing is not None:
+        if kernels in ("triton", "graphs") and missing is not None:
             raise InvalidRequest("kernels", kernels, f'"auto" or "eager" here: {missing}')
         if kernels == "eager" or missing is not None:
             return EagerOps(packed_bits)
-        ops: Ops = import_module("outrider.engine.ops.triton_ops").TritonOps(device)
+        ops: Ops = import_module("outrider.engine.ops.triton_ops").TritonOps(device, has_graphs=kernels != "triton")
         return ops
     compiled = load_kernels()
     return ReferenceOps(packed_bits) if compiled is None else NativeOps(compiled, num_threads, packed_bits=packed_bits)

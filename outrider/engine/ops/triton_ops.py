@@ -30,12 +30,18 @@ OPTIONS = {"enable_fp_fusion": False}
 class TritonOps(EagerOps):
     """Operations as compiled kernels; see outrider.engine.ops.Ops."""
 
-    name = f"triton-v1.c{CHUNK}"
-
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, has_graphs: bool = True) -> None:
+        """With graphs the forwards of a transformer are recorded and replayed."""
         super().__init__()
-        self.device = device
-        self.is_interpreted = triton.knobs.runtime.interpret
+        self.device, self.has_graphs = device, has_graphs
+        self.is_interpreted: bool = triton.knobs.runtime.interpret
+
+    @cached_property
+    def name(self) -> str:  # type: ignore[override]
+        """With what the order of sums hangs on: the card's kind, the length of a chunk, the compiler's version."""
+        release = ".".join(triton.__version__.split(".")[:2])
+        kind = "" if self.is_interpreted else "sm{}{}-".format(*torch.cuda.get_device_capability(self.device))
+        return f"{kind}triton-v1.c{CHUNK}.t{release}"
 
     @cached_property
     def overlap(self) -> dict[str, bool]:
@@ -78,10 +84,11 @@ class TritonOps(EagerOps):
             block = 64, max(16, triton.next_power_of_2(num_rows)), 128
         else:
             block = 128, 128, 64
-        num_units = triton.cdiv(num_inputs, linear.UNIT)
+        unit = linear.unit_of(num_outputs, num_inputs)
+        num_units = triton.cdiv(num_inputs, unit)
         tiles = triton.cdiv(num_outputs, block[0]) * triton.cdiv(num_rows, block[1])
         # A division changes who adds, and not what is added to what.
-        is_divided = few and num_units > 1 and tiles < DIVIDED_BELOW * self.num_processors
+        is_divided = num_units > 1 and tiles < (DIVIDED_BELOW if few else 1) * self.num_processors
         num_parts = num_units if is_divided else 1
         partials = torch.empty(num_parts, num_rows, num_outputs, device=x.device)
         grid = triton.cdiv(num_outputs, block[0]), num_parts, triton.cdiv(num_rows, block[1])
@@ -93,7 +100,7 @@ class TritonOps(EagerOps):
             num_outputs,
             num_inputs,
             1 if is_divided else num_units,
-            UNIT=linear.UNIT,
+            UNIT=unit,
             BLOCK_OUTPUTS=block[0],
             BLOCK_ROWS=block[1],
             BLOCK_INPUTS=block[2],

@@ -27,8 +27,7 @@ from outrider.drafters.shelf.probing import LOOKAHEAD, PASS, Lookahead, PassChai
 from outrider.engine.batching import Feed
 from outrider.engine.heads.feature_head import Fuse
 from outrider.engine.models.checkpoints import find_checkpoint
-from outrider.engine.models.fused import Graphs
-from outrider.engine.ops import Kernels, Ops, choose_ops, triton_missing
+from outrider.engine.ops import Ops, choose_ops, triton_missing
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.ops.reference import ReferenceOps
 from outrider.engine.runner import ModelIdentity, ModelRunner
@@ -37,8 +36,6 @@ from outrider.token_tree import TokenTree
 CUDA = torch.device("cuda:0")
 needs_card = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")]
 needs_kernels = pytest.mark.skipif(triton_missing() is not None, reason=f"{triton_missing()}")
-KERNELS: dict[str, Kernels] = {"eager": "eager", "triton": "triton", "graphs": "triton"}
-GRAPHS: dict[str, Graphs] = {"eager": "off", "triton": "off", "graphs": "auto"}
 ON_CARDS = [
     pytest.param("eager", marks=needs_card),
     *(pytest.param(place, marks=[*needs_card, needs_kernels]) for place in ("triton", "graphs")),
@@ -58,7 +55,7 @@ def device_of(place: str) -> torch.device:
 
 def ops_of(place: str) -> Ops:
     """The operations that a place means."""
-    return EagerOps() if place == "cpu" else choose_ops(CUDA, 1, kernels=KERNELS[place])
+    return EagerOps() if place == "cpu" else choose_ops(CUDA, 1, kernels=place)
 
 
 def load(place: str, folder: Path, dtype: str = "float32") -> ModelRunner:
@@ -67,9 +64,7 @@ def load(place: str, folder: Path, dtype: str = "float32") -> ModelRunner:
         checkpoint = find_checkpoint(str(folder))
         decoder = checkpoint.build(torch.device("cpu"), torch.float32, EagerOps())
         return ModelRunner(decoder, ModelIdentity("tiny", "", dtype, 1, decoder.config.vocab_size), 4096)
-    return ModelRunner.load(
-        str(folder), device=str(CUDA), dtype=dtype, kv_tokens=4096, kernels=KERNELS[place], graphs=GRAPHS[place]
-    )
+    return ModelRunner.load(str(folder), device=str(CUDA), dtype=dtype, kv_tokens=4096, kernels=place)
 
 
 def moved(case: AttentionCase, device: torch.device) -> AttentionCase:

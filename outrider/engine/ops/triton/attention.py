@@ -8,7 +8,7 @@ matrix unit: token rows times the query heads of one key-value head, whose numbe
 import triton
 import triton.language as tl
 
-from outrider.engine.ops.triton.launch import begin
+from outrider.engine.ops.triton.launch import begin as begin_kernel
 
 # Places in the header of shared work: outrider.engine.batching.WorkPlaces.
 NUM_ITEMS = tl.constexpr(0)
@@ -124,8 +124,11 @@ def sum_shared_chunks(
     WIDE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Chunks by items of work (outrider.engine.batching.shared_work), each of which several rows see; any number of programs takes them by turns."""
-    begin(OVERLAPS)
+    """Chunks by items of work (outrider.engine.batching.shared_work), each of which several rows see.
+
+    Any number of programs takes them by turns.
+    """
+    begin_kernel(OVERLAPS)
     num_items = tl.load(work + NUM_ITEMS)
     items = work + tl.load(work + ITEMS)
     item_rows = work + tl.load(work + ITEM_ROWS)
@@ -286,7 +289,7 @@ def join_shared_chunks(
     OVERLAPS: tl.constexpr,
 ):
     """output [R, H, D] of what sum_shared_chunks leaves; one program a row and head."""
-    begin(OVERLAPS)
+    begin_kernel(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     # Rows that fill a graph up repeat the last.
     source = tl.minimum(row, tl.load(work + NUM_ROWS) - 1)

@@ -148,6 +148,6 @@ def settle(sums, winners, ids, num_pieces, PIECES: tl.constexpr):
     fault = tl.min(tokens, 0)
     # What has no winner loses against what has one, also where both stand at -inf.
     token = tl.where(tokens < 0, 2147483647, tokens)
-    value, winner = tl.reduce((values, token), 0, _better)
+    _, winner = tl.reduce((values, token), 0, _better)
     found = tl.where(winner == 2147483647, -1, winner)
     tl.store(ids + row, tl.where(fault == -2, -2, found).to(tl.int64))

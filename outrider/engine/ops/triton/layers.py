@@ -64,7 +64,17 @@ def add_and_norm(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def multiply_silu(partials, bias, output, num_rows, width, NUM_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def multiply_silu(
+    partials,
+    bias,
+    output,
+    num_rows,
+    width,
+    NUM_PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
     """output [R, M] = silu(gate) * up of the product [R, 2M] = gate beside up."""
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
@@ -83,8 +93,21 @@ def multiply_silu(partials, bias, output, num_rows, width, NUM_PARTS: tl.constex
 
 @triton.jit
 def _head(
-    partials, bias, norm, column, row_width, row, part_size, size, epsilon, NUM_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_NORM: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
+    partials,
+    bias,
+    norm,
+    column,
+    row_width,
+    row,
+    part_size,
+    size,
+    epsilon,
+    NUM_PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
 ):
     """Both halves of a head of a product [R, W] that begins at this column, normed where there is a norm [D]."""
     half = tl.arange(0, HALF)
@@ -150,8 +173,21 @@ def split_heads(
         row_sin = tl.load(sin + position * (HEAD_DIM // 2) + half, mask=is_half, other=0.0)
         if head < num_heads:
             first, second = _head(
-                partials, bias, query_norm, head * HEAD_DIM, row_width, row, part_size, size, epsilon, NUM_PARTS,
-                HAS_BIAS, HAS_NORM, HEAD_DIM, BLOCK, HALF,
+                partials,
+                bias,
+                query_norm,
+                head * HEAD_DIM,
+                row_width,
+                row,
+                part_size,
+                size,
+                epsilon,
+                NUM_PARTS,
+                HAS_BIAS,
+                HAS_NORM,
+                HEAD_DIM,
+                BLOCK,
+                HALF,
             )
             first, second = rotated(first, second, row_cos, row_sin)
             target = query + (row * num_heads + head) * HEAD_DIM + half
@@ -161,16 +197,42 @@ def split_heads(
             group = head - num_heads
             place = (tl.load(work + tl.load(work + SLOTS) + row).to(tl.int64) * num_groups + group) * HEAD_DIM + half
             first, second = _head(
-                partials, bias, key_norm, head * HEAD_DIM, row_width, row, part_size, size, epsilon, NUM_PARTS,
-                HAS_BIAS, HAS_NORM, HEAD_DIM, BLOCK, HALF,
+                partials,
+                bias,
+                key_norm,
+                head * HEAD_DIM,
+                row_width,
+                row,
+                part_size,
+                size,
+                epsilon,
+                NUM_PARTS,
+                HAS_BIAS,
+                HAS_NORM,
+                HEAD_DIM,
+                BLOCK,
+                HALF,
             )
             first, second = rotated(first, second, row_cos, row_sin)
             tl.store(key_cache + place, first, mask=is_half)
             tl.store(key_cache + place + HEAD_DIM // 2, second, mask=is_half)
             column = (head + num_groups) * HEAD_DIM
             first, second = _head(
-                partials, bias, key_norm, column, row_width, row, part_size, size, epsilon, NUM_PARTS,
-                HAS_BIAS, False, HEAD_DIM, BLOCK, HALF,
+                partials,
+                bias,
+                key_norm,
+                column,
+                row_width,
+                row,
+                part_size,
+                size,
+                epsilon,
+                NUM_PARTS,
+                HAS_BIAS,
+                False,
+                HEAD_DIM,
+                BLOCK,
+                HALF,
             )
             tl.store(value_cache + place, first, mask=is_half)
             tl.store(value_cache + place + HEAD_DIM // 2, second, mask=is_half)

@@ -1,8 +1,8 @@
 """Products with a matrix, summed in one fixed tree whatever else is in the batch (He et al., 2025).
 
-The inputs of a matrix are divided into units of UNIT. A unit is summed alone, in steps of one matrix instruction, and
-the units are added in their order. Whether one program does all units of an output or each has a program of its own is
-a question of speed: the bits are the same.
+The inputs of a matrix are divided into units, whose size hangs on the matrix alone. A unit is summed alone, in steps of
+one matrix instruction, and the units are added in their order. Whether one program does all units of an output or each
+has a program of its own is a question of speed: the bits are the same.
 """
 
 import triton
@@ -10,8 +10,16 @@ import triton.language as tl
 
 from outrider.engine.ops.triton.launch import begin as begin_kernel
 
-UNIT = 1024
-"""Inputs that are summed before they meet the others; belongs to the numerics."""
+UNITS = (1024, 512, 256)
+"""Inputs that are summed before they meet the others; which of these belongs to the numerics."""
+ENOUGH_PROGRAMS = 256
+"""Of tiles of 64 outputs times units: where large units are fewer, smaller ones keep a GPU busy."""
+
+
+def unit_of(num_outputs: int, num_inputs: int) -> int:
+    """The size of a matrix's units; a function of the matrix, or a row's bits would hang on its neighbours."""
+    tiles = triton.cdiv(num_outputs, 64)
+    return next((each for each in UNITS if tiles * triton.cdiv(num_inputs, each) >= ENOUGH_PROGRAMS), UNITS[-1])
 
 
 @triton.jit(do_not_specialize=["num_rows", "units_each"])
