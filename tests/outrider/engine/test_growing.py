@@ -99,7 +99,7 @@ def test_other_operations_keep_the_promise(
     ops: type[EagerOps], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without compiled kernels too: bit for bit where rows are independent, and as near as rounding elsewhere."""
-    monkeypatch.setattr(runner_module, "choose_ops", lambda device, num_threads, packed_bits: ops())
+    monkeypatch.setattr(runner_module, "choose_ops", lambda *_: ops())
     runner = ModelRunner.load(str(write_tiny_model(tmp_path / "tiny", "llama")), dtype="float32", kv_tokens=512)
     prompt = [token_id % 300 for token_id in random_ids(21)]
     if ops is ReferenceOps:

@@ -54,7 +54,7 @@ def runner(
     """A tiny model in one weight type, with compiled operations or those in torch."""
     if kernels == "reference":
         monkeypatch.setattr(
-            runner_module, "choose_ops", lambda device, num_threads, packed_bits: ReferenceOps(packed_bits)
+            runner_module, "choose_ops", lambda _device, _threads, packed_bits, _kernels: ReferenceOps(packed_bits)
         )
     num_threads = torch.get_num_threads()
     # Products of one row are so small that torch's team would only wait for each other.
