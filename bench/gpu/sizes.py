@@ -41,6 +41,8 @@ class Sizes:
     pair_tokens: int
     """Tokens that the cache of each of them holds."""
     streams: tuple[int, ...]
+    tree_streams: int
+    """The most streams with trees, whose rows are many."""
     tokens: int
     """Tokens of an answer."""
     compared: int
@@ -69,7 +71,8 @@ FULL = Sizes(
     pair=("sized:8b", "sized:draft-1b"),
     pair_tokens=64 * 512,
     streams=(1, 4, 16, 64),
-    tokens=64,
+    tree_streams=4,
+    tokens=96,
     compared=50,
 )
 _SMALL = Shape(64, 128, 2, 4, 2, 16, tied_embeddings=False)
@@ -94,6 +97,7 @@ TINY = Sizes(
     pair=(embedded_model("target"), embedded_model("draft")),
     pair_tokens=4096,
     streams=(1, 4),
+    tree_streams=4,
     tokens=12,
     compared=5,
 )
