@@ -53,15 +53,15 @@ class Inbox(list[SessionAnswer[TargetVerdict]]):
 
 @dataclass(slots=True)
 class Answered:
-    """Tokens of some requests, in their order, and what they took."""
+    """Tokens of some requests, in their order; and what was said while all of them were being answered."""
 
     texts: list[list[int]]
-    seconds: float
-    verdicts: int
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.texts))
+    reading_s: float = 0.0
+    """Until each had its first token."""
+    seconds: float = 0.0
+    """From then until the first of them ended."""
+    num_tokens: int = 0
+    verdicts: int = 0
 
 
 class Pair:
@@ -81,8 +81,9 @@ class Pair:
         numbers = {os.urandom(16): number for number in range(len(specs))}
         texts: list[list[int]] = [[] for _ in specs]
         drafter = self._drafter.name if limits.draft_count else ""
+        answered, waiting, has_ended = Answered(texts), set(range(len(specs))), False
         synchronize(self._target.device)
-        start, verdicts = time.perf_counter(), 0
+        start = time.perf_counter()
         for session_id, spec in zip(numbers, specs, strict=True):
             fence = Fence(session_id, 1, len(spec.token_ids))
             self._sessions.open(fence, spec, Step(EMPTY, 0, time.perf_counter_ns(), limits), owner, drafter)
@@ -94,14 +95,22 @@ class Pair:
                 if answer.error is not None or answer.content is None:
                     raise answer.error or RuntimeError(f"a session wants tokens: {answer}")
                 session_id, number = answer.fence.session_id, numbers[answer.fence.session_id]
-                verdicts += 1
                 texts[number] += answer.content.token_ids
+                has_ended |= answer.content.finish_reason is not None
+                if not waiting and not has_ended:
+                    answered.verdicts += 1
+                    answered.num_tokens += len(answer.content.token_ids)
                 if answer.content.finish_reason is None:
                     fence = Fence(session_id, 1, len(specs[number].token_ids) + len(texts[number]))
                     self._sessions.step(fence, Step(EMPTY, 0, time.perf_counter_ns(), limits), owner)
-        seconds = time.perf_counter() - start
+            now_s = time.perf_counter() - start
+            if waiting:
+                waiting = {number for number in waiting if not texts[number]}
+                answered.reading_s = now_s
+            elif not has_ended:
+                answered.seconds = now_s - answered.reading_s
         self._table.clear()
-        return Answered(texts, seconds, verdicts)
+        return answered
 
 
 def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
@@ -114,14 +123,19 @@ def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
         _compare(recorder, sizes, pair, prompts, variant.name)
         for streams in sizes.streams:
             for setting, limits in SETTINGS.items():
+                if limits.shape is not None and streams > sizes.tree_streams:
+                    continue
                 with recorder.case(f"{setting}/streams={streams}/{variant.name}"):
                     specs = [spec_of(prompt, 1, 0.0, sizes.tokens) for prompt in prompts[:streams]]
                     # What is recorded or compiled for so many rows is none of the answers' business.
                     pair.answer([replace(spec, max_len=spec.max_len - sizes.tokens // 2) for spec in specs], limits)
                     answered = pair.answer(specs, limits)
                     what = f"{setting}/streams={streams}"
+                    if not answered.verdicts:
+                        raise RuntimeError("the first answer ended before the last one had begun")
                     rate = answered.num_tokens / answered.seconds
-                    recorder.add(f"tokens a second/{what}/{variant.name}", rate, "tok/s")
+                    reading_ms = answered.reading_s * 1e3
+                    recorder.add(f"tokens a second/{what}/{variant.name}", rate, "tok/s", reading_ms=reading_ms)
                     mean = answered.num_tokens / answered.verdicts
                     recorder.add(f"tokens a verdict/{what}/{variant.name}", mean, "tokens")
 

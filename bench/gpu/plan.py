@@ -32,6 +32,6 @@ SECTIONS = (
     Section("tests", cuda_tests.run, 120),
     Section("kernels", kernels.run, 100),
     Section("steps", steps.run, 150),
-    Section("pair", pair.run, 80),
+    Section("pair", pair.run, 100),
     Section("stack", stack.run, 90),
 )

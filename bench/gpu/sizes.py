@@ -32,6 +32,7 @@ class Sizes:
     eager_rows: tuple[int, ...]
     """Those that are tried where the host has to launch every kernel, which takes long, at the first length alone."""
     step_lengths: tuple[int, ...]
+    prompt_len: int
     kv_tokens: Mapping[str, int]
     eager_scores: int
     """The most rows times keys for which the operations in plain torch, which copy every row's keys, are timed."""
@@ -41,6 +42,8 @@ class Sizes:
     pair_tokens: int
     """Tokens that the cache of each of them holds."""
     streams: tuple[int, ...]
+    tree_streams: int
+    """The most streams with trees, whose rows are many."""
     tokens: int
     """Tokens of an answer."""
     compared: int
@@ -60,16 +63,18 @@ FULL = Sizes(
     attention=tuple((n, s, r) for n in (1024, 8192, 32768) for s in (1, 16, 64) for r in (1, 6, 32)),
     choose_rows=(1, 6, 32, 64),
     graph_kernels=(10, 100, 300),
-    step_rows=(1, 2, 4, 6, 8, 16, 32, 64),
+    step_rows=(1, 2, 4, 6, 8, 16, 32, 64, 128, 256),
     eager_rows=(1, 6, 64),
     step_lengths=(128, 8192),
+    prompt_len=2048,
     kv_tokens={"8b": 34 * 8192, "1b": 68 * 8192},
     eager_scores=1 << 22,
     repeats=11,
     pair=("sized:8b", "sized:draft-1b"),
     pair_tokens=64 * 512,
     streams=(1, 4, 16, 64),
-    tokens=64,
+    tree_streams=4,
+    tokens=96,
     compared=50,
 )
 _SMALL = Shape(64, 128, 2, 4, 2, 16, tied_embeddings=False)
@@ -88,12 +93,14 @@ TINY = Sizes(
     step_rows=(1, 2, 6),
     eager_rows=(1, 6),
     step_lengths=(16, 128),
+    prompt_len=100,
     kv_tokens={"8b": 2048, "1b": 2048},
     eager_scores=1 << 22,
     repeats=2,
     pair=(embedded_model("target"), embedded_model("draft")),
     pair_tokens=4096,
     streams=(1, 4),
+    tree_streams=4,
     tokens=12,
     compared=5,
 )

@@ -33,8 +33,20 @@ class Load:
     texts: dict[int, list[int]] = field(default_factory=dict)
     gaps_ms: list[float] = field(default_factory=list)
     first_ms: list[float] = field(default_factory=list)
-    rounds: int = 0
-    seconds: float = 0.0
+    rounds: list[tuple[float, int]] = field(default_factory=list)
+    """When each round came, and how many tokens it brought."""
+    begun_s: list[float] = field(default_factory=list)
+    """When each stream had its first token."""
+    ended_s: list[float] = field(default_factory=list)
+    """When each stream had nothing left to ask."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the time in which all streams ran."""
+        begin_s, end_s = max(self.begun_s), min(self.ended_s)
+        if end_s <= begin_s:
+            raise RuntimeError("the first stream ended before the last one had begun")
+        return sum(count for at_s, count in self.rounds if begin_s < at_s <= end_s) / (end_s - begin_s)
 
 
 def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
@@ -42,7 +54,7 @@ def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
     models = ["--target", sizes.pair[0], "--draft", sizes.pair[1]]
     options = [*models, "--device", str(device), "--kv-tokens", str(sizes.pair_tokens), "--generation-defaults", "none"]
     start = time.perf_counter()
-    with serving(ROOT, options, str(ROOT)) as served:
+    with serving(ROOT, options) as served:
         recorder.add("start", time.perf_counter() - start, "s")
         asyncio.run(_measure(recorder, sizes, served["gateway"]))
 
@@ -65,9 +77,8 @@ async def _measure(recorder: Recorder, sizes: Sizes, address: str) -> None:
 
 
 def _record(recorder: Recorder, what: str, load: Load) -> None:
-    num_tokens = sum(map(len, load.texts.values()))
-    recorder.add(f"tokens a second/{what}", num_tokens / load.seconds, "tok/s")
-    recorder.add(f"tokens a round/{what}", num_tokens / load.rounds, "tokens")
+    recorder.add(f"tokens a second/{what}", load.tokens_per_s, "tok/s")
+    recorder.add(f"tokens a round/{what}", statistics.mean(count for _, count in load.rounds), "tokens")
     parts = statistics.quantiles(load.gaps_ms, n=100)
     for percent in (50, 99):
         recorder.add(f"round p{percent}/{what}", parts[percent - 1], "ms")
@@ -78,20 +89,22 @@ async def _load(
     client: AsyncClient, numbers: Sequence[int], streams: int, speculation: Speculation, tokens: int
 ) -> Load:
     """Asks for the answers to all prompts, so many at a time."""
-    load, waiting = Load(), iter(numbers)
+    load = Load()
 
-    async def stream() -> None:
-        for number in waiting:
-            await _ask(client, load, number, speculation, tokens)
+    async def stream(own: Sequence[int]) -> None:
+        for place, number in enumerate(own):
+            first_s = await _ask(client, load, number, speculation, tokens)
+            if not place:
+                load.begun_s.append(first_s)
+        load.ended_s.append(time.perf_counter())
 
-    start = time.perf_counter()
-    await asyncio.gather(*(stream() for _ in range(streams)))
-    load.seconds = time.perf_counter() - start
+    await asyncio.gather(*(stream(numbers[place::streams]) for place in range(streams)))
     return load
 
 
-async def _ask(client: AsyncClient, load: Load, number: int, speculation: Speculation, tokens: int) -> None:
-    asked_s = last_s = time.perf_counter()
+async def _ask(client: AsyncClient, load: Load, number: int, speculation: Speculation, tokens: int) -> float:
+    """Returns when its first token came."""
+    asked_s = first_s = last_s = time.perf_counter()
     text: list[int] = []
     options = {"temperature": 0.0, "seed": number, "max_tokens": tokens, "ignore_eos": True}
     async with client.generate(fresh_prompt(number), speculation=speculation, **options) as answer:  # type: ignore[arg-type]
@@ -99,7 +112,8 @@ async def _ask(client: AsyncClient, load: Load, number: int, speculation: Specul
             if isinstance(event, Round):
                 now_s = time.perf_counter()
                 (load.gaps_ms if text else load.first_ms).append((now_s - (last_s if text else asked_s)) * 1e3)
-                last_s = now_s
-                load.rounds += 1
+                first_s, last_s = (first_s if text else now_s), now_s
+                load.rounds.append((now_s, len(event.tokens)))
                 text += [token.token_id for token in event.tokens]
     load.texts[number] = text
+    return first_s

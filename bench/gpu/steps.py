@@ -24,7 +24,7 @@ from outrider.engine.runner import ModelRunner
 
 PROFILED_KERNELS, PROFILED_FUNCTIONS, WATCHED_STEPS = 14, 16, 20
 # Where nothing else is said: a chain of so many rows is profiled.
-PROFILED_ROWS = 6
+PROFILED_ROWS, MANY_SESSIONS = 6, 64
 
 
 def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
@@ -52,6 +52,10 @@ def _measure(recorder: Recorder, sizes: Sizes, device: torch.device, model: str,
     for length in lengths:
         _grow(recorder, sizes, runner, rows, f"step/{model}/length={length}", variant.name)
         if length == lengths[0]:
+            with recorder.case(f"prompt/{name}"):
+                median, _ = median_ms(device, partial(_read, runner, sizes.prompt_len), 3, warm_ups=1)
+                rate = sizes.prompt_len / median * 1e3
+                recorder.add(f"prompt/length={sizes.prompt_len}/{name}", rate, "tok/s", ms=median)
             with recorder.case(f"host/{name}"):
                 _host(recorder, sizes, runner, name)
             with recorder.case(f"functions/{name}"):
@@ -86,6 +90,14 @@ def _step(recorder: Recorder, sizes: Sizes, runner: ModelRunner, feeds: list[Fee
         recorder.add(what, median, "ms", least=least)
 
 
+def _read(runner: ModelRunner, length: int) -> None:
+    """A prompt that nobody knows, alone."""
+    session = runner.open([1 + index % 200 for index in range(length)], length)
+    while session.cached_len < length:
+        runner.forward([Feed(session)])
+    session.free()
+
+
 def _forward_and_draw(runner: ModelRunner, feeds: list[Feed]) -> list[int]:
     logits = runner.forward(feeds).logits
     runner.finish()
@@ -98,7 +110,7 @@ def _forward_and_draw(runner: ModelRunner, feeds: list[Feed]) -> list[int]:
 def _host(recorder: Recorder, sizes: Sizes, runner: ModelRunner, name: str) -> None:
     """Microseconds of the host: making the plan, the whole forward until it returns, and waiting for the draw."""
     length = sizes.step_lengths[0]
-    for count, rows in ((1, 1), (1, PROFILED_ROWS), (max(sizes.step_rows), 1)):
+    for count, rows in ((1, 1), (1, PROFILED_ROWS), (min(MANY_SESSIONS, max(sizes.step_rows)), 1)):
         sessions = [cached_session(runner, length) for _ in range(count)]
         feeds = [Feed(session, chain_of(rows - 1)) for session in sessions]
         grants = [feed.num_rows for feed in feeds]

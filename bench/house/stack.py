@@ -59,8 +59,9 @@ def outrider(root: Path) -> list[str]:
 
 
 def environment(*path: object) -> dict[str, str]:
-    """The environment with folders before everything that is installed."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    """The environment with folders before all others, those of its own PYTHONPATH included."""
+    folders = [*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
 
 
 @contextmanager

@@ -14,7 +14,20 @@ import pytest
 import torch
 from support.basics import check_empty, spec_of
 from support.heads.heads import random_head
-from support.models.engine_cases import TREE, AttentionCase, attend, attention_case, finish, keys_of, random_ids, rotate
+from support.models.engine_cases import (
+    TREE,
+    AttentionCase,
+    assert_like_fresh,
+    attend,
+    attention_case,
+    close,
+    decoded,
+    finish,
+    fresh,
+    keys_of,
+    random_ids,
+    rotate,
+)
 from support.models.tiny_models import write_tiny_model
 from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, OwnTarget, plain
 from torch import Tensor
@@ -41,6 +54,8 @@ ON_CARDS = [
     *(pytest.param(place, marks=[*needs_card, needs_kernels]) for place in ("triton", "graphs")),
 ]
 PLACES = ["cpu", *ON_CARDS]
+# Where a row's bits depend on the row alone.
+INVARIANT = ON_CARDS[1:]
 EVERYWHERE = pytest.mark.parametrize("place", PLACES)
 # Operations by themselves are in no graph.
 EVERY_OPS = pytest.mark.parametrize("place", PLACES[:-1])
@@ -252,7 +267,7 @@ def in_pieces(runner: ModelRunner) -> list[Tensor]:
     result = runner.forward([Feed(session)], 16)
     while result.ranges[0] is None:
         result = runner.forward([Feed(session)], 16)
-    logits = [result.logits]
+    logits = [result.logits.clone()]
     session.extend([5])
     logits += finish(runner, Feed(session))
     session.free()
@@ -319,6 +334,62 @@ def test_sessions_compute_what_they_do_on_the_cpu(
     for found, expected in zip(script(runner), script(on_cpu), strict=True):
         assert found.shape == expected.shape
         assert error_of(found, expected.double()) < 1e-4
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [("qwen2", {}), ("qwen3", {}), ("mistral", {"sliding_window": 24}), ("llama", {"num_key_value_heads": 1})],
+)
+def test_families_compute_what_they_do_on_the_cpu(
+    place: str, tmp_path: Path, family: str, keys: dict[str, object]
+) -> None:
+    """Biases, norms of heads, windows, and one group of all heads."""
+    folder = write_tiny_model(tmp_path / "model", family, vocab_size=VOCABULARY_SIZE, context_len=640, **keys)
+    runner, on_cpu = load(place, folder), ModelRunner.load(str(folder), dtype="float32", kv_tokens=4096)
+    for script in (in_pieces, kept):
+        for found, expected in zip(script(runner), script(on_cpu), strict=True):
+            assert error_of(found, expected.double()) < 1e-4
+
+
+@pytest.mark.parametrize("place", INVARIANT)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_of_a_row_are_its_own(place: str, folder: Path, dtype: str) -> None:
+    """Of a session among others and alone, of a tree and of plain steps; also what is cached."""
+    runner = load(place, folder, dtype)
+    prompts = [random_ids(20 + 60 * number, seed=number, vocab_size=VOCABULARY_SIZE) for number in range(8)]
+    sessions = [runner.open(prompt, len(prompt)) for prompt in prompts]
+    finish(runner, *(Feed(session) for session in sessions))
+    together = finish(runner, *(Feed(session, TREE) for session in sessions))
+    for session, logits in zip(sessions, together, strict=True):
+        alone, _, _ = fresh(runner, session.token_ids, TREE)
+        assert torch.equal(logits, alone)
+        for row in range(1, len(TREE) + 1):
+            path = [TREE.token_ids[each - 1] for each in TREE.path(row)]
+            assert torch.equal(decoded(runner, [*session.token_ids, *path], len(session))[-1], logits[row])
+        session.keep(TREE.path(7))
+        assert_like_fresh(runner, session)
+    close(runner, *sessions)
+
+
+@pytest.mark.parametrize("place", INVARIANT[1:])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("taps", [[], [0, 1, 2]], ids=["plain", "tapped"])
+def test_graphs_have_the_bits_of_launches(place: str, folder: Path, dtype: str, taps: list[int]) -> None:
+    """Of every number of rows up to a few more than are recorded, going up and down; and what is tapped."""
+    found: list[list[Tensor]] = []
+    for runner in (load(place, folder, dtype), load("triton", folder, dtype)):
+        if taps:
+            runner.tap(taps)
+        session = runner.open(random_ids(300, vocab_size=VOCABULARY_SIZE), 300)
+        logits = finish(runner, Feed(session))
+        for count in (*range(70), 3, 64, 1):
+            token_ids = random_ids(count, seed=count, vocab_size=VOCABULARY_SIZE)
+            logits += finish(runner, Feed(session, TokenTree.chain(token_ids)))
+        slots = torch.from_numpy(session.table.slots(0, len(session) + 1)).to(runner.device)
+        found.append([*logits, runner.cache.features.index_select(0, slots)])
+        close(runner, session)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 @EVERYWHERE
