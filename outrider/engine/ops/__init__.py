@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batching import RowPlan
+from outrider.engine.devices import seen_devices
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.ops.library import load_kernels
 from outrider.engine.ops.native import NativeOps
@@ -130,6 +131,8 @@ def choose_ops(device: torch.device, num_threads: int, packed_bits: int | None =
 
 def triton_missing() -> str | None:
     """Why Triton compiles no kernels for CUDA devices here; None where it does."""
+    if not torch.cuda.is_available():
+        return seen_devices()
     if torch.version.hip is not None:
         return "Triton's kernels are for CUDA, and this torch is built for ROCm"
     try:
