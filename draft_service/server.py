@@ -58,6 +58,10 @@ class DraftSettings(ModelServiceSettings):
         ModelServiceSettings.__post_init__(self)
         object.__setattr__(self, "cascade", check_cascade(self.cascade, self.cascade_depth))
 
+    @property
+    def has_guest(self) -> bool:
+        return bool(split_cascade(self.cascade)[0])
+
 
 async def start(settings: DraftSettings) -> RunningModelService:
     """Loads the models and serves; raises ModelRefused, InvalidRequest, AddressTaken."""

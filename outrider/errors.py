@@ -174,6 +174,14 @@ class CacheFull(OutriderError):
     exit_code = 75
 
 
+class DeviceFull(OutriderError):
+    """The caller may try again with less, or later; the operator has to leave the device more memory for forwards."""
+
+    status = "RESOURCE_EXHAUSTED"
+    reason = "DEVICE_MEMORY_FULL"
+    exit_code = 75
+
+
 class Overloaded(OutriderError):
     """The caller may try again when other requests have ended: as many run as are allowed to."""
 

@@ -63,6 +63,10 @@ class TargetSettings(ModelServiceSettings):
         if self.head:
             check_model("--head", self.head)
 
+    @property
+    def has_guest(self) -> bool:
+        return bool(self.head or self.draft_model)
+
 
 async def start(settings: TargetSettings) -> RunningModelService:
     """Loads the models and serves; raises ModelRefused, InvalidRequest, AddressTaken."""

@@ -29,6 +29,8 @@ REASONS: Mapping[str, int] = {
     # Of a conversation that had begun, but for what the request itself forbids.
     "NO_TOKEN_LEFT": 400,
     "METHOD_NOT_ALLOWED": 405,
+    # No limit of the client's was reached.
+    "DEVICE_MEMORY_FULL": 503,
     "BODY_TIMEOUT": 408,
     "BODY_TOO_LARGE": 413,
     "UNSUPPORTED_MEDIA_TYPE": 415,

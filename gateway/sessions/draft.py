@@ -25,6 +25,7 @@ from gateway.sessions.replicas import Replicas
 from gateway.sessions.session import MAX_DRIFT_REPAIRS, DraftDeadline, RemoteSession
 from outrider.errors import (
     CacheFull,
+    DeviceFull,
     InvalidRequest,
     NoTokenLeft,
     NotReady,
@@ -44,7 +45,7 @@ from outrider.v1 import types_pb2
 
 PAUSE_TOKENS = (8, 256)  # plain tokens after the second fault in a row, and the maximum after many
 # What a draft that works may say about a session; everything else that it refuses it should have taken.
-HONEST_REFUSALS = (CacheFull, Overloaded, NoTokenLeft)
+HONEST_REFUSALS = (CacheFull, DeviceFull, Overloaded, NoTokenLeft)
 LOST = (PeerLost, NotReady)
 CLOCK_SLACK_US = 1_000_000  # by which the clocks of draft and gateway may differ while an answer is waited for
 MAX_REASON_LEN = 400  # of a draft's own words in the log

@@ -13,7 +13,7 @@ from outrider.client.calls import unreadable
 from outrider.errors import InvalidRequest, VocabularyMismatch
 from outrider.model_files.digests import VocabularyDigests
 from outrider.model_files.model_names import SIM_DRAFT, embedded_model, parse, parse_simulated
-from outrider.model_service.settings import check_model
+from outrider.model_service.settings import SHARED_MEMORY_SHARE, check_model
 from outrider.process.children import HOST, Launch, ServiceFailed, Supervisor, family_of
 from outrider.rpc.channels import open_channel
 from outrider.rpc.errors import error_from
@@ -81,6 +81,11 @@ class Stack:
     offline: bool = False
     """Downloads nothing: a hub id that is not on this machine is refused."""
 
+    @property
+    def shares_device(self) -> bool:
+        """Whether the memory of one accelerator is for both models."""
+        return self.draft is not None and self.device == self.draft_device != "cpu"
+
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
@@ -123,6 +128,7 @@ def model_launch(role: str, stack: Stack) -> Launch:
         "--threads": stack.threads if is_target else stack.draft_threads,
         "--no-prefix-cache": not stack.prefix_cache,
         "--kv-tokens": stack.kv_tokens,
+        "--kv-memory-share": SHARED_MEMORY_SHARE if stack.shares_device and stack.kv_tokens is None else None,
         "--context-len": stack.context_len if is_target else None,
         # For what it loads; other lines below warnings are not shown.
         "--log-level": "info",
@@ -183,7 +189,10 @@ async def start_stack(supervisor: Supervisor, stack: Stack) -> Addresses:
             limit = "left out of the environment: the processes of a stack on one machine speak plaintext"
             raise InvalidRequest(name, os.environ[name], limit)
     roles = ["target", "draft"] if stack.draft else ["target"]
-    target, *drafts = await supervisor.start(*(model_launch(role, stack) for role in roles))
+    launches = [model_launch(role, stack) for role in roles]
+    # Each takes a share of what is free, so on one device the second waits until the first has taken its own.
+    groups = [[launch] for launch in launches] if stack.shares_device else [launches]
+    target, *drafts = [address for group in groups for address in await supervisor.start(*group)]
     draft = drafts[0] if drafts else None
     if draft is not None:
         (_, others), (name, own) = await vocabulary_of(target), await vocabulary_of(draft)

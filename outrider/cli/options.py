@@ -307,7 +307,8 @@ class Models:
         Count,
         _count(
             _models,
-            "Tokens that the cache of each service holds. Default: what 512 MiB hold, or one context.",
+            "Tokens that the cache of each service holds. Default: what 512 MiB hold, or one context; on CUDA 0.9 of "
+            "the free memory, or 0.45 for each of two models on one device.",
             minimum=1,
         ),
     ] = None

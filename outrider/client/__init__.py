@@ -38,6 +38,7 @@ from outrider.client.events import (
 from outrider.client.requests import CallMessage, ChatMessage, ChatOptions, GenerationOptions, Speculation, Tool
 from outrider.errors import (
     CacheFull,
+    DeviceFull,
     InvalidKey,
     InvalidRequest,
     NotReady,
@@ -67,6 +68,7 @@ __all__ = [
     "Client",
     "ContentDelta",
     "Delta",
+    "DeviceFull",
     "DrafterFigures",
     "Event",
     "GeneratedToken",

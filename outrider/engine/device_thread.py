@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import structlog
+import torch
 
-from outrider.errors import NotReady, OutriderError
+from outrider.errors import DeviceFull, NotReady, OutriderError
 
 log = structlog.get_logger()
 
@@ -25,6 +26,11 @@ NO_WAIT_S = 0.0
 SHORT_WAIT_S = 0.001
 # Longer than any limit.
 DEAD_US = 1 << 50
+
+FULL = (
+    "the device has no memory left for this step alone: try again when other requests have ended, or with a shorter "
+    "prompt; its operator can leave forwards more with a smaller --kv-memory-share or --kv-tokens"
+)
 
 T = TypeVar("T")
 
@@ -82,7 +88,8 @@ class own_fault:  # noqa: N801 - a context manager, read as a phrase
         # The thread serves every session, and what a bug says is for the log and not for a client.
         log.error("a step failed", exc_info=error)
         if not (self._task.done or self._task.stopped):
-            self._task.fail(OutriderError("the computation of a step failed"))
+            is_full = isinstance(error, torch.OutOfMemoryError)
+            self._task.fail(DeviceFull(FULL) if is_full else OutriderError("the computation of a step failed"))
         return True
 
 

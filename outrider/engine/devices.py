@@ -20,6 +20,12 @@ def send(values: NDArray[Any], device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
+def free_bytes(device: torch.device) -> int:
+    """Memory of a CUDA device that no process holds, after this one has given back what it does not use."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
 def checked_device(name: str, field: str = "device") -> torch.device:
     """The device "cpu" or "cuda:N". Raises InvalidRequest about the field where this process does not see it."""
     try:

@@ -4,21 +4,23 @@ Belongs to the device thread. Lengths are known to the host, and logits stay on 
 no token to draw waits for it.
 """
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+import structlog
 import torch
 from torch import Tensor
 
-from outrider.engine.batching import Feed, RowPlan, build_batch
+from outrider.engine.batching import Batch, Feed, RowPlan, build_batch
 from outrider.engine.cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
 from outrider.engine.devices import checked_device
 from outrider.engine.heads.head import TargetParts
 from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.models.config import DecoderFacts
-from outrider.engine.models.decoder import Decoder, TappedDecoder
+from outrider.engine.models.decoder import MEMORY_SHARE, Decoder, TappedDecoder
 from outrider.engine.models.fused import Graphs, fused
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import DTYPES, PACKED_BITS, unchanged
@@ -26,13 +28,17 @@ from outrider.engine.ops import Kernels, Ops, choose_ops
 from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
 from outrider.engine.session import Session
 from outrider.engine.sharing import share_rows
-from outrider.errors import CacheFull, InvalidRequest, ModelRefused, PromptTooLong
+from outrider.errors import CacheFull, Field, InvalidRequest, ModelRefused, PromptTooLong
 from outrider.token_tree import EMPTY
+
+log = structlog.get_logger()
 
 Compute = Callable[[RowPlan, KVCache, Tensor], Tensor]
 """Computes rows as Decoder.forward does."""
 
 MAX_ROWS = 512
+# Rows of the smallest piece of a prompt that is tried where a device is out of memory.
+MIN_PIECE_ROWS = 16
 # 64 MiB of float32, beyond those after which tokens are drawn.
 MAX_PREFIX_LOGITS = 1 << 24
 
@@ -144,6 +150,8 @@ class ModelRunner:
         self.extensions: list[StepExtension] = []
         self.forward_counts = ForwardCounts()
         self._num_forwards = 0
+        # Rows of prompts in a forward, as far as a device has memory for them.
+        self._prompt_room = sys.maxsize
         self._started_s: float | None = None
 
     @classmethod
@@ -155,6 +163,7 @@ class ModelRunner:
         dtype: str = "bfloat16",
         num_threads: int = 1,
         kv_tokens: int | None = None,
+        kv_memory_share: float | None = None,
         context_len: int | None = None,
         vocabulary_size: int | None = None,
         kernels: Kernels = "auto",
@@ -163,8 +172,9 @@ class ModelRunner:
         """Loads a folder, a hub id, a sized or simulated model (model_names.py), or what find_checkpoint found.
 
         dtype, "bfloat16", "float32", or on the CPU "int8" or "int4", is that of the weights in memory, whatever the
-        file holds. kv_tokens is the size of the cache in tokens; by default Decoder.default_kv_tokens. context_len is
-        the most tokens of a session, by default as many as the model reads. vocabulary_size defaults to the width of
+        file holds. kv_tokens is the size of the cache in tokens; by default Decoder.default_kv_tokens, on CUDA of
+        kv_memory_share, in (0, 1], of what is free beside the weights. context_len is the most tokens of a session, by
+        default as many as the model reads. vocabulary_size defaults to the width of
         the logits. Raises ModelRefused and InvalidRequest, and NotReady when files changed meanwhile.
         """
         torch_device = checked_device(device)
@@ -177,6 +187,15 @@ class ModelRunner:
             raise InvalidRequest("num_threads", num_threads, f"in [1, {MAX_THREADS}]")
         if kv_tokens is not None and kv_tokens < 1:
             raise InvalidRequest("kv_tokens", kv_tokens, "at least 1")
+        if kv_memory_share is not None:
+            if not 0 < kv_memory_share <= 1:
+                raise InvalidRequest("kv_memory_share", kv_memory_share, "above 0 and at most 1")
+            if kv_tokens is not None:
+                limit = ("left out together with ", Field("kv_tokens"))
+                raise InvalidRequest("kv_memory_share", kv_memory_share, limit)
+            if torch_device.type == "cpu":
+                limit = ("left out on the CPU, whose cache has ", Field("kv_tokens"))
+                raise InvalidRequest("kv_memory_share", kv_memory_share, limit)
         checkpoint = find_checkpoint(model) if isinstance(model, str) else model
         if packed_bits is not None and checkpoint.modelling:
             message = f"{checkpoint.name}: dtype is {dtype}, but only models of our own families are quantised"
@@ -198,7 +217,7 @@ class ModelRunner:
             decoder = checkpoint.build(torch_device, DTYPES[dtype], ops)
             digest = checkpoint.digest()
         identity = ModelIdentity(checkpoint.name, digest, dtype, num_threads, size, checkpoint.modelling)
-        kv_tokens = kv_tokens or decoder.default_kv_tokens(longest)
+        kv_tokens = kv_tokens or decoder.default_kv_tokens(longest, kv_memory_share or MEMORY_SHARE)
         return cls(decoder, identity, kv_tokens, context_len=longest, graphs=graphs)
 
     @property
@@ -275,7 +294,8 @@ class ModelRunner:
     def forward(self, feeds: Sequence[Feed], max_prompt_rows: int | None = None) -> ForwardResult:
         """Computes at most max_rows rows of the feeds; afterwards their sessions' committed tokens are cached so far.
 
-        At most max_prompt_rows of them are rows of prompts; see outrider.engine.sharing.
+        At most max_prompt_rows of them are rows of prompts; see outrider.engine.sharing. Where a device has no memory
+        for so many, these are fewer from then on; raises torch.OutOfMemoryError when that does not help.
         A session appears once. Blocks are reserved for all feeds before anything is computed: CacheFull and
         InvalidRequest leave every session's tokens and cache as they were. To learn which session does not fit, call
         `check` and `Session.reserve` for each one first; then this raises neither.
@@ -290,7 +310,8 @@ class ModelRunner:
         for extension in self.extensions:
             extended = extension.extend(extended)
         max_prefix_rows = max(1, MAX_PREFIX_LOGITS // self.config.vocab_size)
-        grants = share_rows(extended, self.max_rows, max_prefix_rows, max_prompt_rows)
+        most_rows = self._prompt_room if max_prompt_rows is None else min(max_prompt_rows, self._prompt_room)
+        grants = share_rows(extended, self.max_rows, max_prefix_rows, most_rows)
         if not any(grants):
             nothing = torch.empty(0, self.config.vocab_size, device=self.device)
             return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds), grants)
@@ -302,7 +323,10 @@ class ModelRunner:
             # The rows of an earlier tree are about to be overwritten, whatever comes of this forward.
             feed.session.advance(feed.session.cached_len, feed.begun)
         self._started_s = time.perf_counter()
-        logits = compute(batch.plan, self.cache, batch.wanted)
+        num_prompt_rows = sum(grant for feed, grant in zip(extended, grants, strict=True) if feed.is_prompt)
+        logits = self._try(compute, batch, num_prompt_rows)
+        if logits is None:
+            return self.forward(feeds, max_prompt_rows)
         self._num_forwards += 1
         self.forward_counts.add(sum(map(bool, grants)), sum(grants))
         for feed, grant, rows in zip(feeds, grants, batch.ranges, strict=True):
@@ -317,6 +341,23 @@ class ModelRunner:
         for extension in self.extensions:
             extension.take(feeds, logits, batch.ranges)
         return ForwardResult(logits, batch.ranges, batch.prefixes, grants)
+
+    def _try(self, compute: Compute, batch: Batch, num_prompt_rows: int) -> Tensor | None:
+        """Logits of a batch; None where a device has no memory for it, and prompts are read in smaller pieces from now
+        on. Raises torch.OutOfMemoryError where they are small already: who asked can ask for fewer sessions at a time.
+        """
+        try:
+            return compute(batch.plan, self.cache, batch.wanted)
+        except torch.OutOfMemoryError:
+            room = num_prompt_rows // 2
+            if room < MIN_PIECE_ROWS:
+                raise
+        # Out of the handler, which would hold all that was computed so far.
+        self._prompt_room = room
+        fix = "leave forwards more memory, with a smaller --kv-memory-share or --kv-tokens"
+        log.warning("the device is out of memory, and prompts are read in smaller pieces", rows=room, fix=fix)
+        torch.cuda.empty_cache()
+        return None
 
     def finish(self) -> None:
         """Counts the time of the last forward, after which its tokens have been drawn and read; idempotent."""

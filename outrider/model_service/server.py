@@ -147,6 +147,7 @@ def load_model(settings: ModelServiceSettings) -> LoadedModel:
             dtype=str(settings.dtype),
             num_threads=settings.threads,
             kv_tokens=settings.kv_tokens,
+            kv_memory_share=settings.memory_share,
             context_len=settings.context_len,
             vocabulary_size=vocabulary.size,
         )

@@ -14,6 +14,8 @@ from outrider.process.run import ProcessSettings
 
 # As many as the compiled kernels' thread pool takes.
 MAX_THREADS = 256
+# Of what a device has free for each of two models, so that one leaves the other about as much as it takes itself.
+SHARED_MEMORY_SHARE = 0.45
 # Names repetitions in the text where a model could be named.
 LOOKUP = "lookup"
 
@@ -93,7 +95,18 @@ class ModelServiceSettings(ProcessSettings):
     kv_tokens: Annotated[
         int | None,
         Setting(
-            "Tokens that the cache holds.", within(1), default="512 MiB, or one context; of sim its device's memory"
+            "Tokens that the cache holds.",
+            within(1),
+            default="512 MiB, or one context; on CUDA --kv-memory-share; of sim its device's memory",
+        ),
+    ] = None
+    kv_memory_share: Annotated[
+        float | None,
+        Setting(
+            "Share of what a CUDA device has free beside the weights that the cache takes; each process on a device "
+            "needs one.",
+            within(0.01, 1),
+            default="0.9, or 0.45 beside another model in the process",
         ),
     ] = None
     context_len: Annotated[
@@ -129,6 +142,17 @@ class ModelServiceSettings(ProcessSettings):
         if self.tls_client_ca and not self.clients:
             raise InvalidRequest("--tls-clients", self.tls_clients, "at least one name with --tls-client-ca")
         object.__setattr__(self, "model", check_model("--model", self.model, self.role))
+
+    @property
+    def has_guest(self) -> bool:
+        """Whether another model is loaded beside this one, in the same process."""
+        return False
+
+    @property
+    def memory_share(self) -> float | None:
+        """Share of a device's memory for the cache of each model of the process; None leaves it to the engine."""
+        is_open = self.kv_memory_share is None and self.kv_tokens is None and self.device != "cpu"
+        return SHARED_MEMORY_SHARE if is_open and self.has_guest else self.kv_memory_share
 
     @property
     def clients(self) -> tuple[str, ...]:

@@ -9,11 +9,15 @@ from torch import Tensor
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
+from outrider.engine.devices import free_bytes
 from outrider.engine.models.config import DecoderFacts
 from outrider.engine.ops import Ops, Weight
+from outrider.errors import Field, InvalidRequest
 
-# What the cache takes by default, and what it may take for the sake of one whole context.
+# What the cache takes by default on the CPU, and what it may take for the sake of one whole context.
 DEFAULT_KV_BYTES, MAX_KV_BYTES = 512 << 20, 4 << 30
+# Of what an accelerator has free beside the weights; the rest is for one forward and the draws after it.
+MEMORY_SHARE = 0.9
 
 
 class Decoder(ABC):
@@ -44,11 +48,29 @@ class Decoder(ABC):
         """Type of keys and values: as exact as activations on the CPU, as small as weights on an accelerator."""
         return torch.float32 if self.embedding.device.type == "cpu" else self.embedding.dtype
 
-    def default_kv_tokens(self, context_len: int) -> int:
-        """Tokens whose keys and values fit into 512 MiB, or one full context, up to 4 GiB for that."""
-        config = self.config
+    def default_kv_tokens(self, context_len: int, memory_share: float = MEMORY_SHARE) -> int:
+        """Tokens whose keys and values fit into that share of a device's free memory; one full context at least.
+
+        On the CPU they fit into 512 MiB, or are one full context, up to 4 GiB for that. Raises InvalidRequest where a
+        device has no room for one.
+        """
+        config, device = self.config, self.embedding.device
         token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.cache_dtype.itemsize
-        return max(DEFAULT_KV_BYTES // token_bytes, min(context_len, MAX_KV_BYTES // token_bytes))
+        if device.type != "cuda":
+            return max(DEFAULT_KV_BYTES // token_bytes, min(context_len, MAX_KV_BYTES // token_bytes))
+        free = free_bytes(device)
+        num_tokens = int(memory_share * free) // token_bytes
+        if num_tokens < context_len:
+            parts = (
+                Field("kv_memory_share"),
+                f" is {memory_share:g}, and of the {free / (1 << 30):.2f} GiB that {device} has free beside the weights"
+                f" that is room for {num_tokens} tokens, but one context has {context_len}: give a larger share, a"
+                " smaller ",
+                *(Field("context_len"), ", or the tokens themselves as ", Field("kv_tokens")),
+            )
+            limit = f"at least {context_len * token_bytes / max(free, 1):.3g} here"
+            raise InvalidRequest("kv_memory_share", memory_share, limit, parts)
+        return num_tokens
 
     @abstractmethod
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.models.config import DecoderFacts, JsonKeys, read_eos_token_ids, read_json
-from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.decoder import MEMORY_SHARE, Decoder
 from outrider.engine.noise import UNIFORM_SHIFT, UNIFORM_STEP, Words, numpy_hash_words
 from outrider.engine.ops import Ops, Weight
 from outrider.errors import ModelRefused
@@ -116,7 +116,7 @@ class SimulatedDecoder(Decoder):
     def device_name(self) -> str:
         return f"simulated {self.model.device.name}"
 
-    def default_kv_tokens(self, context_len: int) -> int:
+    def default_kv_tokens(self, context_len: int, memory_share: float = MEMORY_SHARE) -> int:
         """Tokens that the memory of the device would hold."""
         return self.model.kv_tokens
 

@@ -17,6 +17,7 @@ from gateway.rest.errors import (
 )
 from outrider.errors import (
     CacheFull,
+    DeviceFull,
     InvalidKey,
     InvalidRequest,
     KeyForbidden,
@@ -53,6 +54,7 @@ from outrider.errors import (
         (OutriderError("internal error"), 500, "server_error", "unexpected"),
         (PeerLost("away"), 503, "service_unavailable_error", "peer_lost"),
         (NotReady("soon"), 503, "service_unavailable_error", "not_ready"),
+        (DeviceFull("full"), 503, "service_unavailable_error", "device_memory_full"),
         (ClientStalled("late"), 504, "timeout_error", "client_stalled"),
     ],
 )

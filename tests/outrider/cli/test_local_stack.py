@@ -156,6 +156,23 @@ def test_the_host_is_the_gateway_s_and_sizes_are_of_the_services() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ({"device": "cuda:0", "draft_device": "cuda:0"}, "0.45"),
+        ({"device": "cuda:0", "draft_device": "cuda:1"}, None),
+        ({"device": "cuda:0", "draft_device": "cuda:0", "draft": None}, None),
+        ({"device": "cuda:0", "draft_device": "cuda:0", "kv_tokens": 64}, None),
+        ({}, None),
+    ],
+)
+def test_two_models_on_one_device_have_a_share_each_of_its_memory(options: dict[str, Any], share: str | None) -> None:
+    """Unless it was said how many tokens each has."""
+    for role in ("target", "draft"):
+        words = model_launch(role, replace(PAIR, **options)).command
+        assert (words[words.index("--kv-memory-share") + 1] if "--kv-memory-share" in words else None) == share
+
+
+@pytest.mark.parametrize(
     ("options", "refusal"),
     [
         ({}, ""),
