@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.engine.batching import Feed
 from outrider.engine.devices import checked_device, free_bytes, seen_devices
-from outrider.engine.ops import choose_ops
+from outrider.engine.ops import choose_ops, triton_missing
 from outrider.engine.ops.library import load_kernels, processor_levels
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import are_numbers, model_fault
@@ -78,6 +78,7 @@ def engine_facts() -> dict[str, object]:
         "cuda_version": torch.version.cuda,
         "cuda_seen": seen_devices(),
         "triton": version("triton") if find_spec("triton") is not None else None,
+        "triton_missing": triton_missing(),
     }
 
 

@@ -53,7 +53,6 @@ NAMES = {"rest": "REST and the page", "gateway": "gateway", "draft": "draft serv
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps -e ."
 # Operations of torch, which compute where there are no others.
 EAGER = "eager"
-NO_KERNELS = "torch's own kernels compute (eager), because there are no others for CUDA here"
 # Far longer than a large model takes to load.
 PROBE_TIMEOUT_S = 600.0
 PROBE_FIX = "Run `python -m outrider.model_service.row_probe --model DIR` to see all of what it says."
@@ -255,7 +254,8 @@ def _cuda_finding(facts: Mapping[str, Any]) -> Finding:
     if not devices:
         return skipped(CUDA, f"{facts['cuda_seen'].replace('It', 'torch', 1)}. Models run on the CPU.")
     kernels = {each["kernels"] for each in devices}
-    own = f"{', '.join(sorted(kernels - {EAGER}))} computes" if kernels - {EAGER} else NO_KERNELS
+    reason = f"torch's own kernels compute (eager), because {facts['triton_missing']}"
+    own = f"{', '.join(sorted(kernels - {EAGER}))} computes" if kernels - {EAGER} else reason
     versions = f"CUDA {facts['cuda_version']}, {f'Triton {triton}' if triton else 'no Triton'}; {own}."
     names = (
         f"cuda:{n} is {each['name']}, {gibibytes(each['free_bytes'])} of {gibibytes(each['memory_bytes'])} free"

@@ -23,7 +23,13 @@ from outrider.errors import ModelRefused
 from outrider.model_files.vocabulary import Vocabulary
 
 KERNELS = {"kernels": "native-v3", "processor_levels": ["native-v3"], "numerics_id": "cpu-x"}
-KERNELS |= {"cuda": [], "cuda_version": None, "cuda_seen": "It sees no CUDA device", "triton": None}
+KERNELS |= {
+    "cuda": [],
+    "cuda_version": None,
+    "cuda_seen": "It sees no CUDA device",
+    "triton": None,
+    "triton_missing": "none is installed",
+}
 DEVICE = {"name": "X", "memory_bytes": 80 << 30, "free_bytes": 79 << 30, "kernels": "eager"}
 EQUAL = {"name": "a row alone and in a batch", "rows": 72, "equal_rows": 72}
 
@@ -181,9 +187,9 @@ def test_unequal_rows_fail_on_a_cpu_and_warn_on_a_device() -> None:
     ("facts", "sentence"),
     [
         (
-            {"cuda": [DEVICE], "cuda_version": "12.8", "triton": "3.6.0"},
-            "cuda:0 is X, 79.0 GiB of 80.0 GiB free. CUDA 12.8, Triton 3.6.0; torch's own kernels compute (eager), "
-            "because there are no others for CUDA here.",
+            {"cuda": [DEVICE], "cuda_version": "12.8", "triton": "3.2.0", "triton_missing": "triton is 3.2.0"},
+            "cuda:0 is X, 79.0 GiB of 80.0 GiB free. CUDA 12.8, Triton 3.2.0; torch's own kernels compute (eager), "
+            "because triton is 3.2.0.",
         ),
         (
             {"cuda": [DEVICE | {"kernels": "triton-v1"}] * 2, "cuda_version": "12.8"},
