@@ -186,14 +186,7 @@ class ModelRunner:
         if kv_tokens is not None and kv_tokens < 1:
             raise InvalidRequest("kv_tokens", kv_tokens, "at least 1")
         if kv_memory_share is not None:
-            if not 0 < kv_memory_share <= 1:
-                raise InvalidRequest("kv_memory_share", kv_memory_share, "above 0 and at most 1")
-            if kv_tokens is not None:
-                limit = ("left out together with ", Field("kv_tokens"))
-                raise InvalidRequest("kv_memory_share", kv_memory_share, limit)
-            if torch_device.type == "cpu":
-                limit = ("left out on the CPU, whose cache has ", Field("kv_tokens"))
-                raise InvalidRequest("kv_memory_share", kv_memory_share, limit)
+            _check_share(kv_memory_share, kv_tokens, torch_device)
         checkpoint = find_checkpoint(model) if isinstance(model, str) else model
         if packed_bits is not None and checkpoint.modelling:
             message = f"{checkpoint.name}: dtype is {dtype}, but only models of our own families are quantised"
@@ -408,6 +401,17 @@ class ModelRunner:
         for extreme in (min(token_ids), max(token_ids)):
             if not 0 <= extreme < end:
                 raise InvalidRequest("token_ids", extreme, f"in [0, {end})")
+
+
+def _check_share(share: float, kv_tokens: int | None, device: torch.device) -> None:
+    """Raises InvalidRequest about a share of memory that is none, or that means nothing here."""
+    name = "kv_memory_share"
+    if not 0 < share <= 1:
+        raise InvalidRequest(name, share, "above 0 and at most 1")
+    if kv_tokens is not None:
+        raise InvalidRequest(name, share, ("left out together with ", Field("kv_tokens")))
+    if device.type == "cpu":
+        raise InvalidRequest(name, share, ("left out on the CPU, whose cache has ", Field("kv_tokens")))
 
 
 Allocate = Callable[[], None]

@@ -7,6 +7,8 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Annotated
 
 import torch
@@ -14,7 +16,8 @@ import typer
 from torch import Tensor
 
 from outrider.engine.batching import Feed
-from outrider.engine.devices import checked_device
+from outrider.engine.devices import checked_device, free_bytes, seen_devices
+from outrider.engine.ops import choose_ops, triton_missing
 from outrider.engine.ops.library import load_kernels, processor_levels
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import are_numbers, model_fault
@@ -64,15 +67,29 @@ def probe(
 
 
 def engine_facts() -> dict[str, object]:
-    """Facts about what computes here: torch, its threads, the compiled kernels, and CUDA devices."""
+    """Facts about what computes here: torch, its threads, the compiled kernels, and CUDA with what it would run."""
     kernels = load_kernels()
-    devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     return {
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "kernels": kernels.name if kernels else None,
         "processor_levels": processor_levels(),
-        "cuda": [{"name": each.name, "memory_bytes": each.total_memory} for each in devices],
+        "cuda": [device_facts(torch.device("cuda", number)) for number in range(torch.cuda.device_count())],
+        "cuda_version": torch.version.cuda,
+        "cuda_seen": seen_devices(),
+        "triton": version("triton") if find_spec("triton") is not None else None,
+        "triton_missing": triton_missing(),
+    }
+
+
+def device_facts(device: torch.device) -> dict[str, object]:
+    """Facts about a CUDA device: its memory in bytes, and the name of the operations that models would have there."""
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "free_bytes": free_bytes(device),
+        "kernels": choose_ops(device, 1).name,
     }
 
 

@@ -51,6 +51,8 @@ ROLES = {"--rest-port": "rest", "--port": "gateway", "--draft-port": "draft", "-
 GATEWAY_PORTS = ("--rest-port", "--port")
 NAMES = {"rest": "REST and the page", "gateway": "gateway", "draft": "draft service", "target": "target service"}
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps -e ."
+# Operations of torch, which compute where there are no others.
+EAGER = "eager"
 # Far longer than a large model takes to load.
 PROBE_TIMEOUT_S = 600.0
 PROBE_FIX = "Run `python -m outrider.model_service.row_probe --model DIR` to see all of what it says."
@@ -224,7 +226,7 @@ def engine_findings(code: int, output: str, notes: str, device: str) -> list[Fin
     if code == 0:
         facts = json.loads(output.strip().splitlines()[-1])
         kernels = _kernel_finding(facts["kernels"], facts["processor_levels"])
-        return [kernels, _cuda_finding(facts["cuda"], facts.get("refused_device")), _row_finding(facts, device)]
+        return [kernels, _cuda_finding(facts), _row_finding(facts, device)]
     problem = last_line(notes)
     if "No module named 'torch'" in problem:
         return [skipped(ROWS, "There is no torch here to compute with.", "pip install 'outrider[engine]'")]
@@ -245,13 +247,21 @@ def _kernel_finding(built: str | None, levels: Sequence[str]) -> Finding:
     return ok(KERNELS, f"{built} is built, and the fastest for this processor.")
 
 
-def _cuda_finding(devices: Sequence[Mapping[str, Any]], refused: str | None) -> Finding:
-    if refused is not None:
-        return failed(CUDA, refused, "Or leave out --device.")
-    if devices:
-        names = (f"cuda:{n} is {each['name']}, {gibibytes(each['memory_bytes'])}" for n, each in enumerate(devices))
-        return ok(CUDA, f"{'; '.join(names)}.")
-    return skipped(CUDA, "torch sees no CUDA device; models run on the CPU.")
+def _cuda_finding(facts: Mapping[str, Any]) -> Finding:
+    devices, triton = facts["cuda"], facts["triton"]
+    if "refused_device" in facts:
+        return failed(CUDA, facts["refused_device"], "Or leave out --device.")
+    if not devices:
+        return skipped(CUDA, f"{facts['cuda_seen'].replace('It', 'torch', 1)}. Models run on the CPU.")
+    kernels = {each["kernels"] for each in devices}
+    reason = f"torch's own kernels compute (eager), because {facts['triton_missing']}"
+    own = f"{', '.join(sorted(kernels - {EAGER}))} computes" if kernels - {EAGER} else reason
+    versions = f"CUDA {facts['cuda_version']}, {f'Triton {triton}' if triton else 'no Triton'}; {own}."
+    names = (
+        f"cuda:{n} is {each['name']}, {gibibytes(each['free_bytes'])} of {gibibytes(each['memory_bytes'])} free"
+        for n, each in enumerate(devices)
+    )
+    return ok(CUDA, f"{'; '.join(names)}. {versions}")
 
 
 def _row_finding(facts: Mapping[str, Any], device: str) -> Finding:

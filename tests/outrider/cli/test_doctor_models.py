@@ -4,6 +4,7 @@ import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType
@@ -21,7 +22,15 @@ from outrider.cli.local_stack import Stack
 from outrider.errors import ModelRefused
 from outrider.model_files.vocabulary import Vocabulary
 
-KERNELS = {"kernels": "native-v3", "processor_levels": ["native-v3"], "cuda": [], "numerics_id": "cpu-x"}
+KERNELS = {"kernels": "native-v3", "processor_levels": ["native-v3"], "numerics_id": "cpu-x"}
+KERNELS |= {
+    "cuda": [],
+    "cuda_version": None,
+    "cuda_seen": "It sees no CUDA device",
+    "triton": None,
+    "triton_missing": "none is installed",
+}
+DEVICE = {"name": "X", "memory_bytes": 80 << 30, "free_bytes": 79 << 30, "kernels": "eager"}
 EQUAL = {"name": "a row alone and in a batch", "rows": 72, "equal_rows": 72}
 
 
@@ -166,12 +175,37 @@ def test_an_engine_that_keeps_its_promise() -> None:
 
 def test_unequal_rows_fail_on_a_cpu_and_warn_on_a_device() -> None:
     """No promise of equal bits holds on an accelerator."""
-    facts = {**KERNELS, "cuda": [{"name": "X", "memory_bytes": 1 << 30}], "comparisons": [{**EQUAL, "equal_rows": 70}]}
+    facts = {**KERNELS, "cuda": [DEVICE], "comparisons": [{**EQUAL, "equal_rows": 70}]}
     [*_, on_cpu] = found(facts)
     assert (on_cpu.status, on_cpu.exit_code) == (Status.FAILED, 70)
     assert "2 of 72" in on_cpu.sentence
     [*_, on_device] = found(facts, "cuda:0")
     assert on_device.status is Status.WARNING
+
+
+@pytest.mark.parametrize(
+    ("facts", "sentence"),
+    [
+        (
+            {"cuda": [DEVICE], "cuda_version": "12.8", "triton": "3.2.0", "triton_missing": "triton is 3.2.0"},
+            "cuda:0 is X, 79.0 GiB of 80.0 GiB free. CUDA 12.8, Triton 3.2.0; torch's own kernels compute (eager), "
+            "because triton is 3.2.0.",
+        ),
+        (
+            {"cuda": [DEVICE | {"kernels": "triton-v1"}] * 2, "cuda_version": "12.8"},
+            "cuda:0 is X, 79.0 GiB of 80.0 GiB free; cuda:1 is X, 79.0 GiB of 80.0 GiB free. CUDA 12.8, no Triton; "
+            "triton-v1 computes.",
+        ),
+        (
+            {"cuda_seen": "It sees no CUDA device, because torch 2 is built without CUDA: install a build that has it"},
+            "torch sees no CUDA device, because torch 2 is built without CUDA: install a build that has it. Models run "
+            "on the CPU.",
+        ),
+    ],
+)
+def test_devices_are_told_with_what_would_compute_there(facts: dict[str, Any], sentence: str) -> None:
+    """Free memory, versions, and which kernels why."""
+    assert found(KERNELS | facts)[1].sentence == sentence
 
 
 def test_a_device_that_is_not_there_fails_with_what_is_seen() -> None:

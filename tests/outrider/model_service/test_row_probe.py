@@ -41,4 +41,5 @@ def test_a_planted_dependence_is_found(runner: ModelRunner, monkeypatch: pytest.
 def test_facts_without_a_model() -> None:
     """What computes here, as plain values."""
     facts = engine_facts()
-    assert {"torch", "torch_threads", "kernels", "processor_levels", "cuda"} == set(facts)
+    host = {"torch", "torch_threads", "kernels", "processor_levels"}
+    assert host | {"cuda", "cuda_version", "cuda_seen", "triton", "triton_missing"} == set(facts)
