@@ -17,14 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PRESENT = (
     "torch triton numpy scipy sympy mpmath networkx transformers tokenizers safetensors huggingface-hub regex tqdm "
     "jinja2 markupsafe pyyaml packaging filelock fsspec requests urllib3 certifi idna charset-normalizer anyio h11 "
-    "httpcore httpx attrs typer click rich pygments shellingham markdown-it-py mdurl annotated-doc prometheus-client "
+    "httpcore httpx attrs rich pygments shellingham markdown-it-py mdurl annotated-doc prometheus-client "
     "psutil setuptools pytest pytest-timeout pluggy iniconfig hypothesis sortedcontainers"
 )
 # grpcio and protobuf although images have them: generated code refuses versions below those that made it.
 CARRIED = (
-    "annotated-types", "blake3", "cffi", "cryptography", "fastapi", "gguf", "googleapis-common-protos", "grpcio",
+    "annotated-types", "blake3", "cffi", "click", "cryptography", "fastapi", "gguf", "googleapis-common-protos", "grpcio",
     "grpcio-health-checking", "grpcio-reflection", "grpcio-status", "llguidance", "opentelemetry-api", "orjson",
-    "protobuf", "pycparser", "pydantic", "pydantic-core", "pytest-asyncio", "starlette", "structlog", "trustme",
+    "protobuf", "pycparser", "pydantic", "pydantic-core", "pytest-asyncio", "starlette", "structlog", "trustme", "typer",
     "typing-extensions", "typing-inspection", "uvicorn",
 )  # fmt: skip
 # pip takes a platform's number exactly as it stands in a wheel's name.

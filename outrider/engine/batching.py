@@ -301,13 +301,14 @@ def shared_work(
     """
     num_rows = len(counts)
     chunks = -(-counts // CHUNK)
+    row_chunks: list[int] = chunks.tolist()
     tiles = list[tuple[int, int, int, int, int]]()
     item_rows = list[int]()
     for span in spans:
         for first in range(0, len(span.rows), tile_rows):
             rows = span.rows[first : first + tile_rows]
-            stop = max(map(int, chunks[list(rows)]))
-            stop = stop if span.stop_chunk is None else min(stop, span.stop_chunk)
+            # No row of a span sees less than one before it.
+            stop = row_chunks[rows[-1]] if span.stop_chunk is None else min(row_chunks[rows[-1]], span.stop_chunk)
             if stop > span.first_chunk:
                 tiles.append((len(item_rows), len(rows), span.key_start, span.first_chunk, stop))
                 item_rows += rows
