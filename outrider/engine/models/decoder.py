@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batching import RowPlan
-from outrider.engine.cache import KVCache
+from outrider.engine.cache import BLOCK_SIZE, KVCache
 from outrider.engine.devices import free_bytes
 from outrider.engine.models.config import DecoderFacts
 from outrider.engine.ops import Ops, Weight
@@ -69,7 +69,7 @@ class Decoder(ABC):
         if device.type != "cuda":
             return max(DEFAULT_KV_BYTES // token_bytes, min(context_len, MAX_KV_BYTES // token_bytes))
         free = free_bytes(device)
-        num_tokens = int(memory_share * free) // token_bytes
+        num_tokens = int(memory_share * free) // token_bytes // BLOCK_SIZE * BLOCK_SIZE
         if num_tokens < context_len:
             parts = (
                 Field("kv_memory_share"),

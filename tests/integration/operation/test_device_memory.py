@@ -52,8 +52,9 @@ async def ask_all(rest: RestStack) -> list[tuple[int, ...] | DeviceFull]:
 
 async def test_a_device_out_of_memory_fails_one_request_at_most(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large batches are made smaller, one that is too much alone is 503 with what to do, and a draft costs guesses."""
-    stack = rest_stack(target=str(folder), draft=str(folder), kv_tokens=2048, gateway=PATIENT)
-    async with stack as rest:
+    # Every prompt is read whole.
+    options: dict[str, Any] = {each: {"prefix_cache": False} for each in ("target_options", "draft_options")}
+    async with rest_stack(target=str(folder), draft=str(folder), kv_tokens=2048, gateway=PATIENT, **options) as rest:
         expected = await ask_all(rest)
         target, draft = rest.stack.target.runner, rest.stack.draft.runner
         with monkeypatch.context() as patch, capture_logs() as logs:

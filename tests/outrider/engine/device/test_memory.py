@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
     return write_tiny_model(tmp_path / "model", "llama", vocab_size=257, context_len=CONTEXT_LEN)
 
 
-@pytest.mark.parametrize(("share", "num_blocks"), [(None, 56), (0.45, 28), (1.0, 63)])
+@pytest.mark.parametrize(("share", "num_blocks"), [(None, 56), (0.45, 28), (1.0, 62)])
 def test_the_cache_takes_a_share_of_what_is_free(
     folder: Path, share: float | None, num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,10 +43,10 @@ def test_a_share_without_room_for_a_context_is_refused(folder: Path, monkeypatch
         with pytest.raises(InvalidRequest) as refused:
             ModelRunner.load(str(folder), device="cuda:0", dtype="float32", kv_memory_share=0.5)
         assert refused.value.message.startswith("kv_memory_share is 0.5, and of the 0.00 GiB that cuda:0 has free")
-        assert "room for 200 tokens, but one context has 256" in refused.value.message
+        assert "room for 192 tokens, but one context has 256" in refused.value.message
         assert refused.value.limit == ("at least 0.64 here",)
-        loaded = ModelRunner.load(str(folder), device="cuda:0", dtype="float32", kv_memory_share=0.5, context_len=200)
-    assert loaded.pool.num_blocks == 13
+        loaded = ModelRunner.load(str(folder), device="cuda:0", dtype="float32", kv_memory_share=0.5, context_len=192)
+    assert loaded.pool.num_blocks == 12
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_prompts_are_read_in_smaller_pieces_where_memory_is_short(
     monkeypatch.setattr(runner.model, "forward", forward_or_not)
     with capture_logs() as logs:
         assert torch.equal(finish(runner, Feed(prompt, TREE))[0], expected[0])
-    assert sizes == [208, 100, 50, 50, 50, 50, 9]
-    assert [line["rows"] for line in logs] == [100, 50]
+    assert sizes == [208, 104, 52, 52, 52, 52]
+    assert [line["rows"] for line in logs] == [104, 52]
     assert {line["log_level"] for line in logs} == {"warning"}
     most_rows = MIN_PIECE_ROWS - 1
     other = runner.open(random_ids(40, 2, 257), 40)
