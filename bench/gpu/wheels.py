@@ -22,10 +22,10 @@ PRESENT = (
 )
 # grpcio and protobuf although images have them: generated code refuses versions below those that made it.
 CARRIED = (
-    "annotated-types", "blake3", "cffi", "click", "cryptography", "fastapi", "gguf", "googleapis-common-protos", "grpcio",
-    "grpcio-health-checking", "grpcio-reflection", "grpcio-status", "llguidance", "opentelemetry-api", "orjson",
-    "protobuf", "pycparser", "pydantic", "pydantic-core", "pytest-asyncio", "starlette", "structlog", "trustme", "typer",
-    "typing-extensions", "typing-inspection", "uvicorn",
+    "annotated-types", "blake3", "cffi", "click", "cryptography", "fastapi", "gguf", "googleapis-common-protos",
+    "grpcio", "grpcio-health-checking", "grpcio-reflection", "grpcio-status", "llguidance", "opentelemetry-api",
+    "orjson", "protobuf", "pycparser", "pydantic", "pydantic-core", "pytest-asyncio", "starlette", "structlog",
+    "trustme", "typer", "typing-extensions", "typing-inspection", "uvicorn",
 )  # fmt: skip
 # pip takes a platform's number exactly as it stands in a wheel's name.
 PLATFORMS = (

@@ -11,11 +11,3 @@ def begin(OVERLAPS: tl.constexpr):
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
-
-
-@triton.jit
-def prefetch(places):
-    """Asks for the lines of memory with these addresses, which come into the second cache while nobody waits."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )

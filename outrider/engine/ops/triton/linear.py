@@ -9,13 +9,9 @@ import triton
 import triton.language as tl
 
 from outrider.engine.ops.triton.launch import begin as begin_kernel
-from outrider.engine.ops.triton.launch import prefetch
 
 UNITS = (1024, 512, 256)
 """Inputs that are summed before they meet the others; which of these belongs to the numerics."""
-# A line of memory in numbers of two bytes, and how many of them a program asks for in advance of each output.
-LINE = tl.constexpr(64)
-PREFETCHED = tl.constexpr(8)
 ENOUGH_PROGRAMS = 256
 """Of tiles of 64 outputs times units: where large units are fewer, smaller ones keep a GPU busy."""
 
@@ -46,12 +42,6 @@ def linear_units(
     """partials [parts, R, N] float32 of x [R, K] times the transpose of weight [N, K]; a part has units_each units."""
     outputs = tl.program_id(0).to(tl.int64) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     part = tl.program_id(1)
-    if OVERLAPS:
-        # Nothing that runs before writes weights, so the first of them come while it does.
-        lines = part * units_each * UNIT + tl.arange(0, PREFETCHED) * LINE
-        is_line = (outputs < num_outputs)[:, None] & (lines < num_inputs)[None, :]
-        places = weight + outputs[:, None] * num_inputs + lines[None, :]
-        prefetch(tl.where(is_line, places, weight))
     begin_kernel(OVERLAPS)
     rows = tl.program_id(2).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_row = rows < num_rows
