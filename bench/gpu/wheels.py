@@ -24,9 +24,9 @@ PRESENT = (
 # an image had 0.27, which names an option by its metavar where the two differ in case alone.
 CARRIED = (
     "annotated-types", "blake3", "cffi", "click", "cryptography", "fastapi", "gguf", "googleapis-common-protos",
-    "grpcio", "grpcio-health-checking", "grpcio-reflection", "grpcio-status", "llguidance", "opentelemetry-api", "orjson",
-    "protobuf", "pycparser", "pydantic", "pydantic-core", "pytest-asyncio", "starlette", "structlog", "trustme",
-    "typer", "typing-extensions", "typing-inspection", "uvicorn",
+    "grpcio", "grpcio-health-checking", "grpcio-reflection", "grpcio-status", "llguidance", "opentelemetry-api",
+    "orjson", "protobuf", "pycparser", "pydantic", "pydantic-core", "pytest-asyncio", "starlette", "structlog",
+    "trustme", "typer", "typing-extensions", "typing-inspection", "uvicorn",
 )  # fmt: skip
 # pip takes a platform's number exactly as it stands in a wheel's name.
 PLATFORMS = (
