@@ -65,13 +65,13 @@ def _linear(
 
 
 def _choose(recorder: Recorder, sizes: Sizes, device: torch.device, name: str, ops: Ops) -> None:
-    """Draws of all rows; not captured, because operations may wait in it."""
+    """Draws of all rows."""
     for rows in sizes.choose_rows:
         logits = torch.randn(rows, sizes.vocab_size, device=device)
         temperatures = torch.full((rows,), 0.7, dtype=torch.float64, device=device)
         keys = torch.randint(-(2**63), 2**63 - 1, (rows,), device=device)
         launch = partial(ops.choose, logits, temperatures, keys, sizes.vocab_size)
-        timing = time_launches(device, [launch] * 5, captured=False)
+        timing = time_launches(device, [launch] * 5)
         recorder.add(f"choose/rows={rows}/{name}", timing.us, "us", **_facts(timing))
 
 

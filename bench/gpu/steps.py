@@ -9,22 +9,23 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from bench.gpu.records import Recorder
 from bench.gpu.sizes import Sizes
 from bench.gpu.subjects import KV_ROOM, Variant, cached_session, chain_of, load_shaped, tree_of, variants
 from bench.gpu.timing import median_ms, synchronize
+from outrider.cli.bench.common import spec_of
 from outrider.engine.batching import Feed, build_batch
 from outrider.engine.cache import BLOCK_SIZE
-from outrider.engine.noise import token_keys
-from outrider.engine.runner import ModelRunner
+from outrider.engine.runner import ForwardResult, ModelRunner
+from outrider.engine.sampling.draw import DrawInput, Drawn, draw_each
 
 PROFILED_KERNELS, PROFILED_FUNCTIONS, WATCHED_STEPS = 14, 16, 20
 # Where nothing else is said: a chain of so many rows is profiled.
 PROFILED_ROWS, MANY_SESSIONS = 6, 64
+# Of a request that a step belongs to.
+ROOM = 1024
 
 
 def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
@@ -98,13 +99,10 @@ def _read(runner: ModelRunner, length: int) -> None:
     session.free()
 
 
-def _forward_and_draw(runner: ModelRunner, feeds: list[Feed]) -> list[int]:
-    logits = runner.forward(feeds).logits
+def _forward_and_draw(runner: ModelRunner, feeds: list[Feed]) -> list[Drawn]:
+    result = runner.forward(feeds)
     runner.finish()
-    count = logits.shape[0]
-    temperatures = torch.from_numpy(np.full(count, 0.7)).to(runner.device)
-    keys = torch.from_numpy(token_keys([7] * count, range(count))).to(runner.device)
-    return _chosen(runner, logits, temperatures, keys)
+    return _drawn(runner, feeds, result)
 
 
 def _host(recorder: Recorder, sizes: Sizes, runner: ModelRunner, name: str) -> None:
@@ -114,14 +112,12 @@ def _host(recorder: Recorder, sizes: Sizes, runner: ModelRunner, name: str) -> N
         sessions = [cached_session(runner, length) for _ in range(count)]
         feeds = [Feed(session, chain_of(rows - 1)) for session in sessions]
         grants = [feed.num_rows for feed in feeds]
-        logits = runner.forward(feeds).logits
-        temperatures = torch.full((logits.shape[0],), 0.7, dtype=torch.float64, device=runner.device)
-        keys = torch.arange(logits.shape[0], device=runner.device)
+        result = runner.forward(feeds)
         parts: dict[str, Callable[[], object]] = {
             "build_batch": partial(build_batch, feeds, grants, runner.device, runner.model.tiles),
             "forward returns": partial(runner.forward, feeds),
             "forward is done": partial(_done, runner, feeds),
-            "choose to ids": partial(_chosen, runner, logits, temperatures, keys),
+            "draw to ids": partial(_drawn, runner, feeds, result),
         }
         for part, call in parts.items():
             times = [_host_us(runner.device, call) for _ in range(2 + sizes.repeats)][2:]
@@ -136,9 +132,10 @@ def _done(runner: ModelRunner, feeds: list[Feed]) -> None:
     synchronize(runner.device)
 
 
-def _chosen(runner: ModelRunner, logits: Tensor, temperatures: Tensor, keys: Tensor) -> list[int]:
-    ids: list[int] = runner.ops.choose(logits, temperatures, keys, runner.vocabulary_size).tolist()
-    return ids
+def _drawn(runner: ModelRunner, feeds: list[Feed], result: ForwardResult) -> list[Drawn]:
+    """What the services draw after every row, at one temperature."""
+    inputs = [DrawInput(feed, spec_of(feed.session.token_ids, 7, 0.7, ROOM)) for feed in feeds]
+    return draw_each(runner, result.logits, inputs, [rows or range(0) for rows in result.ranges])
 
 
 def _host_us(device: torch.device, call: Callable[[], object]) -> float:

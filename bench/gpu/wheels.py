@@ -20,7 +20,8 @@ PRESENT = (
     "httpcore httpx attrs rich pygments shellingham markdown-it-py mdurl annotated-doc prometheus-client "
     "psutil setuptools pytest pytest-timeout pluggy iniconfig hypothesis sortedcontainers"
 )
-# grpcio and protobuf although images have them: generated code refuses versions below those that made it.
+# grpcio and protobuf although images have them: generated code refuses versions below those that made it. And typer:
+# an image had 0.27, which names an option by its metavar where the two differ in case alone.
 CARRIED = (
     "annotated-types", "blake3", "cffi", "click", "cryptography", "fastapi", "gguf", "googleapis-common-protos",
     "grpcio", "grpcio-health-checking", "grpcio-reflection", "grpcio-status", "llguidance", "opentelemetry-api",
