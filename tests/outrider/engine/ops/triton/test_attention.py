@@ -177,7 +177,10 @@ def test_rows_of_a_long_prompt_go_by_turns(monkeypatch: pytest.MonkeyPatch) -> N
         # A row sees what the longest row of its tile sees.
         ("columns[None, :] < counts[:, None]", "columns[None, :] < end_column"),
         # The rows of a tile are taken for token rows that follow each other.
-        ("tl.load(item_rows + tl.load(item) + token", "tl.load(item_rows + tl.load(item)) + token"),
+        (
+            "tl.load(item_rows + tl.load(item) + token, mask=is_row, other=0).to",
+            "(tl.load(item_rows + tl.load(item)) + tl.where(is_row, token, 0)).to",
+        ),
         # A row stores what it does not see, where the next row's chunks lie.
         ("is_seen = is_lane & (counts > first_column)", "is_seen = is_lane"),
         # A chunk of a shared list is written over another row's.
