@@ -23,6 +23,10 @@ if CPU_INFO_VARIABLE in os.environ:
 # A thread of torch that waits for its part sleeps: two workers and their services share the processors.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Kernels for CUDA run in Triton's interpreter where no driver has a card; they ask for it when they are defined.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Signals that the whole run ignores, for its worker processes, which do not inherit that any more.
 IGNORED_VARIABLE = "OUTRIDER_TESTS_IGNORE"
 # Ignored by Python itself, which gives them back to its children.

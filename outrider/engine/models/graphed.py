@@ -26,8 +26,10 @@ log = structlog.get_logger()
 
 # Rows for which graphs are recorded.
 GRAPH_ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
-# Of attention's tiles, token rows times the heads of a group: of few rows, of more, of a prompt.
+# Of attention's tiles, token rows times the heads of a group: of few rows, of more, of a prompt. Larger ones of float32
+# have no room in a multiprocessor's registers and shared memory.
 TILES = (16, 32, 64)
+WIDE_TILES = (16,)
 # Numbers of work that graphs have room for, 16 MiB.
 WORK_NUMBERS = 1 << 22
 
@@ -64,7 +66,8 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
     @property
     def tiles(self) -> tuple[int, ...]:
         """Rows of a tile; none where a layer sees only a window, because its lists begin elsewhere."""
-        each = sorted({max(1, tile // self._heads_each) for tile in TILES})
+        tiles = WIDE_TILES if self.embedding.dtype is torch.float32 else TILES
+        each = sorted({max(1, tile // self._heads_each) for tile in tiles})
         return () if any(self.config.windows) else tuple(each)
 
     @property

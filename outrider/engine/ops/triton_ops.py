@@ -60,6 +60,13 @@ class TritonOps(EagerOps):
         """Multiprocessors of the device; a few where Triton's interpreter stands for one."""
         return 4 if self.is_interpreted else torch.cuda.get_device_properties(self.device).multi_processor_count
 
+    @cached_property
+    def shared_bytes(self) -> int:
+        """Shared memory that one program may have; no bound in the interpreter, which has none."""
+        if self.is_interpreted:
+            return 1 << 30
+        return torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin
+
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, PackedMatrix):
             raise ValueError("packed matrices are for the CPU")
@@ -107,7 +114,7 @@ class TritonOps(EagerOps):
             IS_EVEN=num_outputs % block[0] == 0 and num_inputs % block[2] == 0,
             WIDE=self.is_wide(weight.dtype),
             num_warps=4 if few else 8,
-            num_stages=5 if few else 3,
+            num_stages=stages_that_fit(5 if few else 3, block, weight.dtype, self.shared_bytes),
             **self.options,
         )
         return partials
@@ -281,3 +288,12 @@ def norm_options(size: int) -> dict[str, int | bool]:
     """What a norm of rows of this size is compiled for; the order of its sum hangs on it."""
     block = triton.next_power_of_2(size)
     return {"BLOCK": block, "num_warps": max(1, min(8, block // 512)), **OPTIONS}
+
+
+def stages_that_fit(stages: int, block: tuple[int, int, int], dtype: torch.dtype, shared_bytes: int) -> int:
+    """At most so many steps of a product with blocks (outputs, rows, inputs) under way at once, as a card has room for.
+
+    That is a question of speed: steps are added in their order, however many are being loaded.
+    """
+    num_outputs, num_rows, num_inputs = block
+    return max(1, min(stages, shared_bytes // ((num_outputs + num_rows) * num_inputs * dtype.itemsize)))

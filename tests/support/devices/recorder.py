@@ -21,6 +21,8 @@ ROOT = Path(engine.__file__).parent
 # A graph cannot hold them: the host would wait for what is only being recorded.
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount", "equal", "is_nonzero"}
 
+ALLOCATIONS = {"empty", "new_empty", "empty_like"}
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -68,8 +70,11 @@ class Recorder(TorchDispatchMode):
         return [f"{call.place}: {call.name}" for call in self.calls if call.name in WAITS]
 
     def replay(self) -> None:
-        """Makes all calls again: they read and write the tensors of the recording."""
+        """Makes all calls again: they read and write the tensors of the recording; what is not written holds NaN."""
         for call in self.calls:
+            if call.name in ALLOCATIONS and call.result.is_floating_point():
+                call.result.fill_(torch.nan)
+                continue
             before = trees.tree_leaves(call.result)
             for old, new in zip(before, trees.tree_leaves(call.func(*call.args, **call.named)), strict=True):
                 # Views and results in place lie where they did.
