@@ -118,7 +118,7 @@ def choose_ops(device: torch.device, num_threads: int, packed_bits: int | None =
     if kernels not in KERNELS:
         raise InvalidRequest("kernels", kernels, f"one of {', '.join(KERNELS)}")
     if device.type != "cpu":
-        missing = triton_missing()
+        missing = triton_missing() if torch.cuda.is_available() else seen_devices()
         if kernels in ("triton", "graphs") and missing is not None:
             raise InvalidRequest("kernels", kernels, f'"auto" or "eager" here: {missing}')
         if kernels == "eager" or missing is not None:
@@ -131,8 +131,6 @@ def choose_ops(device: torch.device, num_threads: int, packed_bits: int | None =
 
 def triton_missing() -> str | None:
     """Why Triton compiles no kernels for CUDA devices here; None where it does."""
-    if not torch.cuda.is_available():
-        return seen_devices()
     if torch.version.hip is not None:
         return "Triton's kernels are for CUDA, and this torch is built for ROCm"
     try:
