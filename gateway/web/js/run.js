@@ -5,6 +5,8 @@ import { branches } from "./trees.js";
 export class Run {
   constructor(request) {
     this.request = request;
+    // Runs of the same request that a race has made beside this one.
+    this.again = [];
     this.opened = null;
     this.completion = null;
     this.error = null;
