@@ -40,7 +40,17 @@ DEAF = """
     {{- '<|turn|>' ~ message.role ~ '\\n' ~ (message.content or '') }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"""
-TEMPLATES = {"loose": TEMPLATE, "strict": STRICT, "deaf": DEAF}
+# As Gemma: no rules at all, user and assistant by turns, and nobody else.
+GEMMA = """
+{%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- for message in messages %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {{- '<|turn|>' ~ message.role ~ '\\n' ~ message.content | trim }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"""
+TEMPLATES = {"loose": TEMPLATE, "strict": STRICT, "deaf": DEAF, "gemma": GEMMA}
 ASK = Said("user", "Ask")
 TWO = Called([("toolu_01AX", "look", '{"at": "sea"}'), ("toolu_01BX", "hear", '{"at": "bay"}')], "Well")
 BROKEN = Called([("call_1", "look", '{"at": "se')])
@@ -82,23 +92,49 @@ def in_order(prompt: str, *words: str) -> bool:
 async def test_rules_are_one_message_before_the_first_answer(
     running: tuple[str, RecitingStack, list[str]], door: Door, rule: str
 ) -> None:
-    """Later ones are where the template has a place for them, or else the user's text; a template that has no place for
-    any gets no request without them.
+    """Later ones are where the template has a place for them, or else the user's text; so are the first for one that
+    has no place for any.
     """
     name, stack, prompts = running
     first = [Said("system", "Be brief"), Said("developer", "Be kind"), ASK, Said(rule, "Be fair")]
     taken = await door(stack, [*first, Said("assistant", "Said"), Said(rule, "Be late"), Said("user", "Go")])
-    if name == "deaf":
-        assert (taken.field, "it leaves out what the role 'system' says" in taken.error) == (PLACES[door], True)
-        return
     assert (taken.error, taken.ignored) == ("", "")
     last = "<|turn|>system\nBe late" if name == "loose" else "<|turn|>user\nBe late\nGo"
-    rules = "<|turn|>system\nBe brief\n\nBe kind\n\nBe fair"
-    assert in_order(prompts[-1], rules, "<|turn|>user\nAsk", "Said", last, "Go")
+    rules = "Be brief\n\nBe kind\n\nBe fair"
+    first_turns = f"user\n{rules}\n\nAsk" if name in NO_RULES else f"system\n{rules}<|turn|>user\nAsk"
+    assert in_order(prompts[-1], f"<|turn|>{first_turns}", "Said", last, "Go")
     assert prompts[-1].count("Be brief") == 1
 
 
-PLACES = {chat: "messages.0", responses: "input.0", messages: "messages.0", grpc_chat: "messages.0"}
+NO_RULES = ("deaf", "gemma")
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [Said("system", "Be brief"), Said("assistant", "Said"), Said("user", "Go")],
+        [Said("system", "Be brief"), TWO, *RESULTS, Said("user", "Go"), Said("user", "On")],
+        [
+            Said("user", "Ask"),
+            Said("user", "Go"),
+            Said("assistant", "Said"),
+            Said("assistant", "More"),
+            Said("user", "End"),
+        ],
+        [Said("system", "Be brief"), Said("developer", "Be kind")],
+    ],
+    ids=["the assistant begins", "calls begin", "two at a time", "rules alone"],
+)
+async def test_all_words_are_there_whoever_begins(
+    running: tuple[str, RecitingStack, list[str]], door: Door, turns: Turns
+) -> None:
+    """Each of them once and in order, whatever order of speakers a template wants."""
+    _, stack, prompts = running
+    taken = await door(stack, turns)
+    assert taken.error == ""
+    words = [turn.text for turn in turns if not isinstance(turn, Gave)]
+    assert in_order(prompts[-1], *words), prompts[-1]
+    assert all(prompts[-1].count(word) == 1 for word in words)
 
 
 @pytest.mark.parametrize(
