@@ -28,6 +28,7 @@ from gateway.rest.asking.translation import (
     shared_values,
     tools_of,
 )
+from gateway.rest.errors import other_type
 from outrider.errors import InvalidRequest
 from outrider.parameters import Parameters
 
@@ -76,7 +77,7 @@ class ToolUseBlock(Parameters):
 
 
 TextBlocks = Annotated[
-    list[Annotated[Annotated[TextBlock, Tag("<text>")], by_type("a block", ["text"])]],
+    list[Annotated[Annotated[TextBlock, Tag("<text>")], by_type(["text"])]],
     Field(fail_fast=True),
 ]
 
@@ -86,7 +87,7 @@ ResultBlocks = Annotated[
     list[
         Annotated[
             Annotated[TextBlock, Tag("<text>")] | Annotated[dict[str, Any], Tag("<other>")],
-            by_any_type("a block", ["text"]),
+            by_any_type(["text"]),
         ]
     ],
     Field(fail_fast=True),
@@ -118,7 +119,7 @@ Block = Annotated[
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")]
     | Annotated[dict[str, Any], Tag("<other>")],
-    by_type("a block", BLOCK_TYPES, others=lambda kind: kind in OTHERS_CALL or kind.endswith(OTHERS_RESULT)),
+    by_type(BLOCK_TYPES, others=lambda kind: kind in OTHERS_CALL or kind.endswith(OTHERS_RESULT)),
 ]
 Blocks = Annotated[list[Block], Field(fail_fast=True)]
 System = Annotated[Annotated[str, Tag("<text>")] | Annotated[TextBlocks, Tag("<list>")], TEXT_OR_BLOCKS]
@@ -279,8 +280,7 @@ def _take(turn: Turn, origin: str, conversation: ChatMessages) -> list[str]:
                 texts = [content] if isinstance(content, str) else [b.text for b in content if isinstance(b, TextBlock)]
                 others = [each for each in content if isinstance(each, dict)]
                 if others and not texts:
-                    limit = "a block of type text; no other is served"
-                    raise InvalidRequest(f"{place}.content.0", others[0], limit)
+                    raise other_type(f"{place}.content.0", others[0], "'text'")
                 unread += [f"{place}.content={each['type']}" for each in others]
                 conversation.answer(block.tool_use_id, "\n".join(texts), place)
             case ThinkingBlock() if turn.role == "assistant":

@@ -19,10 +19,19 @@ from gateway.generation.conversation import (
 )
 from gateway.generation.frontend import Frontend
 from gateway.generation.request import GenerationRequest
-from gateway.rest.asking.chat_body import AllowedToolsChoice, ChatRequest, CustomToolCall, Message, NamedTool, Tool
+from gateway.rest.asking.chat_body import (
+    AllowedToolsChoice,
+    ChatRequest,
+    CustomToolCall,
+    Message,
+    NamedTool,
+    RefusalPart,
+    TextPart,
+    Tool,
+)
 from gateway.rest.asking.fields import NO_EFFECT, ignored_in
 from gateway.rest.asking.request import check_prompt_len, generation_request
-from gateway.rest.errors import MissingParameter
+from gateway.rest.errors import MissingParameter, other_type
 from gateway.rest.settings import RestSettings
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.json_counts import JsonCounts
@@ -150,6 +159,21 @@ def template_messages(messages: Sequence[Message], ignored: list[str]) -> list[d
     return [_template_message(number, message, counts, ignored) for number, message in enumerate(messages)]
 
 
+def _text_of(
+    place: str, message: Message, parts: Sequence[TextPart | RefusalPart | dict[str, Any]], ignored: list[str]
+) -> str:
+    """The text of a message's parts. Others are left out and among the `ignored` where they came from a tool or another
+    server's assistant, and there is something beside them; else they are the error that it raises.
+    """
+    texts = [part.text for part in parts if not isinstance(part, dict)]
+    others = [(number, part) for number, part in enumerate(parts) if isinstance(part, dict)]
+    if others and (message.role not in ("assistant", "tool") or not (texts or message.tool_calls)):
+        number, part = others[0]
+        raise other_type(f"{place}.content.{number}", part, "'text'")
+    ignored += [f"{place}.content={part['type']}" for _, part in others]
+    return "".join(texts)
+
+
 def _template_message(number: int, message: Message, counts: JsonCounts, ignored: list[str]) -> dict[str, Any]:
     """A message as templates take it: its text in one piece, arguments of calls as objects, and no absent field.
 
@@ -162,7 +186,7 @@ def _template_message(number: int, message: Message, counts: JsonCounts, ignored
         raise MissingParameter(f"messages.{number}.content")
     plain = {name: value for name in SHOWN if (value := getattr(message, name))}
     if said is not None:
-        plain["content"] = said if isinstance(said, str) else "".join(part.text for part in said)
+        plain["content"] = said if isinstance(said, str) else _text_of(f"messages.{number}", message, said, ignored)
     for call_number, call in enumerate(message.tool_calls or ()):
         field = f"messages.{number}.tool_calls.{call_number}.function.arguments"
         if isinstance(call, CustomToolCall):

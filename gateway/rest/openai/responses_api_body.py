@@ -53,7 +53,7 @@ class FunctionTool(Parameters):
 
 ResponsesTool = Annotated[
     Annotated[FunctionTool, Tag("<function>")] | Annotated[dict[str, Any], Tag("<other>")],
-    by_any_type("a tool with a type", ["function"]),
+    by_any_type(["function"]),
 ]
 
 
@@ -111,7 +111,7 @@ TextFormat = Annotated[
     Annotated[PlainFormat, Tag("<text>")]
     | Annotated[PlainFormat, Tag("<json_object>")]
     | Annotated[SchemaFormat, Tag("<json_schema>")],
-    by_type("a format", ["text", "json_object", "json_schema"]),
+    by_type(["text", "json_object", "json_schema"]),
 ]
 
 
@@ -180,7 +180,7 @@ def translated(body: ResponsesRequest) -> Translation:
 
     A call joins the assistant's turn before it. Parts of text are put together as they are.
     """
-    if body.stream_options is not None and not body.stream:
+    if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
         raise InvalidRequest("stream_options", "given", "absent unless stream is true")
     conversation, unread = ChatMessages(), list[str]()
     conversation.rule(body.instructions or "", "instructions")

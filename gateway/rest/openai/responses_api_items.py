@@ -12,7 +12,7 @@ from pydantic import Field, Tag
 
 from gateway.rest.asking.fields import MAX_MESSAGES, Ignored, by_any_type, by_type, text_or_list
 from gateway.rest.asking.translation import ChatMessages, Values
-from outrider.errors import InvalidRequest
+from gateway.rest.errors import other_type
 from outrider.parameters import Parameters
 
 
@@ -64,7 +64,7 @@ MessagePart = Annotated[
     Annotated[InputText, Tag("<input_text>")]
     | Annotated[OutputText, Tag("<output_text>")]
     | Annotated[RefusalText, Tag("<refusal>")],
-    by_type("a part", TEXT_PARTS),
+    by_type(TEXT_PARTS),
 ]
 TextOrParts = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[MessagePart], Field(fail_fast=True), Tag("<list>")],
@@ -79,7 +79,7 @@ ResultParts = list[
         | Annotated[OutputText, Tag("<output_text>")]
         | Annotated[RefusalText, Tag("<refusal>")]
         | Annotated[dict[str, Any], Tag("<other>")],
-        by_any_type("a part", TEXT_PARTS),
+        by_any_type(TEXT_PARTS),
     ]
 ]
 TextOrResult = Annotated[
@@ -175,7 +175,7 @@ Item = Annotated[
     | Annotated[FunctionCallOutputItem, Tag("<custom_tool_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")]
     | Annotated[dict[str, Any], Tag("<other>")],
-    by_type("an item", ITEM_TYPES, "message", others=OTHER_ITEMS.__contains__),
+    by_type(ITEM_TYPES, "message", others=OTHER_ITEMS.__contains__),
 ]
 Input = Annotated[
     Annotated[str, Tag("<text>")]
@@ -192,7 +192,7 @@ GIVEN_BY_CALLS = ("output", "outputs", "results")
 def take(item: Item, origin: str, conversation: ChatMessages) -> list[str]:
     """Adds an item; gives the names of what of it is not read, or as something else.
 
-    Raises InvalidRequest about a result without text.
+    Raises Unsupported about a result without text.
     """
     match item:
         case MessageItem(role="assistant"):
@@ -210,7 +210,7 @@ def take(item: Item, origin: str, conversation: ChatMessages) -> list[str]:
             given = item.output or ""
             others = [each for each in given if isinstance(each, dict)]
             if others and len(others) == len(given):
-                raise InvalidRequest(f"{origin}.output.0", others[0], f"a part of type {', '.join(TEXT_PARTS)}")
+                raise other_type(f"{origin}.output.0", others[0], "'input_text', 'output_text' or 'refusal'")
             conversation.answer(item.call_id or None, _joined(given), origin)
             return [f"{origin}.output={each['type']}" for each in others]
         case ReasoningItem():

@@ -197,14 +197,20 @@ OTHERS: list[tuple[str, list[dict[str, Any]], list[str], str]] = [
         [
             {
                 "role": "assistant",
+                "content": [],
                 "tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "patch", "input": "*** Begin"}}],
             },
-            {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "done"}]},
+            {
+                "role": "tool",
+                "tool_call_id": "c",
+                "content": [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "done"}],
+            },
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": []}, {"type": "text", "text": "I see"}]},
             {"role": "assistant", "content": [{"type": "refusal", "refusal": "I must not"}]},
             {"role": "assistant", "content": None, "refusal": "Nor that"},
         ],
-        ["patch", "*** Begin", "done", "I must not", "Nor that"],
-        "messages.tool_calls.custom",
+        ["patch", "*** Begin", "done", "I see", "I must not", "Nor that"],
+        "messages.tool_calls.custom, messages.2.content=image_url, messages.3.content=thinking",
     ),
     (
         "/v1/responses",
@@ -292,3 +298,30 @@ async def test_what_a_template_does_not_take_back_is_not_made(
     free, single = (each.grammar for each in stack.target.opens[-2:])
     assert (free == single) == (name == "strict")
     assert (reply.headers.get(HEADER) == "parallel_tool_calls") == (name == "strict" and bool(field))
+
+
+PART: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {"type": "image_url", "image_url": {"url": "x"}}, "only 'text' is served"),
+    ("/v1/chat/completions", {"type": "input_audio", "input_audio": {"data": "x"}}, "only 'text' is served"),
+    ("/v1/responses", {"type": "input_image", "image_url": "x"}, "only 'input_text', 'output_text' or 'refusal' is"),
+    ("/v1/responses", {"type": "input_file", "file_id": "x"}, "only 'input_text', 'output_text' or 'refusal' is"),
+    ("/v1/messages", IMAGE, "only 'text', 'thinking', 'redacted_thinking', 'tool_use' or 'tool_result' is served"),
+    ("/v1/messages", {"type": "document", "source": {}}, "only 'text', 'thinking', 'redacted_thinking', 'tool_use'"),
+]
+
+
+@pytest.mark.parametrize(("path", "part", "served"), PART, ids=lambda each: str(each)[:24])
+async def test_what_a_user_shows_beside_text_is_refused_by_its_type(
+    running: tuple[str, RecitingStack, list[str]], path: str, part: dict[str, Any], served: str
+) -> None:
+    """And by its place, with what is served; alone, after text, and in what a call gave where there is no text."""
+    _, stack, _ = running
+    field, kind = ("input", "input_text") if path.endswith("responses") else ("messages", "text")
+    for before in ([], [{"type": kind, "text": "Look"}]):
+        said = [{"role": "user", "content": "Ask"}, {"role": "user", "content": [*before, part]}]
+        reply = await stack.http.post(
+            path, json={field: said, "max_tokens": 4} if field == "messages" else {field: said}
+        )
+        assert reply.status_code == 400
+        message = reply.json()["error"]["message"]
+        assert message.startswith(f"{field}.1.content.{len(before)}.type is '{part['type']}', but {served}")
