@@ -1,6 +1,5 @@
 """The body of POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients send it, and its translation."""
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -17,6 +16,7 @@ from gateway.rest.asking.fields import (
     by_any_type,
     by_type,
     ignored_in,
+    json_text,
     text_or_list,
     type_of,
 )
@@ -70,7 +70,7 @@ class ToolUseBlock(Parameters):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: Annotated[dict[str, Any] | str, Field(description="An object; a text is one in JSON, or not all of it.")]
+    input: Annotated[Any, Field(description="An object; a text is one in JSON, or not all of it.")] = None
     cache_control: Ignored = None
     caller: Ignored = None
     toolset_name: Ignored = None
@@ -270,6 +270,8 @@ def _take(turn: Turn, origin: str, conversation: ChatMessages) -> list[str]:
     if isinstance(turn.content, str):
         speak(turn.content, origin)
         return unread
+    if turn.role == "user" and not turn.content:
+        conversation.ask("", origin)
     for number, block in enumerate(turn.content):
         place = f"{origin}.content.{number}"
         match block:
@@ -286,9 +288,7 @@ def _take(turn: Turn, origin: str, conversation: ChatMessages) -> list[str]:
             case ThinkingBlock() if turn.role == "assistant":
                 conversation.think(block.thinking, place)
             case ToolUseBlock() if turn.role == "assistant":
-                given = block.input
-                text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-                conversation.call(block.id, block.name, text, place)
+                conversation.call(block.id, block.name, json_text(block.input), place)
             case dict() if turn.role == "assistant":
                 unread.append(f"{place}={block['type']}")
                 _take_other(block, place, conversation)
@@ -304,12 +304,10 @@ def _take_other(block: Values, place: str, conversation: ChatMessages) -> None:
     """Adds a call that a server made by itself, or what it gave, as if it were one of a client's tool."""
     kind, name = str(block["type"]), block.get("name")
     if kind in OTHERS_CALL:
-        text = json.dumps(block.get("input") or {}, ensure_ascii=False)
-        conversation.call(_id(block.get("id")), name if isinstance(name, str) and name else kind, text, place)
+        said = json_text(block.get("input"))
+        conversation.call(_id(block.get("id")), name if isinstance(name, str) and name else kind, said, place)
     else:
-        given = block.get("content") or ""
-        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        conversation.answer(_id(block.get("tool_use_id")), text, place)
+        conversation.answer(_id(block.get("tool_use_id")), json_text(block.get("content")), place)
 
 
 def _id(value: object) -> str | None:

@@ -161,7 +161,7 @@ class FunctionCall(Parameters):
     """What an assistant called in an earlier turn."""
 
     name: str
-    arguments: Annotated[str | dict[str, Any] | None, Field(description="A JSON object, as text or as it is.")] = None
+    arguments: Annotated[Any, Field(description="A JSON object, as text or as it is; else it is shown as text.")] = None
     parsed_arguments: Ignored = None
 
 
@@ -204,7 +204,7 @@ ToolCall = Annotated[
 class Message(Parameters):
     """One turn of the conversation. Which roles there may be, and what else a turn may carry, is the template's say."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: MessageContent | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
@@ -219,7 +219,7 @@ class Message(Parameters):
     thinking_blocks: Ignored = None
     reasoning_details: Ignored = None
     audio: Unserved = None
-    function_call: Unserved = None
+    function_call: Annotated[FunctionCall | None, Field(description="A call as it was before tools; named.")] = None
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

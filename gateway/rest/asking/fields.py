@@ -3,6 +3,7 @@
 What a range depends on, the target's vocabulary for one, is checked with the request itself.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, get_args
@@ -40,6 +41,11 @@ Ignored = Annotated[Any, Field(description=NO_EFFECT)]
 def type_of(value: object) -> object:
     """The field `type` of an object or of a model that was made of one."""
     return value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+
+
+def json_text(value: object) -> str:
+    """A value as JSON, and a text as it is, because it is in JSON already; null is no text."""
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def by_type(

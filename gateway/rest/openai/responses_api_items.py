@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from gateway.rest.asking.fields import MAX_MESSAGES, Ignored, by_any_type, by_type, text_or_list
+from gateway.rest.asking.fields import MAX_MESSAGES, Ignored, by_any_type, by_type, json_text, text_or_list
 from gateway.rest.asking.translation import ChatMessages, Values
 from gateway.rest.errors import other_type
 from outrider.parameters import Parameters
@@ -100,12 +100,12 @@ class MessageItem(Parameters):
 
 
 class FunctionCallItem(Parameters):
-    """A call of an earlier turn; `arguments` is a JSON object as text."""
+    """A call of an earlier turn; `arguments` is a JSON object, as text or as it is."""
 
     type: Literal["function_call"]
-    call_id: str
+    call_id: str | None = None
     name: str
-    arguments: str | None = None
+    arguments: Any = None
     parsed_arguments: Ignored = None
     id: Ignored = None
     status: Ignored = None
@@ -130,7 +130,7 @@ class CustomCallItem(Parameters):
     """A call of an earlier turn with any text; the template reads it as one of a function with that `input`."""
 
     type: Literal["custom_tool_call"]
-    call_id: str
+    call_id: str | None = None
     name: str
     input: str
     id: Ignored = None
@@ -202,7 +202,7 @@ def take(item: Item, origin: str, conversation: ChatMessages) -> list[str]:
         case MessageItem():
             conversation.ask(_joined(item.content), origin)
         case FunctionCallItem():
-            conversation.call(item.call_id, item.name, item.arguments or "", origin)
+            conversation.call(item.call_id, item.name, json_text(item.arguments), origin)
         case CustomCallItem():
             conversation.call(item.call_id, item.name, json.dumps({"input": item.input}), origin)
             return [f"{origin}=custom_tool_call"]
@@ -232,13 +232,12 @@ def _take_other(item: Values, origin: str, conversation: ChatMessages) -> None:
     if kind.endswith("_call"):
         said = {name: item[name] for name in SAID_OF_CALLS if item.get(name) is not None}
         arguments = said.get("arguments")
-        text = arguments if isinstance(arguments, str) else json.dumps(said, ensure_ascii=False)
+        text = arguments if isinstance(arguments, str) else json_text(said)
         name = item.get("name")
         conversation.call(call_id, name if isinstance(name, str) and name else kind.removesuffix("_call"), text, origin)
     given = next((item[name] for name in GIVEN_BY_CALLS if item.get(name)), "")
     if given or kind.endswith("_output"):
-        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        conversation.answer(call_id, text, origin)
+        conversation.answer(call_id, json_text(given), origin)
 
 
 def _joined(content: str | Iterable[InputText | OutputText | RefusalText | Values]) -> str:
