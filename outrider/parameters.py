@@ -75,8 +75,8 @@ class Parameters(BaseModel):
 
 @cache
 def _means_nothing(kind: type[BaseModel], name: str, place: int) -> bool:
-    """Whether a field has a default and does not take what has that place among the empty values, nor any of its kind
-    that has an entry.
+    """Whether a field has a default and what has that place among the empty values cannot be one of its values: null and
+    the empty text where it takes none, the empty list and object where it takes nothing but null.
     """
     info = kind.model_fields.get(name)
     if info is None or info.is_required():
@@ -85,7 +85,7 @@ def _means_nothing(kind: type[BaseModel], name: str, place: int) -> bool:
     try:
         TypeAdapter(field_type).validate_python(EMPTY[place], strict=True)
     except ValidationError as error:
-        return all(each["type"] != "too_short" for each in error.errors())
+        return not isinstance(EMPTY[place], list | dict) or error.errors()[0]["type"] == "none_required"
     return False
 
 

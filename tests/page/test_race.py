@@ -104,8 +104,8 @@ async def test_a_stopped_race_claims_nothing(page: Page) -> None:
         ([1, 1, 1], [1.5, 1.6, 1.5], "1.50 times as fast, the median of 3 turns", "same"),
         ([1, 1, 1], [1, 1.5, 1.1], "the machine was busy, for the same answer without speculation took 1.00 s and", ""),
         ([1, 1, 1], [3, 3, 3], "the machine was busy, for 3.00 times as fast is more than passes of 2.00 tokens", ""),
-        ([1], [1.5], "the race was stopped before both answers came again", ""),
-        ([1, 1], [1.5, 1.5], "the race was stopped before both answers came again", ""),
+        ([1], [1.5], "the race ended before both answers came again", ""),
+        ([1, 1], [1.5, 1.5], "the race ended before both answers came again", ""),
     ],
 )
 async def test_a_busy_machine_has_no_green_figure(

@@ -30,7 +30,7 @@ def generation_request(fields: GenerationFields, names: ModelNames) -> Generatio
     together.
     """
     check_model(fields.model, names)
-    if fields.stream_options is not None and fields.stream_options.model_fields_set and not fields.stream:
+    if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options", "given", "absent unless stream is true")
     sampling: dict[str, Any] = fields.model_dump(include=SAMPLING, exclude_none=True)
     if "logit_bias" in sampling:

@@ -47,11 +47,11 @@ class StructuredOutputs(Parameters):
 def constraint_of(structured: StructuredOutputs | None, response_format: ResponseFormat | None) -> Constraint | None:
     """Constraint that a body asks for; raises InvalidRequest about fields that do not go together."""
     wanted = None if response_format is None else _of_format(response_format)
-    present = {} if structured is None else structured.model_dump(by_alias=True, exclude_none=True)
-    if not present:
+    if structured is None:
         return wanted
     if wanted is not None:
         raise InvalidRequest("structured_outputs", "present", "absent beside a response_format other than text")
+    present = structured.model_dump(by_alias=True, exclude_none=True)
     whitespace = present.pop("whitespace_pattern", "")
     if len(present) != 1:
         limit = "exactly one of json, json_object, regex, choice, grammar and structural_tag"

@@ -180,7 +180,7 @@ def translated(body: ResponsesRequest) -> Translation:
 
     A call joins the assistant's turn before it. Parts of text are put together as they are.
     """
-    if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
+    if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options", "given", "absent unless stream is true")
     conversation, unread = ChatMessages(), list[str]()
     conversation.rule(body.instructions or "", "instructions")

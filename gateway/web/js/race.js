@@ -46,7 +46,7 @@ export function verdict(fast, plain) {
 
 // Why times say nothing, empty where they do.
 function doubt(turns, stopped) {
-  if (stopped) return "the race was stopped before both answers came again";
+  if (stopped) return "the race ended before both answers came again";
   const plain = turns.map(([, { completion }]) => completion.timings.total_us);
   const [fastest, slowest] = [Math.min(...plain), Math.max(...plain)];
   if (slowest > STEADY * fastest) return `the machine was busy, for the same answer without speculation took ${time(fastest)} and ${time(slowest)}`;

@@ -105,7 +105,7 @@ def test_a_shape_becomes_a_constraint(
     ("fields", "sentence"),
     [
         ({"response_format": {"type": "xml"}}, "response_format.type is 'xml', but only 'text', 'json_object', "),
-        ({"response_format": {"json_schema": {"name": "a", "schema": {}}}}, "response_format.type is missing"),
+        ({"response_format": {}}, "response_format.type is missing"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema is None, but must be present for"),
         ({"response_format": {"type": "text", **TAG}}, "response_format.structures is 'present', but must be absent "),
         (
@@ -125,6 +125,7 @@ def test_a_shape_becomes_a_constraint(
             {**by_vllm(regex="a"), "response_format": {"type": "json_object"}},
             "structured_outputs is 'present', but must be absent beside a response_format other than text",
         ),
+        (by_vllm(), "structured_outputs is 'none of them', but must be exactly one of json, json_object, regex, "),
         (by_vllm(regex="a", choice=["b"]), "structured_outputs is 'regex, choice', but must be exactly one of"),
         (by_vllm(whitespace_pattern=" "), "structured_outputs is 'none of them', but must be exactly one of"),
         (
