@@ -75,8 +75,8 @@ class Parameters(BaseModel):
 
 @cache
 def _means_nothing(kind: type[BaseModel], name: str, place: int) -> bool:
-    """Whether a field has a default and what has that place among the empty values cannot be one of its values: null and
-    the empty text where it takes none, the empty list and object where it takes nothing but null.
+    """Whether a field has a default, and what has that place among the empty values is none of its values: null and the
+    empty text where it takes none, the empty list and object where it takes nothing but null.
     """
     info = kind.model_fields.get(name)
     if info is None or info.is_required():
