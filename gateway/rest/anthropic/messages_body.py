@@ -326,7 +326,9 @@ def _tool_choice(choice: ToolChoice | None, has_tools: bool) -> Values:
     if (choice.name is None) == (choice.type == "tool"):
         value = "absent" if choice.name is None else choice.name
         raise InvalidRequest("tool_choice.name", value, "given with the type tool, and only with it")
-    if not has_tools and choice.type in {"auto", "none"}:
+    if not has_tools:
+        if choice.type not in {"auto", "none"}:
+            raise InvalidRequest("tool_choice.type", choice.type, "'auto' or 'none' without tools")
         return {}
     named = {"type": "function", "function": {"name": choice.name}}
     values: Values = {"tool_choice": {"any": "required", "tool": named}.get(choice.type, choice.type)}

@@ -206,6 +206,8 @@ def test_many_blocks_are_one_message() -> None:
         ({"tools": [{"name": "look"}]}, "tools.0.input_schema is missing"),
         ({"tools": [{"type": {}, "name": "look"}]}, "tools.0 is {'type': {}, 'name': 'look'}, but must be a tool"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name is 'absent', but must be given with the type tool"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice.type is 'any', but must be 'auto' or 'none' without tools"),
+        ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.type is 'tool', but must be 'auto' or 'none'"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type is 'some', but only 'auto', 'any', 'tool' or 'none'"),
         ({"n": 2}, "n is not a known parameter"),
         ({"container": "c"}, "container is not served; leave it out"),

@@ -163,6 +163,11 @@ def test_effort_is_chats() -> None:
             {"tool_choice": {"type": {}, "name": "look"}},
             "tool_choice is {'type': {}, 'name': 'look'}, but must be none",
         ),
+        ({"tool_choice": "required"}, "tool_choice is 'required', but must be absent without tools"),
+        (
+            {"tool_choice": {"type": "function", "name": "f"}},
+            "tool_choice is {'type': 'function', 'name': 'f'}, but must be absent without tools",
+        ),
         ({"input": [{"type": [], "role": "user"}]}, "input.0.type is [], but only 'message', 'function_call'"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type is 'grammar', but only 'text', 'json_object' or"),
         ({"max_tokens": 9}, "max_tokens is not a known parameter"),
