@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag
+from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag, WithJsonSchema
 
 from gateway.generation.request import MAX_DRAFTERS, MAX_STRING_LEN
 from outrider.parameters import Parameters, Share
@@ -32,8 +32,19 @@ Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Text = Annotated[str, Field(min_length=1)]
 Word = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STRING_LEN)]
 Seed = Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)]
-Unserved = Annotated[None, Field(description="Known, but not served: null or absent.")]
-Unusual = Annotated[None, Field(description=AS_USUAL)]
+# Which says nothing, and is left out before it is looked at.
+NOTHING = WithJsonSchema(
+    {
+        "anyOf": [
+            {"type": "null"},
+            {"type": "string", "maxLength": 0},
+            {"type": "array", "maxItems": 0},
+            {"type": "object", "maxProperties": 0},
+        ]
+    }
+)
+Unserved = Annotated[None, Field(description="Known, but not served: null, empty or absent."), NOTHING]
+Unusual = Annotated[None, Field(description=AS_USUAL), NOTHING]
 # What clients repeat of answers, of others too, and what they say to others' servers.
 Ignored = Annotated[Any, Field(description=NO_EFFECT)]
 
