@@ -24,6 +24,8 @@ from outrider.rpc.tls import TlsFiles, files_of
 
 HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?P<authority>(?P<name>\[[0-9a-f:.]+\]|[^\s:/?#@\[\]]+)(:\d+)?)")
+# As browsers send it: names that are not ASCII are in Punycode there, and ports that a scheme has anyway are left out.
+SENT_ORIGIN = re.compile(r"(?!http://.*:80$|https://.*:443$)[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d+)?")
 # What browsers call the origin of a page that has none, such as a file; and any.
 BARE_ORIGINS = ("null", "*")
 # Names that lead here because they say so (addresses), or because the machine or its network does. WHATWG's URLs take
@@ -52,8 +54,8 @@ class Sites:
 
     def __post_init__(self) -> None:
         for origin in self.origins:
-            if origin not in BARE_ORIGINS and not ORIGIN.fullmatch(origin):
-                limit = "like https://example.com, in small letters and without a path, or *"
+            if origin not in BARE_ORIGINS and not SENT_ORIGIN.fullmatch(origin):
+                limit = "like https://example.com, in small letters and without a path, a pattern or a usual port, or *"
                 raise InvalidRequest("cors_origins", origin, limit)
         for host in self.hosts:
             if not HOST.fullmatch(host):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -33,6 +33,9 @@ Share = Annotated[float, Field(allow_inf_nan=False, gt=0, le=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
+EMPTY: tuple[object, ...] = (None, "", [], {})
+
+
 class Parameters(BaseModel):
     """Frozen, strict base: unknown fields, wrong types, NaN and infinity are errors."""
 
@@ -42,12 +45,12 @@ class Parameters(BaseModel):
     @classmethod
     def _without_empty(cls, values: object) -> object:
         """Leaves out fields that are null or empty and could mean nothing so: they are as good as absent."""
-        if not isinstance(values, dict) or not any(value is None or value == "" for value in values.values()):
+        if not isinstance(values, dict) or not any(value in EMPTY for value in values.values()):
             return values
         return {
             name: value
             for name, value in values.items()
-            if (value is not None and value != "") or not _means_nothing(cls, name, value)
+            if value not in EMPTY or not _means_nothing(cls, name, EMPTY.index(value))
         }
 
     @model_validator(mode="before")
@@ -71,16 +74,18 @@ class Parameters(BaseModel):
 
 
 @cache
-def _means_nothing(kind: type[BaseModel], name: str, value: Literal[""] | None) -> bool:
-    """Whether a field has a default and does not take null or an empty text."""
+def _means_nothing(kind: type[BaseModel], name: str, place: int) -> bool:
+    """Whether a field has a default, and what has that place among the empty values is none of its values: null and the
+    empty text where it takes none, the empty list and object where it takes nothing but null.
+    """
     info = kind.model_fields.get(name)
     if info is None or info.is_required():
         return False
     field_type: Any = Annotated[info.annotation, Field(), *info.metadata]
     try:
-        TypeAdapter(field_type).validate_python(value, strict=True)
-    except ValidationError:
-        return True
+        TypeAdapter(field_type).validate_python(EMPTY[place], strict=True)
+    except ValidationError as error:
+        return not isinstance(EMPTY[place], list | dict) or error.errors()[0]["type"] == "none_required"
     return False
 
 

@@ -38,6 +38,7 @@ class BeamTask:
     meter: Meter
     on_verdict: Callable[[TargetVerdict, ComputeTimes], None]
     on_failure: Callable[[OutriderError], None]
+    on_reading: Callable[[], None]
     feeds: list[Feed] = field(default_factory=list)
     """Feeds of its next forward, where their blocks are reserved."""
     done: bool = False

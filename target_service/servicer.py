@@ -22,7 +22,7 @@ from outrider.v1 import target_service_pb2 as pb
 from outrider.v1.target_service_pb2_grpc import TargetServiceServicer, add_TargetServiceServicer_to_server
 from target_service.acceptance import TargetVerdict
 from target_service.sessions import TargetSessions
-from target_service.states import OpenSearch, Step
+from target_service.states import OpenSearch, Reading, Step
 
 MAX_PLAIN_BUDGET = 4096
 # Of a verdict without the prompt's log-probabilities: those of its own tokens, at most 33, and far less for the rest.
@@ -53,21 +53,32 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
                 step = self._step(opening.step, arrived_ns)
                 if opening.drafter:
                     raise InvalidRequest("open.drafter", opening.drafter, "empty for a beam search")
-                return partial(self._sessions.open, fence, spec, step, owner, search=OpenSearch(width, live))
+                search = OpenSearch(width, live)
+                return partial(
+                    self._sessions.open, fence, spec, step, owner, search=search, tells_reading=opening.tells_reading
+                )
             grammar, drafter = message.grammar, opening.drafter
             spec = spec_from(opening.session, fence.base_len, size, earlier, is_compiled=grammar is not None)
             self._check_lengths(spec)
             step = self._step(opening.step, arrived_ns)
             if drafter:
                 choose_drafter(drafter, spec.acceptance.rule, self._facts.drafters, "open.drafter")
-            return partial(self._sessions.open, fence, spec, step, owner, drafter, grammar=grammar)
+            return partial(
+                self._sessions.open,
+                *(fence, spec, step, owner, drafter),
+                grammar=grammar,
+                tells_reading=opening.tells_reading,
+            )
         if request.HasField("step"):
             return partial(self._sessions.step, fence, self._step(request.step, arrived_ns), owner)
         taken = request.acknowledge
         budget = check_range("acknowledge.plain_budget", taken.plain_budget, 0, MAX_PLAIN_BUDGET)
         return partial(self._sessions.acknowledge, fence, budget, arrived_ns, owner, _limits("acknowledge", taken))
 
-    def fill(self, response: pb.VerifyResponse, answer: TargetVerdict) -> None:
+    def fill(self, response: pb.VerifyResponse, answer: TargetVerdict | Reading) -> None:
+        if isinstance(answer, Reading):
+            response.reading.read_len = answer.read_len
+            return
         verdict, hosted = response.verdict, answer.hosted
         if hosted.tree:
             write_tree(verdict.proposal, hosted.tree, with_logprobs=True, with_distributions=False)

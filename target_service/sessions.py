@@ -52,11 +52,13 @@ class TargetSessions(SessionStore[TargetState]):
         drafter: str = "",
         search: OpenSearch | None = None,
         grammar: Grammar | None = None,
+        *,
+        tells_reading: bool = False,
     ) -> None:
         """Opens a session, or opens it again with a newer epoch, and takes its first step.
 
         `drafter` is one of this process, or empty. With a search, the spec's tokens are the prompt. `grammar` is the
-        spec's, compiled for this session.
+        spec's, compiled for this session. With `tells_reading` its owner hears how much of its tokens is read.
         """
         status, held = self._classify_open(fence, owner)
         if status is MessageStatus.CURRENT:
@@ -73,7 +75,8 @@ class TargetSessions(SessionStore[TargetState]):
             _check_limits(found, step.guess_limits, "step")
             hosted = None if found is None else HostedSession.of(found, spec, grammar, self._salt(spec))
             kind = TargetState if search is None else partial(BeamState, search=search)
-            held = self._open(fence, spec, grammar, owner, partial(kind, hosted=hosted))
+            make = partial(kind, hosted=hosted, tells_reading=tells_reading)
+            held = self._open(fence, spec, grammar, owner, make)
             held.opened()
             self._accept(held, fence, step)
         elif status is MessageStatus.REPEAT and held is not None:
@@ -165,8 +168,14 @@ class TargetSessions(SessionStore[TargetState]):
 
     def _start(self, session_id: bytes, held: TargetState, step: Step) -> None:
         on_verdict, on_failure = partial(self._on_verdict, session_id, held), partial(self.fail, session_id, held)
-        held.task = held.begin(step, on_verdict, on_failure)
+        held.task = held.begin(step, on_verdict, on_failure, partial(self._on_reading, session_id, held))
         self._submit(held.task)
+
+    def _on_reading(self, session_id: bytes, held: TargetState) -> None:
+        reading = held.next_reading()
+        if reading is not None:
+            fence = Fence(session_id, held.epoch, held.committed_len)
+            held.owner.put(SessionAnswer(fence, reading, 0, 0, ComputeTimes()))
 
     def _on_verdict(self, session_id: bytes, held: TargetState, verdict: TargetVerdict, times: ComputeTimes) -> None:
         fence = Fence(session_id, held.epoch, verdict.base_len)
@@ -174,6 +183,7 @@ class TargetSessions(SessionStore[TargetState]):
             verdict, held.prefix_len = verdict._replace(prefix_len=held.prefix_len), 0
         answer = SessionAnswer(fence, verdict, verdict.base_len, held.cached_len, times)
         held.verdicts.append(answer)
+        held.tells_reading = False
         held.finish_reason = verdict.finish_reason
         held.go_on()
         held.answer(answer)

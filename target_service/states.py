@@ -5,6 +5,7 @@ A session's class is chosen when it is opened. Everything here runs on the devic
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from math import ceil
 from typing import NamedTuple
 
 from outrider.beams import LiveBeam, split
@@ -22,9 +23,12 @@ from target_service.beam_tasks import BeamTask
 from target_service.verifier import TargetTask, VerifyTask
 
 UNACKNOWLEDGED_WINDOW = 256
+# Of one open at most; see TargetOpen.tells_reading.
+MAX_READINGS = 64
 
 OnVerdict = Callable[[TargetVerdict, ComputeTimes], None]
 OnFailure = Callable[[OutriderError], None]
+OnReading = Callable[[], None]
 
 
 class OpenSearch(NamedTuple):
@@ -32,6 +36,12 @@ class OpenSearch(NamedTuple):
 
     width: int
     live: tuple[LiveBeam, ...]
+
+
+class Reading(NamedTuple):
+    """How many tokens of a session are read, while there are more."""
+
+    read_len: int
 
 
 class Step(NamedTuple):
@@ -54,6 +64,9 @@ class TargetState(SessionState[TargetTask]):
     limit: int = 0
     """Committed length up to which the target goes on unasked."""
     finish_reason: FinishReason | None = None
+    tells_reading: bool = field(default=False, kw_only=True)
+    told_len: int = 0
+    """Tokens of which it was said that they are read, where that is told."""
     verdicts: list[SessionAnswer[TargetVerdict]] = field(default_factory=list)
     """Unacknowledged verdicts, in order."""
     hosted: HostedSession | None = field(default=None, kw_only=True)
@@ -85,6 +98,14 @@ class TargetState(SessionState[TargetTask]):
     @property
     def _unasked_end(self) -> int:
         return min(self.limit, self.acknowledged_len + UNACKNOWLEDGED_WINDOW)
+
+    def next_reading(self) -> Reading | None:
+        """What is to be told of how much is read; None where that is nothing new, or too little for a message."""
+        read_len = self.session.cached_len
+        if not self.tells_reading or read_len < self.told_len + ceil(len(self.session) / MAX_READINGS):
+            return None
+        self.told_len = read_len
+        return Reading(read_len)
 
     @property
     def next_limits(self) -> GuessLimits:
@@ -137,7 +158,7 @@ class TargetState(SessionState[TargetTask]):
         """Raises InvalidRequest about a proposal that does not fit the request."""
         check_proposal(step.tree, self.spec, base_len)
 
-    def begin(self, step: Step, on_verdict: OnVerdict, on_failure: OnFailure) -> TargetTask:
+    def begin(self, step: Step, on_verdict: OnVerdict, on_failure: OnFailure, on_reading: OnReading) -> TargetTask:
         """The job of a step after the session's tokens."""
         task = VerifyTask(
             session=self.session,
@@ -146,6 +167,7 @@ class TargetState(SessionState[TargetTask]):
             meter=Meter(step.arrived_ns),
             on_verdict=on_verdict,
             on_failure=on_failure,
+            on_reading=on_reading,
             hosted=self.hosted,
             guess_limits=self.next_limits,
         )
@@ -211,7 +233,7 @@ class BeamState(TargetState):
     def check(self, step: Step, base_len: int) -> None:
         """Does nothing: how deep guesses may be is known when the job begins."""
 
-    def begin(self, step: Step, on_verdict: OnVerdict, on_failure: OnFailure) -> TargetTask:
+    def begin(self, step: Step, on_verdict: OnVerdict, on_failure: OnFailure, on_reading: OnReading) -> TargetTask:
         if step.plain_budget or step.guess_limits.draft_count:
             raise InvalidRequest("step.plain_budget", step.plain_budget, "0 for a beam search, as own_draft_count")
         trees = split(step.tree, self.beams.last_token_ids)
@@ -219,7 +241,8 @@ class BeamState(TargetState):
         depth = max(max(each.tree.depths) for each in trees)
         if depth > room:
             raise InvalidRequest("proposal", f"{depth} tokens deep", f"at most {room} deep here, up to max_len")
-        return BeamTask(self.beams, self.spec, self.search.width, trees, Meter(step.arrived_ns), on_verdict, on_failure)
+        meter = Meter(step.arrived_ns)
+        return BeamTask(self.beams, self.spec, self.search.width, trees, meter, on_verdict, on_failure, on_reading)
 
     def go_on(self) -> None:
         if self.task is not None:

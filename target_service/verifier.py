@@ -45,6 +45,8 @@ class VerifyTask:
     on_verdict: Callable[[TargetVerdict, ComputeTimes], None]
     """Called with each verdict, when the session holds its tokens; prepares the task for the next one, or ends it."""
     on_failure: Callable[[OutriderError], None]
+    on_reading: Callable[[], None]
+    """Called after each forward that has read some of its tokens, and not all."""
     hosted: HostedSession | None = None
     """Session of the drafter that guesses where the tree is empty."""
     guess_limits: GuessLimits = NO_GUESSES
@@ -181,6 +183,8 @@ class Verifier:
                         self._gathering.stayed(task.session)
                     elif outcome.finish_reason is None:
                         self._gathering.left(task.session)
+                elif grant:
+                    task.on_reading()
                 task.session.publish(len(task.session))
         return True
 

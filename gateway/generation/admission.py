@@ -9,11 +9,12 @@ import math
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from gateway.sessions.wait import Wait
 from outrider.errors import NotReady, Overloaded
 
 # Seconds that a client is asked to wait: between a moment and a minute, by how fast places came free lately.
@@ -24,35 +25,12 @@ EventT = TypeVar("EventT")
 
 
 @dataclass(slots=True, eq=False)
-class QueuePlace:
-    """Where a request stands in the queue, for somebody who watches it: 1 comes next, 0 waits no more."""
-
-    now: int | None = None
-    """None until it is there."""
-    _moved: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def move(self, now: int) -> None:
-        """Says where the request stands now."""
-        if now != self.now:
-            self.now = now
-            self._moved.set()
-
-    async def moves(self) -> AsyncGenerator[int, None]:
-        """Yields the newest place whenever there is another one, until the request waits no more."""
-        while self.now != 0:
-            await self._moved.wait()
-            self._moved.clear()
-            if self.now:
-                yield self.now
-
-
-@dataclass(slots=True, eq=False)
 class Reservation:
     """Places of one request: it has one for each of its samples that runs, and waits for one at a time."""
 
     arrived_s: float
     priority: int
-    watched: QueuePlace | None = None
+    watched: Wait | None = None
     """Gets its place in the queue."""
     taken: deque[tuple[float, int]] = field(default_factory=deque)
     """Times when its places were taken, and how many samples ran then."""
@@ -166,7 +144,7 @@ class Admission:
             self._num_arriving -= 1
 
     @asynccontextmanager
-    async def entry(self, priority: int = 0, watched: QueuePlace | None = None) -> AsyncIterator[Reservation]:
+    async def entry(self, priority: int = 0, watched: Wait | None = None) -> AsyncIterator[Reservation]:
         """Waits for a request's first place; `watched` gets its place in the queue meanwhile. What it holds when it
         is left is given back. Raises as `check` does.
         """
@@ -222,11 +200,11 @@ class Admission:
             places.waited_s, places.has_begun = now_s - places.arrived_s, True
             places.turn.set()
             if places.watched is not None:
-                places.watched.move(0)
+                places.watched.stand(0)
         self._tell()
 
     def _tell(self) -> None:
         """Says to those who watch where they stand."""
         for number, places in enumerate(self._queue, 1):
             if places.watched is not None:
-                places.watched.move(number)
+                places.watched.stand(number)

@@ -147,7 +147,8 @@ def _check_beams(request: GenerationRequest, offers: Offers) -> None:
         "prediction": None if request.prediction is None else "present",
     }
     for name, value in wanted.items():
-        if value is not None and value not in ((), "", False):
+        # Zero log-probabilities are some: those of the tokens themselves.
+        if value not in (None, (), "") and value is not False:
             raise InvalidRequest(name, value, ("absent with ", Field("beam_search")))
     if request.acceptance.rule is not Rule.MATCH:
         raise InvalidRequest("speculation.rule", request.acceptance.rule, ("match with ", Field("beam_search")))

@@ -36,8 +36,10 @@ def offered(tools: Iterable[tuple[str, OfferedTool]]) -> dict[str, OfferedTool]:
         is_object = "object" in (kind if isinstance(kind, list) else [kind])
         if not is_object and (tool.strict or kind in OTHER_TYPES):
             raise InvalidRequest(f"{place}.type", kind, "'object'")
-        if not isinstance(properties, dict) and (tool.strict or properties is not None):
-            raise InvalidRequest(f"{place}.properties", properties, "an object")
+        if not isinstance(properties, dict):
+            if tool.strict:
+                raise InvalidRequest(f"{place}.properties", properties, "an object")
+            del parameters["properties"]
         if "type" in parameters:
             parameters["type"] = "object"
         if (size := size_of(parameters)) > MAX_SCHEMA_BYTES:
@@ -47,8 +49,11 @@ def offered(tools: Iterable[tuple[str, OfferedTool]]) -> dict[str, OfferedTool]:
 
 
 def shown_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a tool as templates take them, many of which read properties and required without a look."""
-    return {key: value for key, value in parameters.items() if value is not None}
+    """The parameters of a tool as templates take them, many of which read properties and required without a look. An
+    empty list of properties is how some languages write an object that has none.
+    """
+    shown = {key: value for key, value in parameters.items() if value is not None}
+    return {**shown, "properties": {}} if shown.get("properties") == [] else shown
 
 
 def tool_named(field: str, name: str, tools: Mapping[str, OfferedTool]) -> OfferedTool:

@@ -14,7 +14,7 @@ from typing import Protocol, Self
 
 import structlog
 
-from gateway.generation.admission import Admission, QueuePlace, Reservation
+from gateway.generation.admission import Admission, Reservation
 from gateway.generation.backend import Backend
 from gateway.generation.beams import searched
 from gateway.generation.events import Event
@@ -23,6 +23,7 @@ from gateway.generation.request_log import RequestLog
 from gateway.generation.sample import RequestContext, merged, prepare
 from gateway.keys.door import Entrance
 from gateway.keys.tenant import Spending, Tenant
+from gateway.sessions.wait import Wait
 from gateway.text.chat_template import ChatTemplate
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.process.telemetry import bound, request_scope
@@ -117,12 +118,12 @@ class Frontend:
         self,
         requests: Sequence[GenerationRequest],
         enter: Entrance | None = None,
-        place: QueuePlace | None = None,
+        wait: Wait | None = None,
     ) -> AsyncIterator[Generation]:
         """Checks requests that belong together, and waits for a place for the first sample; the others wait for theirs
         while events come. What they hold is given back when it is left. `enter` returns whose requests they are, where
-        keys are asked for: asked when the requests are there, and once more when they have their place. `place` gets
-        where they stand in the queue.
+        keys are asked for: asked when the requests are there, and once more when they have their place. `wait` gets
+        where they stand in the queue, and then how much of the first one's prompt is read.
 
         Raises InvalidRequest, PromptTooLong, Overloaded, RateLimited, InvalidKey, and what is said of a target that is
         away.
@@ -139,9 +140,10 @@ class Frontend:
                     requests = [_with_key(request, tenant, len(requests)) for request in requests]
                 with self.admission.arrival(priority):
                     contexts = [await self._prepared(requests, number) for number in range(len(requests))]
+                contexts[0] = replace(contexts[0], wait=wait)
                 if tenant is not None:
                     spending = stack.enter_context(_spending(tenant, [context.request for context in contexts]))
-                places = await stack.enter_async_context(self.admission.entry(priority, place))
+                places = await stack.enter_async_context(self.admission.entry(priority, wait))
                 if enter is not None:
                     # It may have waited long, and begins only now.
                     enter()

@@ -20,6 +20,7 @@ from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
 from gateway.sessions.draft_team import DraftTeam
 from gateway.sessions.peer import ModelInfo
 from gateway.sessions.target import RemoteTargetSession
+from gateway.sessions.wait import Wait
 from gateway.speculation import speculate
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.reader import AnswerReader
@@ -41,6 +42,8 @@ class RequestContext:
     backend: Backend
     target: ModelInfo
     started_ns: int
+    wait: Wait | None = None
+    """Hears how much of the first sample's prompt is read."""
 
     @property
     def elapsed_us(self) -> int:
@@ -59,7 +62,8 @@ class RequestContext:
         scanner, reader = StopScanner(request.stops, request.naming_stops), new_reader(request, tokenizer)
         transcript = Transcript(tokenizer.detokenizer(), scanner, tells_guesses, reader, min_tokens)
         counts = SampleCounts()
-        async with aclosing(_rounds(request, backend, self.target)) as rounds:
+        wait = self.wait if index == 0 else None
+        async with aclosing(_rounds(request, backend, self.target, wait)) as rounds:
             async for committed, choice in rounds:
                 elapsed_us = self.elapsed_us
                 if request.scores:
@@ -130,11 +134,11 @@ async def prepare(request: GenerationRequest, backend: Backend) -> RequestContex
 
 
 async def _rounds(
-    request: CheckedRequest, backend: Backend, target: ModelInfo
+    request: CheckedRequest, backend: Backend, target: ModelInfo, wait: Wait | None
 ) -> AsyncGenerator[tuple[Round, Choice], None]:
     """`decode`, each round with the choice that it came from; errors name the constraint as the client did."""
     constraint = request.constraint
-    planner, decoded = decode(request, backend, target)
+    planner, decoded = decode(request, backend, target, wait)
     async with aclosing(decoded) as rounds:
         try:
             async for committed in rounds:
@@ -172,10 +176,10 @@ def _rejected(tokenizer: Tokenizer, committed: Round) -> tuple[RejectedGuess, ..
 
 
 def decode(
-    request: CheckedRequest, backend: Backend, target: ModelInfo
+    request: CheckedRequest, backend: Backend, target: ModelInfo, wait: Wait | None = None
 ) -> tuple[RoundPlanner, AsyncGenerator[Round, None]]:
     """The planner of a checked request and its rounds, over sessions of its own: on this target or a replica of it, and
-    on the drafts, which read the prompt at once where they will be asked.
+    on the drafts, which read the prompt at once where they will be asked. `wait` hears how much the target has read.
     """
     drafting = backend.drafting(request, target)
     spec = replace(request.spec, seed=noise_seed(request, drafting), trace_context=telemetry.carrier())
@@ -184,7 +188,7 @@ def decode(
     timeouts, model_hash = backend.target_timeouts, target.model_hash
     hosted = drafting.at(Place.HOSTED)
     verifying = RemoteTargetSession(
-        backend.target, timeouts, spec, log, session_id, model_hash, hosted.name if hosted else ""
+        backend.target, timeouts, spec, log, session_id, model_hash, hosted.name if hosted else "", wait
     )
     warm = planner.expects_draft()
     # Each has an id of its own, because two drafters of one service are two sessions there.

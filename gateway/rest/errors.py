@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import structlog
 from starlette.responses import Response
 
-from outrider.errors import Field, OutriderError, shown
+from outrider.errors import Field, OutriderError, Unsupported, shown
 from outrider.rpc.errors import UNEXPECTED_TEXT
 
 STATUSES: Mapping[str, int] = {
@@ -149,6 +149,17 @@ class MissingParameter(HttpRequestError):
 
     def __init__(self, field: str) -> None:
         super().__init__((Field(field), " is missing"), field=field)
+
+
+def not_served(field: str, value: object, kinds: str) -> Unsupported:
+    """The error about a value that is none of those that are served."""
+    return Unsupported((Field(field), f" is {shown(value)}, but only {kinds} is served"), field=field, limit=kinds)
+
+
+def other_type(field: str, value: Mapping[str, object], types: str) -> OutriderError:
+    """The error about an object whose type is none of those that are served, or that has none."""
+    kind = value.get("type")
+    return MissingParameter(f"{field}.type") if kind is None else not_served(f"{field}.type", kind, types)
 
 
 class UnknownParameter(HttpRequestError):

@@ -1,7 +1,7 @@
 """The page at `/`, its files, and what it calls: /page/generate, a stream of typed events, and /page/status.
 
 The files are read once: what is served cannot leave gateway/web, and an edit shows after a restart. The events are
-`waiting`, `opened`, `round`, `completion` and `error`, one JSON object each, with the names of
+`waiting`, `opened`, `reading`, `round`, `completion` and `error`, one JSON object each, with the names of
 generation_service.proto; docs/page.md has their fields. /v1 has no such events, because clients of OpenAI take every
 event for a chunk. Seeds are strings, because 64 bits do not fit into a number of JavaScript.
 """
@@ -23,7 +23,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 import outrider
-from gateway.generation.admission import QueuePlace
 from gateway.generation.events import CompletionEvent, GuessFacts, RoundEvent, round_facts
 from gateway.generation.frontend import Frontend
 from gateway.generation.request import GenerationRequest
@@ -42,6 +41,7 @@ from gateway.rest.sse import EventStream, typed
 from gateway.rounds.choice import Choice
 from gateway.rounds.explanation import explained
 from gateway.sessions.replicas import Replicas
+from gateway.sessions.wait import Wait
 from outrider.answer import CallArguments, CallBegun, reasoning_of
 from outrider.errors import InvalidRequest, OutriderError
 
@@ -197,11 +197,11 @@ async def event_frames(
     """The events of a request. What is wrong before its first event is raised, in the route's `names` of fields; what
     goes wrong later is an event. With `explains` a round has its choice, unless it is that of the round before.
     """
-    place, has_begun = QueuePlace(), False
+    wait, has_begun = Wait(), False
 
     async def streams() -> AsyncGenerator[AsyncGenerator[bytes, None], None]:
-        yield _waiting(place, frontend)
-        yield _generating(frontend, request, enter, place, explains=explains)
+        yield _waiting(wait, frontend)
+        yield _generating(frontend, request, enter, wait, explains=explains)
 
     try:
         async with aclosing(merged(streams())) as frames:
@@ -216,21 +216,25 @@ async def event_frames(
         yield _frame("error", view)
 
 
-async def _waiting(place: QueuePlace, frontend: Frontend) -> AsyncGenerator[bytes, None]:
-    """An event for each place in the queue that a request has while it waits."""
-    async with aclosing(place.moves()) as moves:
-        async for now in moves:
-            admission = frontend.admission
-            yield _frame("waiting", {"place": now, "running": admission.running, "places": admission.places})
+async def _waiting(wait: Wait, frontend: Frontend) -> AsyncGenerator[bytes, None]:
+    """An event for each place in the queue that a request has, and then for each part of its prompt that is read."""
+    async with aclosing(wait.changes()) as changes:
+        async for _ in changes:
+            if wait.place:
+                admission = frontend.admission
+                view = {"place": wait.place, "running": admission.running, "places": admission.places}
+                yield _frame("waiting", view)
+            elif wait.read_len:
+                yield _frame("reading", {"read_tokens": wait.read_len})
 
 
 async def _generating(
-    frontend: Frontend, request: GenerationRequest, enter: Entrance | None, place: QueuePlace, *, explains: bool
+    frontend: Frontend, request: GenerationRequest, enter: Entrance | None, wait: Wait, *, explains: bool
 ) -> AsyncGenerator[bytes, None]:
     """The events of a request from the moment at which it has its place."""
     started_ns = time.perf_counter_ns()
     last: Choice | None = None
-    async with frontend.open([request], enter, place) as generation:
+    async with frontend.open([request], enter, wait) as generation:
         target, checked = frontend.backend.target.present(), generation.requests[0]
         opened = {
             "model": frontend.model_name,
@@ -245,6 +249,7 @@ async def _generating(
         }
         yield _frame("opened", opened)
         async for _, event in generation.events:
+            wait.end()
             if isinstance(event, RoundEvent):
                 view = _round_view(event, (time.perf_counter_ns() - started_ns) // 1000)
                 # The prompt's own pass comes before any choice.

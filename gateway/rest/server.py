@@ -39,6 +39,7 @@ SEND_BUFFER_BYTES, WRITE_BUFFER_BYTES = 64 << 10, 16 << 10
 # Of those that come how many wait in the system, and how many are taken before others have made room for them.
 BACKLOG, ACCEPTED = 1024, 64
 LOOK_S = 0.02
+SLASHES = re.compile(rb"//+")
 ABSOLUTE = re.compile(rb"https?://([^/@]*@)?(?P<host>[^/@]+)(?P<path>/.*)?", re.IGNORECASE | re.DOTALL)
 # What connections have to their places: with nothing to answer 0, or 1 with a key; with a body on its way, and more.
 SENDING, ANSWERED = 2, 3
@@ -172,19 +173,25 @@ class HttpConnection(H11Protocol):
 
 
 class OriginForm:
-    """Middleware for requests that name their target with scheme and host, too, as to a proxy: that host counts, as RFC
-    9112 has it, and not the header's.
+    """Middleware for requests that name their target otherwise than by a path of this server.
+
+    With scheme and host, as to a proxy, that host counts, as RFC 9112 has it, and not the header's. Slashes that are
+    too many, as of a base address that ends with one, are left out.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = ABSOLUTE.fullmatch(scope["raw_path"])
+        path: bytes = scope["raw_path"]
+        found = ABSOLUTE.fullmatch(path)
         if found is not None:
             path = found["path"] or b"/"
             others = [each for each in scope["headers"] if each[0] != b"host"]
-            scope.update(raw_path=path, path=unquote(path), headers=[(b"host", found["host"]), *others])
+            scope["headers"] = [(b"host", found["host"]), *others]
+        path = SLASHES.sub(b"/", path).removesuffix(b"/") or b"/"
+        if path != scope["raw_path"]:
+            scope.update(raw_path=path, path=unquote(path))
         await self._app(scope, receive, send)
 
 

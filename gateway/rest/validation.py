@@ -12,8 +12,9 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
-from gateway.rest.asking.fields import AS_USUAL
+from gateway.rest.asking.fields import AS_USUAL, UNION_KIND
 from gateway.rest.asking.json_body import Json, Path, name_of
 from gateway.rest.bodies import IGNORED_HEADER, ParsedBodyRoute, ParsedRequest, ignored_header
 from gateway.rest.errors import (
@@ -22,9 +23,11 @@ from gateway.rest.errors import (
     UnknownRoute,
     WrongMethod,
     error_response,
+    not_served,
+    other_type,
 )
 from gateway.rest.settings import RestSettings
-from outrider.errors import Field, InvalidRequest, OutriderError, Unsupported, shown
+from outrider.errors import Field, InvalidRequest, OutriderError, Unsupported
 from outrider.parameters import KEY_MARK
 
 Finding: TypeAlias = Mapping[str, Any]
@@ -36,6 +39,7 @@ LENGTHS = {
     "string_too_long": ("at most", "max_length", "character", "characters"),
     "too_short": ("at least", "min_length", "entry", "entries"),
 }
+METHODS = ("GET", "HEAD", "POST")
 # What clients of vLLM send, and its name here. None is ever left out: the answer would be without its bounds.
 RENAMED = {
     "bad_words": "banned_words",
@@ -67,20 +71,24 @@ def error_about(findings: Sequence[Finding], body: object) -> OutriderError:
     field = name_of(part for part in path if part != KEY_MARK)
     if kind == "missing":
         return MissingParameter(field)
-    if kind == UNKNOWN_MARK:
-        advice = f"; use {RENAMED[field]}" if field in RENAMED else ""
-        return UnknownParameter((Field(field), f" is not a known parameter{advice}"), field=field)
-    if kind == UNSERVED_MARK:
-        return Unsupported((Field(field), " is not served; leave it out"), field=field)
+    advice = f"; use {RENAMED[field]}" if field in RENAMED else ""
+    unserved: dict[str, OutriderError] = {
+        UNKNOWN_MARK: UnknownParameter((Field(field), f" is not a known parameter{advice}"), field=field),
+        UNSERVED_MARK: Unsupported((Field(field), " is not served; leave it out"), field=field),
+    }
+    if kind in unserved:
+        return unserved[kind]
+    if kind == UNION_KIND and isinstance(value, dict):
+        return other_type(field, value, finding["msg"])
     names = [part for part in path if isinstance(part, str)]
     if names and names[-1] in CHOICES and any(each["type"] == "literal_error" for each in at_fault):
         limit = " or ".join(map(_limit, at_fault))
-        return Unsupported((Field(field), f" is {shown(value)}, but only {limit} is served"), field=field, limit=limit)
-    if kind == "too_long" and isinstance(value, list | dict):
-        return InvalidRequest.too_many(field, len(value), finding["ctx"]["max_length"])
+        return not_served(field, value, limit)
     if path[-1:] == (KEY_MARK,):
         field = f"{field} key"
-    return InvalidRequest(field, value, " or ".join(dict.fromkeys(map(_limit, at_fault))))
+    if kind != "too_long" or not isinstance(value, list | dict):
+        return InvalidRequest(field, value, " or ".join(dict.fromkeys(map(_limit, at_fault))))
+    return InvalidRequest.too_many(field, len(value), finding["ctx"]["max_length"])
 
 
 def _path(finding: Finding, body: object) -> Path:
@@ -102,6 +110,8 @@ def _limit(finding: Finding) -> str:
     """Limit that the value must keep."""
     if finding["type"] in {"model_type", "model_attributes_type", "dict_type"}:
         return "an object"
+    if finding["type"] == UNION_KIND:
+        return f"an object whose type is {finding['msg']}"
     if finding["type"] in LENGTHS:
         bound, name, one, several = LENGTHS[finding["type"]]
         number = finding["ctx"][name]
@@ -172,6 +182,16 @@ def _take_unknown(model: object, value: Json, path: str = "") -> Iterator[str]:
             yield from _take_unknown(part, each, path)
 
 
+def _methods_at(request: Request, path: str) -> list[str]:
+    """The methods that a path takes."""
+    asked = ({**request.scope, "path": path, "method": method} for method in METHODS)
+    return [
+        str(scope["method"])
+        for scope in asked
+        if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+    ]
+
+
 async def handle_error(request: Request, error: Exception) -> Response:
     """The answer to an error of ours, to a body that is not what the route takes, and to what the framework refuses."""
     path = request.url.path[:200]
@@ -182,9 +202,13 @@ async def handle_error(request: Request, error: Exception) -> Response:
             return error_response(error_about(error.errors(), error.body), path)
         case HTTPException(status_code=405):
             wrong = WrongMethod(f"{path} does not take {request.method}", method=request.method)
-            return error_response(wrong, path, error.headers)
+            # The framework names those of one route, and HEAD is another.
+            return error_response(wrong, path, {"allow": ", ".join(_methods_at(request, request.url.path))})
         case HTTPException(status_code=404):
-            return error_response(UnknownRoute(f"There is nothing at {path}; /openapi.json has all routes"), path)
+            near = (f"/v1{path}", path.removeprefix("/v1"))
+            advice = next((f"; {each} is" for each in near if _methods_at(request, each)), "")
+            message = f"There is nothing at {path}{advice}; /openapi.json has all routes"
+            return error_response(UnknownRoute(message), path)
         case HTTPException():
             response = error_response(OutriderError(str(error.detail)), path, error.headers)
             response.status_code = error.status_code if error.status_code >= 400 else response.status_code

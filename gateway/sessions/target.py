@@ -26,6 +26,7 @@ from gateway.sessions.link import Mailbox, opening_of
 from gateway.sessions.peer import ServicePeer
 from gateway.sessions.replicas import Need, Replicas
 from gateway.sessions.session import MAX_DRIFT_REPAIRS, RemoteSession, RetryBudget, TargetTimeouts
+from gateway.sessions.wait import Wait
 from outrider.errors import InvalidRequest, NotReady, OutriderError, PeerLost, ProtocolViolation
 from outrider.grammar import ENGINE
 from outrider.parameters import SessionSpec
@@ -54,9 +55,16 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
     """One opening of a session on a target, with how far the target may go on unasked."""
 
     def __init__(
-        self, peer: ServicePeer, spec: SessionSpec, token_log: TokenLog, fence: types_pb2.Fence, drafter: str = ""
+        self,
+        peer: ServicePeer,
+        spec: SessionSpec,
+        token_log: TokenLog,
+        fence: types_pb2.Fence,
+        drafter: str = "",
+        wait: Wait | None = None,
     ) -> None:
         """`fence` names the session and its epoch here; `drafter` guesses in the target's process, where it has that.
+        `wait` hears how much of the prompt is read.
 
         Raises PeerLost when the target is away.
         """
@@ -65,6 +73,7 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         self.is_opening = True  # the open has no answer yet
         self._spec = spec
         self._log = token_log
+        self._wait = wait
         self._session_id, self._epoch = fence.session_id, fence.epoch
         info = peer.present()
         self._max_budget = max(0, info.unacknowledged_window - 1)
@@ -113,6 +122,7 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         write_tree(step.proposal, proposal.tree)
         if self.is_opening:
             message.open.drafter = self.drafter
+            message.open.tells_reading = self._wait is not None
             session, parts = opening_of(self._spec, self._log)
             message.open.session.CopyFrom(session)
         self.send(*(pb.VerifyRequest(fence=message.fence, part=part) for part in parts), message)
@@ -126,6 +136,10 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
             fence = response.fence
             if fence.epoch == self._epoch and response.HasField("error"):
                 raise session_error_from(response.error)
+            if response.HasField("reading"):
+                if self._wait is not None and (fence.epoch, fence.base_len) == (self._epoch, base_len):
+                    self._wait.read(min(response.reading.read_len, self._spec.prompt_len))
+                continue
             if fence.epoch == self._epoch and base_len <= fence.base_len < max(self._largest_limit, base_len + 1):
                 self._early[fence.base_len] = response
             elif (fence.epoch, fence.base_len) > (self._epoch, base_len):
@@ -193,12 +207,14 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         session_id: bytes,
         model_hash: str,
         drafter: str = "",
+        wait: Wait | None = None,
     ) -> None:
         """`model_hash` names the weights with which the request began; no others go on with it.
 
-        `drafter` guesses in the target's process wherever a target has it.
+        `drafter` guesses in the target's process wherever a target has it; `wait` hears how much of the prompt is read.
         """
         super().__init__(replicas, spec, token_log, session_id)
+        self._wait = wait
         self._drafter = drafter
         self._timeouts = timeouts
         self._need = Need(model_hash, spec.max_len, ENGINE if spec.grammar else "")
@@ -330,7 +346,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         return self._opening
 
     def _opened_on(self, peer: ServicePeer) -> TargetOpening:
-        return TargetOpening(peer, self._spec, self._log, self._fence(), self._drafter)
+        return TargetOpening(peer, self._spec, self._log, self._fence(), self._drafter, self._wait)
 
     async def _attempt(
         self, opening: TargetOpening, proposal: Proposal, plain_budget: int, own: GuessRequest

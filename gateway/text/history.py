@@ -13,7 +13,7 @@ from functools import partial
 from itertools import combinations
 from typing import Any, Self, TypeAlias
 
-RULES = ("system", "developer")
+RULES, SIDES = ("system", "developer"), ("user", "assistant")
 PLAIN_ID = re.compile(r"[a-zA-Z0-9]{9}")
 # Fields of chat's messages that are named where they are said otherwise.
 CALLS, CALL_ID, CONTENT = "messages.tool_calls", "messages.tool_call_id", "messages.content"
@@ -54,6 +54,8 @@ class PastTurn:
 
 
 Turns: TypeAlias = list[PastTurn]
+# Turns in other words, and the fields that are named then.
+Way: TypeAlias = tuple[Callable[[Turns], Turns], Sequence[str]]
 
 
 def begun(messages: Sequence[Mapping[str, Any]], *, knows_developers: bool) -> Turns:
@@ -72,21 +74,26 @@ def begun(messages: Sequence[Mapping[str, Any]], *, knows_developers: bool) -> T
 
 def told(turns: Turns, marks: tuple[str, str]) -> Iterator[tuple[Turns, Collection[str]]]:
     """The turns, and then in other words, with the fields that are named then; first those with the fewest changes, and
-    calls as text at last.
+    calls as text at last. One change, two or all: thousands of turns are rendered each time.
 
     `marks` stand around calls in text.
     """
     yield turns, ()
-    ways: Sequence[tuple[Callable[[Turns], Turns], Collection[str]]] = (
+    calls_said: Way = (partial(_calls_said, marks=marks), [CALLS])
+    ways: list[Way] = [
+        (_first_rules_asked, ()),
         (_later_rules_asked, ()),
+        (_in_turn, ()),
         (_one_call_each, [CALLS]),
         (_plain_ids, [CALL_ID]),
         (_lone_results_asked, [CALL_ID]),
-        (partial(_calls_said, marks=marks), [CALLS]),
-    )
+    ]
     fitting = [each for each in ways if each[0](turns) != turns]
-    several = [chosen for count in range(1, len(fitting) + 1) for chosen in combinations(fitting, count)]
-    for chosen in sorted(several, key=lambda each: each[-1] is ways[-1]):
+    some = [chosen for count in (1, 2) for chosen in combinations(fitting, count)]
+    several = [*some, tuple(fitting)] if len(fitting) > 2 else some
+    if calls_said[0](turns) != turns:
+        several += [(*chosen, calls_said) for chosen in [(), *several]]
+    for chosen in several:
         found = turns
         for way, _ in chosen:
             found = way(found)
@@ -122,6 +129,31 @@ def are_shown(turns: Turns, prompt: str) -> bool:
             return False
         place += len(text)
     return True
+
+
+def _first_rules_asked(turns: Turns) -> Turns:
+    """Rules before all else as the beginning of what the user says first, because some templates know none."""
+    if turns[0].role not in RULES:
+        return turns
+    if len(turns) > 1 and turns[1].role == "user":
+        return [turns[1].having(content=f"{turns[0].content}\n\n{turns[1].content}"), *turns[2:]]
+    return [turns[0].having(role="user"), *turns[1:]]
+
+
+def _in_turn(turns: Turns) -> Turns:
+    """What one side says in several messages as one, because some templates want user and assistant by turns."""
+    found: Turns = []
+    for turn in turns:
+        last = found[-1] if found else None
+        if last is not None and last.role == turn.role and turn.role in SIDES and not last.calls:
+            joined = {**last.message, **turn.message}
+            if last.message.get("name") != turn.message.get("name"):
+                joined["name"] = None
+            joined["content"] = "\n".join(filter(None, [last.content, turn.content]))
+            found[-1] = last.having(**joined)
+        else:
+            found.append(turn)
+    return found
 
 
 def _later_rules_asked(turns: Turns) -> Turns:

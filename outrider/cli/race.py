@@ -13,6 +13,7 @@ from outrider.cli.running import note
 from outrider.cli.views import View, choose_view
 from outrider.client import AsyncClient, GenerationOptions, Result, Round, Speculation
 from outrider.parameters import Rule
+from outrider.process.streams import finish_streams
 
 # A race has no option for it: others see what was typed.
 KEY_VARIABLE = "OUTRIDER_API_KEY"
@@ -72,6 +73,7 @@ async def race(address: str, question: RaceQuestion) -> None:
                     else:
                         view.finish(event)
             view.end()
+            finish_streams()
             lanes[speculates].append(turn)
     note(verdict(lanes[True], lanes[False], others_said(before, cpu_times())))
 

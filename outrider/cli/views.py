@@ -16,6 +16,7 @@ from outrider.cli.output import console_for, write
 from outrider.cli.rounds import CONTROL_PICTURES, legend, styled, trees
 from outrider.client import GeneratedToken, PromptToken, Result, Round, Sample
 from outrider.parameters import Acceptance, Rule
+from outrider.process.streams import finish_streams
 
 
 class View:
@@ -110,6 +111,8 @@ class PlainView(_TextView):
 
     def finish(self, result: Result) -> None:
         write(self._output, result.rest + "\n")
+        # Each stream has a writer of its own, and both may be one terminal.
+        finish_streams()
         self._print_below(self._notes, result)
 
 

@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from outrider.process.upkeep import Upkeep
-from outrider.rpc.channels import AddressTaken
+from outrider.rpc.channels import listeners
 
 # A process that answers at all does so in milliseconds.
 SCRAPE_S = 2.0
@@ -89,11 +89,16 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
-        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    def __init__(self, listener: socket.socket, registry: CollectorRegistry) -> None:
+        """Takes a socket that listens already."""
+        self.address_family = listener.family
         self._open: dict[Any, None] = {}
         self._lock = threading.Lock()
-        super().__init__((host, port), MetricsConnection)
+        super().__init__(listener.getsockname()[:2], MetricsConnection, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.server_name, self.server_port = listener.getsockname()[:2]
+        self.setup_environ()
         self.set_app(make_wsgi_app(registry))
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as the library has it
@@ -121,16 +126,16 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
 
 @dataclass(frozen=True, slots=True)
 class RunningMetrics:
-    """A server of metrics, with a thread of its own."""
+    """The servers of metrics, one for each address, each with a thread of its own."""
 
     address: str
-    server: MetricsServer
-    thread: threading.Thread
+    servers: Mapping[MetricsServer, threading.Thread]
 
     async def stop(self) -> None:
-        await asyncio.to_thread(self.server.shutdown)
-        self.server.server_close()
-        await asyncio.to_thread(self.thread.join)
+        for server, thread in self.servers.items():
+            await asyncio.to_thread(server.shutdown)
+            server.server_close()
+            await asyncio.to_thread(thread.join)
 
 
 def _keep_serving(server: MetricsServer, upkeep: Upkeep) -> None:
@@ -147,15 +152,17 @@ def _keep_serving(server: MetricsServer, upkeep: Upkeep) -> None:
 
 
 def serve_metrics(listen: str, registry: CollectorRegistry, upkeep: Upkeep | None = None) -> RunningMetrics:
-    """Serves on HOST:PORT, where port 0 takes a free one. Raises AddressTaken."""
-    host, _, port = listen.rpartition(":")
-    try:
-        server = MetricsServer(host.strip("[]"), int(port), registry)
-    except OSError:
-        raise AddressTaken(f"Cannot listen on {listen}: it is taken, or not an address of this machine.") from None
-    thread = threading.Thread(target=_keep_serving, args=(server, upkeep or Upkeep()), name="metrics", daemon=True)
-    thread.start()
-    return RunningMetrics(f"{host}:{server.server_port}", server, thread)
+    """Serves on HOST:PORT, where port 0 takes a free one, and `localhost` and `[::]` are those of both families. Raises
+    AddressTaken and InvalidRequest.
+    """
+    servers = {}
+    for listener in listeners(listen, backlog=MetricsServer.request_queue_size):
+        server = MetricsServer(listener, registry)
+        servers[server] = threading.Thread(
+            target=_keep_serving, args=(server, upkeep or Upkeep()), name=METRICS, daemon=True
+        )
+        servers[server].start()
+    return RunningMetrics(f"{listen.rpartition(':')[0]}:{next(iter(servers)).server_port}", servers)
 
 
 def scraped(address: str, names: Sequence[str] = (), timeout_s: float = SCRAPE_S) -> tuple[bytes, str]:

@@ -153,8 +153,13 @@ class TargetOpen(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     BEAMS_FIELD_NUMBER: _builtins.int
+    TELLS_READING_FIELD_NUMBER: _builtins.int
     drafter: _builtins.str
     """Drafter in this process that guesses where a step asks for it, one of GetModelInfoResponse.drafters. Empty: none."""
+    tells_reading: _builtins.bool
+    """Whether the target says how far it is with tokens that it reads in several steps: a `reading` without being asked
+    again, at most 64 for each open.
+    """
     @_builtins.property
     def session(self) -> _types_pb2.OpenSession:
         """The session."""
@@ -177,10 +182,11 @@ class TargetOpen(_message.Message):
         step: Global___TargetStep | None = ...,
         drafter: _builtins.str = ...,
         beams: _types_pb2.LiveBeams | None = ...,
+        tells_reading: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "session", b"session", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "drafter", b"drafter", "session", b"session", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "drafter", b"drafter", "session", b"session", "step", b"step", "tells_reading", b"tells_reading"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -276,6 +282,7 @@ class VerifyResponse(_message.Message):
     TOKENS_WANTED_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    READING_FIELD_NUMBER: _builtins.int
     CACHED_LEN_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
     DRAFT_TIMES_FIELD_NUMBER: _builtins.int
@@ -305,6 +312,12 @@ class VerifyResponse(_message.Message):
         """The session has ended; the fields below are not set then."""
 
     @_builtins.property
+    def reading(self) -> Global___Reading:
+        """The target is on its way to the first verdict of an open; the fields below are not set then. It is no answer to
+        a step.
+        """
+
+    @_builtins.property
     def times(self) -> _types_pb2.ComputeTimes:
         """What the answer cost."""
 
@@ -320,20 +333,43 @@ class VerifyResponse(_message.Message):
         tokens_wanted: _types_pb2.TokensWanted | None = ...,
         pong: _types_pb2.Pong | None = ...,
         error: _types_pb2.SessionError | None = ...,
+        reading: Global___Reading | None = ...,
         cached_len: _builtins.int = ...,
         times: _types_pb2.ComputeTimes | None = ...,
         draft_times: _types_pb2.ComputeTimes | None = ...,
         caught_up_count: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "draft_times", b"draft_times", "error", b"error", "fence", b"fence", "pong", b"pong", "times", b"times", "tokens_wanted", b"tokens_wanted", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "draft_times", b"draft_times", "error", b"error", "fence", b"fence", "pong", b"pong", "reading", b"reading", "times", b"times", "tokens_wanted", b"tokens_wanted", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "cached_len", b"cached_len", "caught_up_count", b"caught_up_count", "draft_times", b"draft_times", "error", b"error", "fence", b"fence", "pong", b"pong", "times", b"times", "tokens_wanted", b"tokens_wanted", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "cached_len", b"cached_len", "caught_up_count", b"caught_up_count", "draft_times", b"draft_times", "error", b"error", "fence", b"fence", "pong", b"pong", "reading", b"reading", "times", b"times", "tokens_wanted", b"tokens_wanted", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["verdict", "tokens_wanted", "pong", "error"]  # noqa: Y015
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["verdict", "tokens_wanted", "pong", "error", "reading"]  # noqa: Y015
     _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
 
 Global___VerifyResponse: _TypeAlias = VerifyResponse  # noqa: Y015
+
+@_typing.final
+class Reading(_message.Message):
+    """How far a target is with the tokens of an open."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READ_LEN_FIELD_NUMBER: _builtins.int
+    read_len: _builtins.int
+    """Tokens of the session that are read, those found in the prefix cache too. Range [1, base_len); it only grows."""
+    def __init__(
+        self,
+        *,
+        read_len: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["read_len", b"read_len"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reading: _TypeAlias = Reading  # noqa: Y015
 
 @_typing.final
 class Verdict(_message.Message):

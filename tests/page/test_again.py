@@ -60,10 +60,12 @@ async def test_who_waits_sees_for_what(page: Page, stack: RunningStack) -> None:
     told = [line.split(" · ")[0] for line in await page.evaluate("window.life")]
     order = [line for number, line in enumerate(told) if line and told[number - 1 : number] != [line]]
     prompt = (await page.locator("#result").inner_text()).split(" prompt tokens")[0].split(" · ")[-1]
-    assert order[-2:] == [
-        "Number 1 in the queue: the only place is taken",
-        f"Reading the prompt of {prompt} tokens",
-    ]
+    queued = order.index("Number 1 in the queue: the only place is taken")
+    assert order[queued + 1] == f"Reading the prompt of {prompt} tokens"
+    behind = f" of {prompt} tokens of the prompt read"
+    read = [int(line.removesuffix(behind).replace(",", "")) for line in order[queued + 2 :]]
+    assert len(read) > 1
+    assert read == sorted({*read})
 
 
 async def test_another_answer_comes_from_a_new_seed(page: Page) -> None:

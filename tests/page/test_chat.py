@@ -167,7 +167,7 @@ async def test_a_race_answers_the_last_message_with_and_without_speculation(page
     text = await send(page, "Who goes there?")
     await page.locator("#race-turn").click()
     assert "✓ Identical token for token" in await ended(page)
-    await expect(page.locator("#verdict")).to_contain_text("times as fast")
+    await expect(page.locator("#verdict")).to_contain_text(re.compile("times as fast|the machine was busy"))
     assert await answer(page) == text
     assert await page.locator("#lane-plain .t:not(.plain)").count() == 0
     assert await page.locator("#lane-main .t.accepted").count() > 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from axe_playwright_python.async_playwright import Axe
-from page.browser import ended, fill, say, spoken, visit
+from page.browser import ended, fill, say, sent, spoken, visit
 from playwright.async_api import Browser, Locator, Page, expect
 from support.models.templated import templated
 from support.stack import RunningStack, running_stack
@@ -64,8 +64,7 @@ async def give(page: Page, text: str | dict[str, Any]) -> None:
 
 async def test_a_conversation_is_there_again_when_the_page_is(page: Page) -> None:
     """With its marks, figures and system message: in this tab at once, in another by its title. It goes on."""
-    bodies = []
-    page.on("request", lambda request: bodies.append(request.post_data) if "generate" in request.url else None)
+    bodies = sent(page)
     await page.locator("#system").fill("Be brief.")
     await say(page, "Who is the fox?")
     await say(page, "And the wolf?")
@@ -91,12 +90,12 @@ async def test_a_conversation_is_there_again_when_the_page_is(page: Page) -> Non
     await other.close()
     await fill(page, seed=5, max_tokens=4)
     await say(page, "What then?")
-    assert [each["role"] for each in json.loads(bodies[-1])["messages"]] == [
+    assert [each["role"] for each in bodies[-1]["messages"]] == [
         "system",
         *("user", "assistant") * 2,
         "user",
     ]
-    assert json.loads(bodies[-1])["messages"][4]["content"] == said
+    assert bodies[-1]["messages"][4]["content"] == said
     await expect(titles(page)).to_have_count(1)
 
 
@@ -145,8 +144,7 @@ async def test_another_conversation_stops_the_answer_and_keeps_what_came(page: P
 
 async def test_a_tab_that_is_closed_in_mid_answer_loses_no_message(page: Page) -> None:
     """What had come is there, said to be broken off, and the button asks again from the same seed."""
-    bodies = []
-    page.on("request", lambda request: bodies.append(request.post_data) if "generate" in request.url else None)
+    bodies = sent(page)
     await fill(page, max_tokens=3000, seed=11)
     await page.locator("#message").fill("Tell me all.")
     await page.keyboard.press("Enter")
@@ -158,7 +156,7 @@ async def test_a_tab_that_is_closed_in_mid_answer_loses_no_message(page: Page) -
     await fill(page, max_tokens=8)
     await page.locator("#retry").click()
     assert (await ended(page)).startswith("Done: 8 tokens")
-    assert json.loads(bodies[-1])["seed"] == "11"
+    assert bodies[-1]["seed"] == "11"
     await expect(page.locator("#failure")).to_be_hidden()
 
 

@@ -1,6 +1,5 @@
 """The body of POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients send it, and its translation."""
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -17,6 +16,7 @@ from gateway.rest.asking.fields import (
     by_any_type,
     by_type,
     ignored_in,
+    json_text,
     text_or_list,
     type_of,
 )
@@ -28,6 +28,7 @@ from gateway.rest.asking.translation import (
     shared_values,
     tools_of,
 )
+from gateway.rest.errors import other_type
 from outrider.errors import InvalidRequest
 from outrider.parameters import Parameters
 
@@ -69,14 +70,14 @@ class ToolUseBlock(Parameters):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: Annotated[dict[str, Any] | str, Field(description="An object; a text is one in JSON, or not all of it.")]
+    input: Annotated[Any, Field(description="An object; a text is one in JSON, or not all of it.")] = None
     cache_control: Ignored = None
     caller: Ignored = None
     toolset_name: Ignored = None
 
 
 TextBlocks = Annotated[
-    list[Annotated[Annotated[TextBlock, Tag("<text>")], by_type("a block", ["text"])]],
+    list[Annotated[Annotated[TextBlock, Tag("<text>")], by_type(["text"])]],
     Field(fail_fast=True),
 ]
 
@@ -86,7 +87,7 @@ ResultBlocks = Annotated[
     list[
         Annotated[
             Annotated[TextBlock, Tag("<text>")] | Annotated[dict[str, Any], Tag("<other>")],
-            by_any_type("a block", ["text"]),
+            by_any_type(["text"]),
         ]
     ],
     Field(fail_fast=True),
@@ -118,7 +119,7 @@ Block = Annotated[
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")]
     | Annotated[dict[str, Any], Tag("<other>")],
-    by_type("a block", BLOCK_TYPES, others=lambda kind: kind in OTHERS_CALL or kind.endswith(OTHERS_RESULT)),
+    by_type(BLOCK_TYPES, others=lambda kind: kind in OTHERS_CALL or kind.endswith(OTHERS_RESULT)),
 ]
 Blocks = Annotated[list[Block], Field(fail_fast=True)]
 System = Annotated[Annotated[str, Tag("<text>")] | Annotated[TextBlocks, Tag("<list>")], TEXT_OR_BLOCKS]
@@ -269,6 +270,8 @@ def _take(turn: Turn, origin: str, conversation: ChatMessages) -> list[str]:
     if isinstance(turn.content, str):
         speak(turn.content, origin)
         return unread
+    if turn.role == "user" and not turn.content:
+        conversation.ask("", origin)
     for number, block in enumerate(turn.content):
         place = f"{origin}.content.{number}"
         match block:
@@ -279,16 +282,13 @@ def _take(turn: Turn, origin: str, conversation: ChatMessages) -> list[str]:
                 texts = [content] if isinstance(content, str) else [b.text for b in content if isinstance(b, TextBlock)]
                 others = [each for each in content if isinstance(each, dict)]
                 if others and not texts:
-                    limit = "a block of type text; no other is served"
-                    raise InvalidRequest(f"{place}.content.0", others[0], limit)
+                    raise other_type(f"{place}.content.0", others[0], "'text'")
                 unread += [f"{place}.content={each['type']}" for each in others]
                 conversation.answer(block.tool_use_id, "\n".join(texts), place)
             case ThinkingBlock() if turn.role == "assistant":
                 conversation.think(block.thinking, place)
             case ToolUseBlock() if turn.role == "assistant":
-                given = block.input
-                text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-                conversation.call(block.id, block.name, text, place)
+                conversation.call(block.id, block.name, json_text(block.input), place)
             case dict() if turn.role == "assistant":
                 unread.append(f"{place}={block['type']}")
                 _take_other(block, place, conversation)
@@ -304,12 +304,10 @@ def _take_other(block: Values, place: str, conversation: ChatMessages) -> None:
     """Adds a call that a server made by itself, or what it gave, as if it were one of a client's tool."""
     kind, name = str(block["type"]), block.get("name")
     if kind in OTHERS_CALL:
-        text = json.dumps(block.get("input") or {}, ensure_ascii=False)
-        conversation.call(_id(block.get("id")), name if isinstance(name, str) and name else kind, text, place)
+        said = json_text(block.get("input"))
+        conversation.call(_id(block.get("id")), name if isinstance(name, str) and name else kind, said, place)
     else:
-        given = block.get("content") or ""
-        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        conversation.answer(_id(block.get("tool_use_id")), text, place)
+        conversation.answer(_id(block.get("tool_use_id")), json_text(block.get("content")), place)
 
 
 def _id(value: object) -> str | None:
@@ -328,7 +326,9 @@ def _tool_choice(choice: ToolChoice | None, has_tools: bool) -> Values:
     if (choice.name is None) == (choice.type == "tool"):
         value = "absent" if choice.name is None else choice.name
         raise InvalidRequest("tool_choice.name", value, "given with the type tool, and only with it")
-    if not has_tools and choice.type in {"auto", "none"}:
+    if not has_tools:
+        if choice.type not in {"auto", "none"}:
+            raise InvalidRequest("tool_choice.type", choice.type, "'auto' or 'none' without tools")
         return {}
     named = {"type": "function", "function": {"name": choice.name}}
     values: Values = {"tool_choice": {"any": "required", "tool": named}.get(choice.type, choice.type)}

@@ -24,6 +24,7 @@ from gateway.rest.asking.fields import (
     Unserved,
     Unusual,
     Word,
+    by_any_type,
     by_type,
     text_or_list,
 )
@@ -42,6 +43,7 @@ from outrider.parameters import (
 )
 
 MAX_BIASES = 300
+PART_TYPES = ("text", "refusal")
 NO_OTHERS: JsonDict = {"additionalProperties": False}
 
 BiasKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")]
@@ -84,16 +86,17 @@ class RefusalPart(Parameters):
         return self.refusal
 
 
-def _part_kind(value: object) -> str:
-    return "<refusal>" if isinstance(value, dict) and value.get("type") == "refusal" else "<part>"
-
-
-Part = Annotated[
-    Annotated[TextPart, Tag("<part>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_part_kind)
+# What a call gave, or another server's answer has, beside text is left out and named where there is text: the client
+# cannot change what came. Others' parts of what a user says are refused, by what makes the prompt.
+MessagePart = Annotated[
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[RefusalPart, Tag("<refusal>")]
+    | Annotated[dict[str, Any], Tag("<other>")],
+    by_any_type(PART_TYPES),
 ]
-Content = Annotated[
+MessageContent = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
+    | Annotated[list[MessagePart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
     text_or_list("a string or a list of text parts"),
 ]
 
@@ -102,7 +105,11 @@ class Prediction(Parameters):
     """What the answer is expected to be, as far as it is known; it changes no token."""
 
     type: Literal["content"]
-    content: Content
+    content: Annotated[
+        Annotated[str, Tag("<text>")]
+        | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
+        text_or_list("a string or a list of text parts"),
+    ]
 
     @property
     def text(self) -> str:
@@ -154,7 +161,7 @@ class FunctionCall(Parameters):
     """What an assistant called in an earlier turn."""
 
     name: str
-    arguments: Annotated[str | dict[str, Any] | None, Field(description="A JSON object, as text or as it is.")] = None
+    arguments: Annotated[Any, Field(description="A JSON object, as text or as it is; else it is shown as text.")] = None
     parsed_arguments: Ignored = None
 
 
@@ -190,15 +197,15 @@ class CustomToolCall(PastCall):
 
 ToolCall = Annotated[
     Annotated[FunctionToolCall, Tag("<function>")] | Annotated[CustomToolCall, Tag("<custom>")],
-    by_type("a call", ["function", "custom"], default="function"),
+    by_type(["function", "custom"], default="function"),
 ]
 
 
 class Message(Parameters):
     """One turn of the conversation. Which roles there may be, and what else a turn may carry, is the template's say."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: MessageContent | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
@@ -212,7 +219,7 @@ class Message(Parameters):
     thinking_blocks: Ignored = None
     reasoning_details: Ignored = None
     audio: Unserved = None
-    function_call: Unserved = None
+    function_call: Annotated[FunctionCall | None, Field(description="A call as it was before tools; named.")] = None
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

@@ -19,10 +19,20 @@ from gateway.generation.conversation import (
 )
 from gateway.generation.frontend import Frontend
 from gateway.generation.request import GenerationRequest
-from gateway.rest.asking.chat_body import AllowedToolsChoice, ChatRequest, CustomToolCall, Message, NamedTool, Tool
-from gateway.rest.asking.fields import NO_EFFECT, ignored_in
+from gateway.rest.asking.chat_body import (
+    AllowedToolsChoice,
+    ChatRequest,
+    CustomToolCall,
+    FunctionToolCall,
+    Message,
+    NamedTool,
+    RefusalPart,
+    TextPart,
+    Tool,
+)
+from gateway.rest.asking.fields import NO_EFFECT, ignored_in, json_text
 from gateway.rest.asking.request import check_prompt_len, generation_request
-from gateway.rest.errors import MissingParameter
+from gateway.rest.errors import MissingParameter, other_type
 from gateway.rest.settings import RestSettings
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.json_counts import JsonCounts
@@ -33,9 +43,11 @@ from outrider.errors import InvalidRequest
 SHOWN = tuple(
     name
     for name, info in Message.model_fields.items()
-    if name not in {"tool_calls", "refusal"} and info.description != NO_EFFECT
+    if name not in {"tool_calls", "function_call", "refusal"} and info.description != NO_EFFECT
 )
 THINKING = "enable_thinking"
+# Roles of what came before, which the client cannot say otherwise.
+ANSWERING = ("assistant", "tool", "function")
 ABOUT_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 
 
@@ -150,27 +162,48 @@ def template_messages(messages: Sequence[Message], ignored: list[str]) -> list[d
     return [_template_message(number, message, counts, ignored) for number, message in enumerate(messages)]
 
 
+def _text_of(
+    place: str, message: Message, parts: Sequence[TextPart | RefusalPart | dict[str, Any]], ignored: list[str]
+) -> str:
+    """The text of a message's parts. Others are left out and among the `ignored` where they came from a tool or another
+    server's assistant, and there is something beside them; else they are the error that it raises.
+    """
+    texts = [part.text for part in parts if not isinstance(part, dict)]
+    others = [(number, part) for number, part in enumerate(parts) if isinstance(part, dict)]
+    if others and (message.role not in ANSWERING or not (texts or message.tool_calls)):
+        number, part = others[0]
+        raise other_type(f"{place}.content.{number}", part, "'text'")
+    ignored += [f"{place}.content={part['type']}" for _, part in others]
+    return "".join(texts)
+
+
 def _template_message(number: int, message: Message, counts: JsonCounts, ignored: list[str]) -> dict[str, Any]:
     """A message as templates take it: its text in one piece, arguments of calls as objects, and no absent field.
 
-    An assistant may have said nothing beside its calls or its reasoning. Raises MissingParameter about other messages
-    without content.
+    An assistant may have said nothing, and a tool given nothing; raises MissingParameter about others without content.
     """
     said = message.refusal if message.content is None else message.content
-    is_empty = message.tool_calls or (message.role == "assistant" and (message.reasoning_content or message.reasoning))
-    if said is None and not is_empty:
-        raise MissingParameter(f"messages.{number}.content")
+    calls: list[FunctionToolCall | CustomToolCall] = [*(message.tool_calls or ())]
+    if message.function_call is not None:
+        ignored.append("messages.function_call")
+        calls.append(FunctionToolCall(function=message.function_call))
+    is_empty = calls or message.reasoning_content or message.reasoning
+    if said is None and not (message.role == "assistant" and is_empty):
+        if message.role not in ANSWERING:
+            raise MissingParameter(f"messages.{number}.content")
+        said = ""
     plain = {name: value for name in SHOWN if (value := getattr(message, name))}
+    plain["role"] = "tool" if message.role == "function" else message.role
     if said is not None:
-        plain["content"] = said if isinstance(said, str) else "".join(part.text for part in said)
-    for call_number, call in enumerate(message.tool_calls or ()):
+        plain["content"] = said if isinstance(said, str) else _text_of(f"messages.{number}", message, said, ignored)
+    for call_number, call in enumerate(calls):
         field = f"messages.{number}.tool_calls.{call_number}.function.arguments"
         if isinstance(call, CustomToolCall):
             ignored.append("messages.tool_calls.custom")
             function: dict[str, Any] = {"name": call.custom.name, "arguments": {"input": call.custom.input}}
         else:
-            given = call.function.arguments or {}
-            arguments = given if isinstance(given, dict) else past_arguments(field, given, counts, ignored)
+            given = call.function.arguments
+            arguments = given if isinstance(given, dict) else past_arguments(field, json_text(given), counts, ignored)
             function = {"name": call.function.name, "arguments": arguments}
         made = {"type": "function", "function": function}
         plain.setdefault("tool_calls", []).append({"id": call.id, **made} if call.id else made)

@@ -3,11 +3,12 @@
 What a range depends on, the target's vocabulary for one, is checked with the request itself.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag
+from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag, WithJsonSchema
 
 from gateway.generation.request import MAX_DRAFTERS, MAX_STRING_LEN
 from outrider.parameters import Parameters, Share
@@ -24,12 +25,26 @@ NO_EFFECT = "Accepted without effect, and named in the header x-outrider-ignored
 # The mark of what says that all is as usual; a gateway that tolerates unknown fields leaves out what says otherwise.
 AS_USUAL = "Only this is served, and is so without it."
 
+# What pydantic calls an object of a type that is none of a union's; the message is the types that there are.
+UNION_KIND = "union_kind"
+
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Text = Annotated[str, Field(min_length=1)]
 Word = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STRING_LEN)]
 Seed = Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)]
-Unserved = Annotated[None, Field(description="Known, but not served: null or absent.")]
-Unusual = Annotated[None, Field(description=AS_USUAL)]
+# Which says nothing, and is left out before it is looked at.
+NOTHING = WithJsonSchema(
+    {
+        "anyOf": [
+            {"type": "null"},
+            {"type": "string", "maxLength": 0},
+            {"type": "array", "maxItems": 0},
+            {"type": "object", "maxProperties": 0},
+        ]
+    }
+)
+Unserved = Annotated[None, Field(description="Known, but not served: null, empty or absent."), NOTHING]
+Unusual = Annotated[None, Field(description=AS_USUAL), NOTHING]
 # What clients repeat of answers, of others too, and what they say to others' servers.
 Ignored = Annotated[Any, Field(description=NO_EFFECT)]
 
@@ -39,25 +54,19 @@ def type_of(value: object) -> object:
     return value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
 
 
+def json_text(value: object) -> str:
+    """A value as JSON, and a text as it is, because it is in JSON already; null is no text."""
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
+
+
 def by_type(
-    noun: str, types: Sequence[str], default: str | None = None, *, others: Callable[[str], bool] | None = None
+    types: Sequence[str], default: str | None = None, *, others: Callable[[str], bool] = lambda _: False
 ) -> Discriminator:
     """Distinguishes the models of a union by their field `type`; the tag of each is its type in angle brackets.
 
     Objects of the types that `others` knows have the tag <other>; they are taken as they are.
     """
-    message = f"Input should be {noun} of type {', '.join(types)}; no other is served"
-    return _by_type(message, types, default, others)
 
-
-def by_any_type(noun: str, types: Sequence[str], default: str | None = None) -> Discriminator:
-    """`by_type`, with the tag <other> for every type that is not among these."""
-    return _by_type(f"Input should be {noun}", types, default, lambda _: True)
-
-
-def _by_type(
-    message: str, types: Sequence[str], default: str | None, others: Callable[[str], bool] | None
-) -> Discriminator:
     def tag(value: object) -> str | None:
         found = type_of(value)
         kind = default if found is None else found
@@ -65,9 +74,15 @@ def _by_type(
             return None
         if kind in types:
             return f"<{kind}>"
-        return "<other>" if others is not None and others(kind) else None
+        return "<other>" if others(kind) else None
 
-    return Discriminator(tag, custom_error_type="union_kind", custom_error_message=message)
+    kinds = " or ".join([*filter(None, [", ".join(map(repr, types[:-1]))]), repr(types[-1])])
+    return Discriminator(tag, custom_error_type=UNION_KIND, custom_error_message=kinds)
+
+
+def by_any_type(types: Sequence[str]) -> Discriminator:
+    """`by_type`, with the tag <other> for every type that is not among these."""
+    return by_type(types, others=lambda _: True)
 
 
 def text_or_list(kinds: str) -> Discriminator:

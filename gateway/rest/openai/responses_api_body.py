@@ -53,7 +53,7 @@ class FunctionTool(Parameters):
 
 ResponsesTool = Annotated[
     Annotated[FunctionTool, Tag("<function>")] | Annotated[dict[str, Any], Tag("<other>")],
-    by_any_type("a tool with a type", ["function"]),
+    by_any_type(["function"]),
 ]
 
 
@@ -111,7 +111,7 @@ TextFormat = Annotated[
     Annotated[PlainFormat, Tag("<text>")]
     | Annotated[PlainFormat, Tag("<json_object>")]
     | Annotated[SchemaFormat, Tag("<json_schema>")],
-    by_type("a format", ["text", "json_object", "json_schema"]),
+    by_type(["text", "json_object", "json_schema"]),
 ]
 
 
@@ -196,8 +196,11 @@ def translated(body: ResponsesRequest) -> Translation:
     if tools:
         chat["tools"] = tools
         chat |= {} if body.parallel_tool_calls is None else {"parallel_tool_calls": body.parallel_tool_calls}
-    if body.tool_choice is not None and (tools or body.tool_choice not in ("auto", "none")):
+    if body.tool_choice is not None and tools:
         chat["tool_choice"] = _tool_choice(body.tool_choice)
+    elif body.tool_choice not in (None, "auto", "none"):
+        shown = body.model_dump(include={"tool_choice"}, exclude_none=True)["tool_choice"]
+        raise InvalidRequest("tool_choice", shown, "absent without tools")
     if body.max_output_tokens is not None:
         chat["max_tokens"] = body.max_output_tokens
     if body.text is not None and body.text.format is not None:

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from gateway.rest.asking.fields import MAX_MESSAGES, Ignored, by_any_type, by_type, text_or_list
+from gateway.rest.asking.fields import MAX_MESSAGES, Ignored, by_any_type, by_type, json_text, text_or_list
 from gateway.rest.asking.translation import ChatMessages, Values
-from outrider.errors import InvalidRequest
+from gateway.rest.errors import other_type
 from outrider.parameters import Parameters
 
 
@@ -64,7 +64,7 @@ MessagePart = Annotated[
     Annotated[InputText, Tag("<input_text>")]
     | Annotated[OutputText, Tag("<output_text>")]
     | Annotated[RefusalText, Tag("<refusal>")],
-    by_type("a part", TEXT_PARTS),
+    by_type(TEXT_PARTS),
 ]
 TextOrParts = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[MessagePart], Field(fail_fast=True), Tag("<list>")],
@@ -79,7 +79,7 @@ ResultParts = list[
         | Annotated[OutputText, Tag("<output_text>")]
         | Annotated[RefusalText, Tag("<refusal>")]
         | Annotated[dict[str, Any], Tag("<other>")],
-        by_any_type("a part", TEXT_PARTS),
+        by_any_type(TEXT_PARTS),
     ]
 ]
 TextOrResult = Annotated[
@@ -100,12 +100,12 @@ class MessageItem(Parameters):
 
 
 class FunctionCallItem(Parameters):
-    """A call of an earlier turn; `arguments` is a JSON object as text."""
+    """A call of an earlier turn; `arguments` is a JSON object, as text or as it is."""
 
     type: Literal["function_call"]
-    call_id: str
+    call_id: str | None = None
     name: str
-    arguments: str | None = None
+    arguments: Any = None
     parsed_arguments: Ignored = None
     id: Ignored = None
     status: Ignored = None
@@ -130,7 +130,7 @@ class CustomCallItem(Parameters):
     """A call of an earlier turn with any text; the template reads it as one of a function with that `input`."""
 
     type: Literal["custom_tool_call"]
-    call_id: str
+    call_id: str | None = None
     name: str
     input: str
     id: Ignored = None
@@ -175,7 +175,7 @@ Item = Annotated[
     | Annotated[FunctionCallOutputItem, Tag("<custom_tool_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")]
     | Annotated[dict[str, Any], Tag("<other>")],
-    by_type("an item", ITEM_TYPES, "message", others=OTHER_ITEMS.__contains__),
+    by_type(ITEM_TYPES, "message", others=OTHER_ITEMS.__contains__),
 ]
 Input = Annotated[
     Annotated[str, Tag("<text>")]
@@ -192,7 +192,7 @@ GIVEN_BY_CALLS = ("output", "outputs", "results")
 def take(item: Item, origin: str, conversation: ChatMessages) -> list[str]:
     """Adds an item; gives the names of what of it is not read, or as something else.
 
-    Raises InvalidRequest about a result without text.
+    Raises Unsupported about a result without text.
     """
     match item:
         case MessageItem(role="assistant"):
@@ -202,7 +202,7 @@ def take(item: Item, origin: str, conversation: ChatMessages) -> list[str]:
         case MessageItem():
             conversation.ask(_joined(item.content), origin)
         case FunctionCallItem():
-            conversation.call(item.call_id, item.name, item.arguments or "", origin)
+            conversation.call(item.call_id, item.name, json_text(item.arguments), origin)
         case CustomCallItem():
             conversation.call(item.call_id, item.name, json.dumps({"input": item.input}), origin)
             return [f"{origin}=custom_tool_call"]
@@ -210,7 +210,7 @@ def take(item: Item, origin: str, conversation: ChatMessages) -> list[str]:
             given = item.output or ""
             others = [each for each in given if isinstance(each, dict)]
             if others and len(others) == len(given):
-                raise InvalidRequest(f"{origin}.output.0", others[0], f"a part of type {', '.join(TEXT_PARTS)}")
+                raise other_type(f"{origin}.output.0", others[0], "'input_text', 'output_text' or 'refusal'")
             conversation.answer(item.call_id or None, _joined(given), origin)
             return [f"{origin}.output={each['type']}" for each in others]
         case ReasoningItem():
@@ -232,13 +232,12 @@ def _take_other(item: Values, origin: str, conversation: ChatMessages) -> None:
     if kind.endswith("_call"):
         said = {name: item[name] for name in SAID_OF_CALLS if item.get(name) is not None}
         arguments = said.get("arguments")
-        text = arguments if isinstance(arguments, str) else json.dumps(said, ensure_ascii=False)
+        text = arguments if isinstance(arguments, str) else json_text(said)
         name = item.get("name")
         conversation.call(call_id, name if isinstance(name, str) and name else kind.removesuffix("_call"), text, origin)
     given = next((item[name] for name in GIVEN_BY_CALLS if item.get(name)), "")
     if given or kind.endswith("_output"):
-        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        conversation.answer(call_id, text, origin)
+        conversation.answer(call_id, json_text(given), origin)
 
 
 def _joined(content: str | Iterable[InputText | OutputText | RefusalText | Values]) -> str:

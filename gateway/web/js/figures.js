@@ -23,6 +23,7 @@ export function drawFigures(list, run) {
 export function life(run, elapsedMs) {
   if (run.ended || run.rounds.length > 0) return "";
   const passed = `${(elapsedMs / 1e3).toFixed(1)} s`;
+  if (run.read > 0) return `${count(run.read)} of ${plural(run.opened.prompt_tokens, "token")} of the prompt read · ${passed}`;
   if (run.opened !== null) return `Reading the prompt of ${plural(run.opened.prompt_tokens, "token")} · ${passed}`;
   if (run.waiting === null) return `Asking the gateway · ${passed}`;
   const { place, places } = run.waiting;

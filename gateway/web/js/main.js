@@ -11,7 +11,7 @@ import { keepLook } from "./form/looks.js";
 import { Settings } from "./form/settings.js";
 import { Gateway } from "./gateway.js";
 import { Painter, Seen } from "./painter.js";
-import { clock, lanes, verdict } from "./race.js";
+import { AGAIN, clock, lane, verdict } from "./race.js";
 import { RoundsView } from "./rounds.js";
 import { Run } from "./run.js";
 import { Status } from "./status.js";
@@ -147,14 +147,28 @@ class Page {
     if (asked === null) return;
     const request = { ...this.settings.request(), ...asked };
     const speculation = { ...request.speculation, return_rounds: true };
-    this.begin(races ? lanes(request) : [{ ...request, speculation, probabilities: true, explain: true }]);
+    this.begin(races ? [true, false].map((enabled) => lane(request, enabled)) : [{ ...request, speculation, probabilities: true, explain: true }]);
     const [fast, plain] = this.lanes;
     await this.follow(fast);
     if (races && fast.run.completion !== null && !this.stopping.signal.aborted) {
       plain.run.request.seed = fast.run.completion.seed;
       await this.follow(plain);
+      if (plain.run.completion !== null) await this.repeat(fast.run, plain.run);
     }
     this.end();
+  }
+
+  // Both answers again, by turns, of which only the verdict is seen.
+  async repeat(fast, plain) {
+    at("verdict").className = "verdict";
+    at("verdict").hidden = false;
+    for (const [place, enabled] of AGAIN.entries()) {
+      if (this.stopping.signal.aborted) return;
+      at("verdict").textContent = `Both answers again, by turns, to see whether the machine is busy: ${place + 1} of ${AGAIN.length}.`;
+      const run = new Run(lane(plain.request, enabled));
+      (enabled ? fast : plain).again.push(run);
+      await this.follow({ run });
+    }
   }
 
   begin(requests) {
@@ -243,10 +257,10 @@ class Page {
     at("verdict").hidden = plain === null;
     if (broken) at("thread").scrollTop = at("thread").scrollHeight;
     if (plain === null) return;
-    const { same, head, lines } = verdict(fast, plain);
+    const { tone, head, lines } = verdict(fast, plain);
     const title = document.createElement("strong");
     title.textContent = head;
-    at("verdict").className = `verdict ${same ? "same" : "other"}`;
+    at("verdict").className = `verdict ${tone}`;
     at("verdict").replaceChildren(title, `\n${lines.join("\n")}`);
     at("thread").scrollTop = at("thread").scrollHeight;
   }
@@ -339,7 +353,7 @@ class Page {
   }
 
   download() {
-    const shown = this.lanes.filter((lane) => lane.run !== null).map((lane) => lane.run);
+    const shown = this.lanes.flatMap(({ run }) => (run === null ? [] : [run, ...run.again]));
     const before = this.view === "chat" ? this.composer.runs.filter((run) => !shown.includes(run)) : [];
     // Of kept ones there are no events.
     const runs = [...before, ...shown].filter((run) => run.events.length > 0).map((run) => ({ request: run.request, stopped: run.stopped, events: run.events }));

@@ -5,6 +5,8 @@ import { branches } from "./trees.js";
 export class Run {
   constructor(request) {
     this.request = request;
+    // Runs of the same request that a race has made beside this one.
+    this.again = [];
     this.opened = null;
     this.completion = null;
     this.error = null;
@@ -17,6 +19,7 @@ export class Run {
     this.thought = "";
     this.calls = [];
     this.waiting = null;
+    this.read = 0;
     this.timings = null;
     // How it ended, of one that was kept and has no completion any more.
     this.told = null;
@@ -60,6 +63,7 @@ export class Run {
     this.events.push({ received_ms: receivedMs, event, data });
     if (event === "waiting") this.waiting = data;
     else if (event === "opened") this.takeOpened(data);
+    else if (event === "reading") this.read = data.read_tokens;
     else if (event === "round") this.takeRound(data);
     else if (event === "completion") this.takeCompletion(data);
     else if (event === "error") this.error = data;

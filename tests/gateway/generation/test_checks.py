@@ -60,6 +60,14 @@ async def test_beams_are_those_of_the_model_as_it_is() -> None:
     assert request.spec.max_len == request.spec.prompt_len + 9
 
 
+@pytest.mark.parametrize("count", [0, 2])
+async def test_beams_have_no_log_probabilities(count: int) -> None:
+    """Not even those of their tokens alone, and nothing goes to a target before that is said."""
+    searched = replace(REQUEST, beam_search=BeamSearch(2), logprob_count=count)
+    with pytest.raises(InvalidRequest, match=f"logprob_count is {count}, but must be absent with beam_search"):
+        await check(searched)
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

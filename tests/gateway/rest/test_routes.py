@@ -23,7 +23,8 @@ async def test_the_served_model_is_listed(http: httpx.AsyncClient) -> None:
     listed = (await http.get("/v1/models")).json()["data"]
     assert [(each["id"], each["object"], each["max_model_len"]) for each in listed] == [("markov", "model", 512)]
     assert (await http.get("/v1/models/markov")).json() == listed[0]
-    for name in ("other", "a/b", ""):
+    assert (await http.get("/v1/models/")).json()["data"] == listed
+    for name in ("other", "a/b"):
         reply = await http.get(f"/v1/models/{name}")
         assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
         assert "'markov'" in reply.json()["error"]["message"]
@@ -71,8 +72,11 @@ async def test_metrics_come_in_the_text_format(http: httpx.AsyncClient, accept: 
 
 async def test_what_nobody_serves_is_an_error_like_all(http: httpx.AsyncClient) -> None:
     """A path, and a method, whose error names the right ones."""
-    reply = await http.get("/v1/nothing")
-    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "unknown_url")
+    for path, near in (("/v1/nothing", ""), ("/models", "/v1/models is"), ("/v1/v1/chat/completions", "/v1/chat/")):
+        reply = await http.get(path)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "unknown_url")
+        assert near in reply.json()["error"]["message"]
+    assert (await http.delete("/v1/models")).headers["allow"] == "GET, HEAD"
     reply = await http.delete("/v1/completions")
     assert (reply.status_code, reply.json()["error"]["code"]) == (405, "method_not_allowed")
     assert reply.headers["allow"] == "POST"

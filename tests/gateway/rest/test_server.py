@@ -61,7 +61,9 @@ async def test_a_name_of_both_families_is_served_in_both(listen: str, others: li
     [
         (b"http://other.example:81/v1/a%20b?x=/y", ("/v1/a b", b"x=/y", b"other.example:81")),
         (b"HTTPS://user:word@[::1]:8080", ("/", b"", b"[::1]:8080")),
-        (b"/http://a/b", ("/http://a/b", b"", b"here")),
+        (b"//v1//models/", ("/v1/models", b"", b"here")),
+        (b"//", ("/", b"", b"here")),
+        (b"/http://a/b", ("/http:/a/b", b"", b"here")),
     ],
 )
 async def test_a_target_may_have_scheme_and_host(target: bytes, expected: tuple[str, bytes, bytes]) -> None:

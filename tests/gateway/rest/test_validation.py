@@ -12,14 +12,13 @@ from gateway.rest.validation import error_about
 from outrider.errors import OutriderError
 
 USER: dict[str, Any] = {"role": "user", "content": "fox"}
-IMAGE = [{"type": "image_url", "image_url": {"url": "data:"}}]
 CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"foo": 1}, "UNKNOWN_PARAMETER", "foo is not a known parameter"),
     ({"messages": []}, "INVALID_REQUEST", "messages is [], but must be at least 1 entry long"),
     ({"messages": [{"role": "user", "contents": "x"}]}, "UNKNOWN_PARAMETER", "messages.0.contents is not a known"),
     ({"messages": [{"content": "x"}]}, "MISSING_REQUIRED_PARAMETER", "messages.0.role is missing"),
     ({"messages": [{**USER, "role": "king"}]}, "INVALID_REQUEST", "messages.0.role is 'king', but must be 'system'"),
-    ({"messages": [{**USER, "content": IMAGE}]}, "UNSUPPORTED", "messages.0.content.0.type is 'image_url', but only"),
+    ({"messages": [{**USER, "content": [{"url": "x"}]}]}, "MISSING_REQUIRED_PARAMETER", "messages.0.content.0.type is"),
     ({"messages": [{**USER, "content": 5}]}, "INVALID_REQUEST", "messages.0.content is 5, but must be a string or"),
     ({"response_format": {"type": "grammar"}}, "UNSUPPORTED", "response_format.type is 'grammar', but only 'text',"),
     ({"tool_choice": "some"}, "INVALID_REQUEST", "tool_choice is 'some', but must be 'auto', 'none' or 'required'"),

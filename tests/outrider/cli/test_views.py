@@ -2,6 +2,9 @@
 
 import io
 import json
+import os
+import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -13,6 +16,45 @@ from outrider.cli.rounds import STYLES, styled, trees
 from outrider.cli.views import JsonView, PlainView, TerminalView, figures
 from outrider.client import DrafterFigures, GeneratedToken, Origin, RejectedToken, Round, RoundFacts, SpeculationFigures
 from outrider.parameters import Acceptance, Rule
+from outrider.process.streams import LossyFile, LossyText
+
+
+def test_figures_come_after_the_last_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where both streams are one terminal, and the writer of the text is late."""
+    reader, fd = os.pipe()
+    put, finish, late = LossyFile._put, LossyFile.finish, threading.Event()
+
+    def put_late(self: LossyFile, data: bytes) -> str:
+        late.wait()
+        return put(self, data)
+
+    def finish_late(self: LossyFile) -> None:
+        late.set()
+        finish(self)
+
+    class Notes(io.StringIO):
+        """Notes that look at what stands in the terminal before them."""
+
+        before = b""
+
+        def write(self, text: str) -> int:
+            self.before = self.before or os.read(reader, 1 << 16)
+            return super().write(text)
+
+    monkeypatch.setattr(LossyFile, "_put", put_late)
+    monkeypatch.setattr(LossyFile, "finish", finish_late)
+    output, notes = LossyText(fd, lambda count, reason: reason), Notes()
+    os.set_blocking(reader, False)
+    monkeypatch.setattr(sys, "stdout", output)
+    try:
+        shown(PlainView(output, notes))
+    finally:
+        late.set()
+        output.file.end()
+        os.close(reader)
+        os.close(fd)
+    assert notes.before.endswith(b"\n")
+    assert notes.getvalue()
 
 
 def terminal(output: io.StringIO, *, colour: bool) -> TerminalView:

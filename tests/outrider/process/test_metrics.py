@@ -1,6 +1,7 @@
 """What a scraper reads from a process, and histograms that a scrape reads."""
 
 import asyncio
+import socket
 import threading
 import urllib.request
 from collections.abc import AsyncIterator
@@ -30,12 +31,12 @@ OPEN_METRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;vers
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[RunningMetrics]:
+async def served(listen: str = "127.0.0.1:0") -> AsyncIterator[RunningMetrics]:
     """A counter and a gauge on a free port."""
     registry = new_registry()
     Counter("asked", "Questions.", registry=registry).inc()
     Gauge("waiting", "Who waits.", registry=registry).set(3)
-    running = serve_metrics("127.0.0.1:0", registry)
+    running = serve_metrics(listen, registry)
     try:
         yield running
     finally:
@@ -115,6 +116,16 @@ async def test_a_taken_address_is_one_sentence() -> None:
     async with served() as running:
         with pytest.raises(OutriderError, match=f"Cannot listen on {running.address}"):
             serve_metrics(running.address, new_registry())
+
+
+@pytest.mark.parametrize("listen", ["localhost:0", "[::]:0"])
+async def test_an_address_of_two_families_is_served_in_both(listen: str) -> None:
+    """As those of all other listening options, where the machine has both."""
+    async with served(listen) as running:
+        port = running.address.rpartition(":")[2]
+        for host in ("127.0.0.1", *["[::1]"] * socket.has_dualstack_ipv6()):
+            with await asyncio.to_thread(urllib.request.urlopen, f"http://{host}:{port}/metrics") as answer:
+                assert "asked_total 1.0" in answer.read().decode()
 
 
 def test_a_tally_counts_as_prometheus_does() -> None:

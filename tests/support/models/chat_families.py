@@ -56,6 +56,16 @@ R1 = """
     {%- else %}{{ '<|Assistant|>' ~ message.content.split('</think>')[-1] }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}"""
+GEMMA = """
+{%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- for message in messages %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {{- '<start_of_turn>' ~ ('model' if message.role == 'assistant' else message.role) ~ '\\n' }}
+    {{- message.content | trim ~ '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
 
 Call = Callable[[str, dict[str, Any]], str]
 
@@ -120,6 +130,11 @@ FAMILIES = (
         ends=CLOSED,
         special=["<|User|>"],
         added=["<think>", "</think>"],
+        shows_tools=False,
+    ),
+    Family(
+        *("gemma 2", GEMMA, "<start_of_turn>", ["model\n"], _listed),
+        special=["<start_of_turn>", "<end_of_turn>"],
         shows_tools=False,
     ),
 )

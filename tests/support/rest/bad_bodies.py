@@ -175,8 +175,9 @@ ONLY: dict[str, dict[str, list[str]]] = {
 }
 # Named in OpenAI's reference, and not served: each would change an answer if it were.
 UNSUPPORTED = {
-    **dict.fromkeys(("functions", "modalities", "prompt_cache_options", "moderation"), "[]"),
-    **dict.fromkeys(("audio", "web_search_options"), "{}"),
+    **dict.fromkeys(("functions", "prompt_cache_options", "moderation"), '[{"name":"f"}]'),
+    **dict.fromkeys(("audio", "web_search_options"), '{"voice":"x"}'),
+    "modalities": "[]",
     **dict.fromkeys(("function_call", "verbosity", "prompt_cache_retention", "suffix"), '"x"'),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), "false"),
     "include_stop_str_in_output": "true",
@@ -197,6 +198,8 @@ HARMLESS_EVERYWHERE: dict[str, Any] = {
 HARMLESS: dict[str, Any] = {
     **HARMLESS_EVERYWHERE,
     "modalities": ["text"],
+    "functions": [],
+    "audio": {},
     "verbosity": "medium",
     "metadata": {"a": "b"},
     "store": False,

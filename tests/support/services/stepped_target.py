@@ -41,9 +41,17 @@ class Target:
     def fence(self, epoch: int, base_len: int) -> Fence:
         return Fence(self.session_id, epoch, base_len)
 
-    def open(self, spec: SessionSpec, epoch: int = 1, tree: TokenTree = EMPTY, budget: int = 0) -> None:
-        step = Step(tree, budget, time.perf_counter_ns())
-        self.sessions.open(self.fence(epoch, len(spec.token_ids)), spec, step, self.answers)
+    def open(
+        self,
+        spec: SessionSpec,
+        epoch: int = 1,
+        tree: TokenTree = EMPTY,
+        budget: int = 0,
+        *,
+        tells_reading: bool = False,
+    ) -> None:
+        step, fence = Step(tree, budget, time.perf_counter_ns()), self.fence(epoch, len(spec.token_ids))
+        self.sessions.open(fence, spec, step, self.answers, tells_reading=tells_reading)
 
     def step(self, epoch: int, base_len: int, guesses: Sequence[int] | TokenTree = (), budget: int = 0) -> None:
         tree = guesses if isinstance(guesses, TokenTree) else TokenTree.chain(guesses)

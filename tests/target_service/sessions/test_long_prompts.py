@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from support.basics import spec_of
@@ -9,6 +11,7 @@ from support.services.stepped_target import PROMPT, Target
 
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sharing import MIN_PROMPT_ROWS, PROBE_STEPS
+from target_service.states import MAX_READINGS, Reading
 from target_service.verifier import Verifier
 
 PROMPTS = [tuple(range(first, first + 120)) for first in (10, 60, 110)]
@@ -106,3 +109,27 @@ def test_tokens_do_not_depend_on_how_prompts_were_cut(watched: Watched, runner: 
         alone.run()
         assert watched.tokens(session_id) == alone.tokens
         alone.table.clear()
+
+
+def test_how_much_of_a_prompt_is_read_is_told_while_it_is_read(watched: Watched) -> None:
+    """To who wants it, as far as each step came and no more often than its share; the token behind it is the same."""
+    watched.open(PROMPT, budget=300, seed=1)
+    for _ in range(3):
+        watched.step()
+    target, told, said, steps = watched.target, list[list[int]](), list[int](), set[int]()
+    for wants in (True, False):
+        target.session_id = os.urandom(16)
+        # Nothing that was read for one is there for the other.
+        spec = replace(spec_of(PROMPTS[0], 121, seed=3, eos=()), cache_salt=bytes([wants]))
+        target.open(spec, tells_reading=wants)
+        while len(target.tokens) == len(PROMPTS[0]):
+            watched.step()
+            steps.add(watched.cached(target.session_id))
+        mine = [each.content for each in target.answers if each.fence.session_id == target.session_id]
+        told.append([each.read_len for each in mine if isinstance(each, Reading)])
+        said.append(mine[-1].next_token_id)
+    assert len(told[0]) > 3
+    assert told[0] == sorted({*told[0]} & steps)
+    assert all(later - one >= len(PROMPTS[0]) / MAX_READINGS for one, later in pairwise([0, *told[0], len(PROMPTS[0])]))
+    assert told[1] == []
+    assert said[0] == said[1]

@@ -177,8 +177,8 @@ def test_many_blocks_are_one_message() -> None:
     [
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages.0.content.0 is {'type': 'image', 'source': {}}, but must be a block of type text, thinking, "
-            "redacted_thinking, tool_use, tool_result; no other is served",
+            "messages.0.content.0.type is 'image', but only 'text', 'thinking', 'redacted_thinking', 'tool_use' or "
+            "'tool_result' is served",
         ),
         (
             {
@@ -189,8 +189,7 @@ def test_many_blocks_are_one_message() -> None:
                     }
                 ]
             },
-            "messages.0.content.0.content.0 is {'type': 'document'}, but must be a block of type text; no other is "
-            "served",
+            "messages.0.content.0.content.0.type is 'document', but only 'text' is served",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]},
@@ -207,6 +206,8 @@ def test_many_blocks_are_one_message() -> None:
         ({"tools": [{"name": "look"}]}, "tools.0.input_schema is missing"),
         ({"tools": [{"type": {}, "name": "look"}]}, "tools.0 is {'type': {}, 'name': 'look'}, but must be a tool"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name is 'absent', but must be given with the type tool"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice.type is 'any', but must be 'auto' or 'none' without tools"),
+        ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.type is 'tool', but must be 'auto' or 'none'"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type is 'some', but only 'auto', 'any', 'tool' or 'none'"),
         ({"n": 2}, "n is not a known parameter"),
         ({"container": "c"}, "container is not served; leave it out"),

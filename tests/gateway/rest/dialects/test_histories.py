@@ -40,7 +40,17 @@ DEAF = """
     {{- '<|turn|>' ~ message.role ~ '\\n' ~ (message.content or '') }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"""
-TEMPLATES = {"loose": TEMPLATE, "strict": STRICT, "deaf": DEAF}
+# As Gemma: no rules at all, user and assistant by turns, and nobody else.
+GEMMA = """
+{%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- for message in messages %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {{- '<|turn|>' ~ message.role ~ '\\n' ~ message.content | trim }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"""
+TEMPLATES = {"loose": TEMPLATE, "strict": STRICT, "deaf": DEAF, "gemma": GEMMA}
 ASK = Said("user", "Ask")
 TWO = Called([("toolu_01AX", "look", '{"at": "sea"}'), ("toolu_01BX", "hear", '{"at": "bay"}')], "Well")
 BROKEN = Called([("call_1", "look", '{"at": "se')])
@@ -82,23 +92,49 @@ def in_order(prompt: str, *words: str) -> bool:
 async def test_rules_are_one_message_before_the_first_answer(
     running: tuple[str, RecitingStack, list[str]], door: Door, rule: str
 ) -> None:
-    """Later ones are where the template has a place for them, or else the user's text; a template that has no place for
-    any gets no request without them.
+    """Later ones are where the template has a place for them, or else the user's text; so are the first for one that
+    has no place for any.
     """
     name, stack, prompts = running
     first = [Said("system", "Be brief"), Said("developer", "Be kind"), ASK, Said(rule, "Be fair")]
     taken = await door(stack, [*first, Said("assistant", "Said"), Said(rule, "Be late"), Said("user", "Go")])
-    if name == "deaf":
-        assert (taken.field, "it leaves out what the role 'system' says" in taken.error) == (PLACES[door], True)
-        return
     assert (taken.error, taken.ignored) == ("", "")
     last = "<|turn|>system\nBe late" if name == "loose" else "<|turn|>user\nBe late\nGo"
-    rules = "<|turn|>system\nBe brief\n\nBe kind\n\nBe fair"
-    assert in_order(prompts[-1], rules, "<|turn|>user\nAsk", "Said", last, "Go")
+    rules = "Be brief\n\nBe kind\n\nBe fair"
+    first_turns = f"user\n{rules}\n\nAsk" if name in NO_RULES else f"system\n{rules}<|turn|>user\nAsk"
+    assert in_order(prompts[-1], f"<|turn|>{first_turns}", "Said", last, "Go")
     assert prompts[-1].count("Be brief") == 1
 
 
-PLACES = {chat: "messages.0", responses: "input.0", messages: "messages.0", grpc_chat: "messages.0"}
+NO_RULES = ("deaf", "gemma")
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [Said("system", "Be brief"), Said("assistant", "Said"), Said("user", "Go")],
+        [Said("system", "Be brief"), TWO, *RESULTS, Said("user", "Go"), Said("user", "On")],
+        [
+            Said("user", "Ask"),
+            Said("user", "Go"),
+            Said("assistant", "Said"),
+            Said("assistant", "More"),
+            Said("user", "End"),
+        ],
+        [Said("system", "Be brief"), Said("developer", "Be kind")],
+    ],
+    ids=["the assistant begins", "calls begin", "two at a time", "rules alone"],
+)
+async def test_all_words_are_there_whoever_begins(
+    running: tuple[str, RecitingStack, list[str]], door: Door, turns: Turns
+) -> None:
+    """Each of them once and in order, whatever order of speakers a template wants."""
+    _, stack, prompts = running
+    taken = await door(stack, turns)
+    assert taken.error == ""
+    words = [turn.text for turn in turns if not isinstance(turn, Gave)]
+    assert in_order(prompts[-1], *words), prompts[-1]
+    assert all(prompts[-1].count(word) == 1 for word in words)
 
 
 @pytest.mark.parametrize(
@@ -161,14 +197,26 @@ OTHERS: list[tuple[str, list[dict[str, Any]], list[str], str]] = [
         [
             {
                 "role": "assistant",
+                "content": [],
                 "tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "patch", "input": "*** Begin"}}],
             },
-            {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "done"}]},
+            {
+                "role": "tool",
+                "tool_call_id": "c",
+                "content": [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "done"}],
+            },
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": []}, {"type": "text", "text": "I see"}]},
             {"role": "assistant", "content": [{"type": "refusal", "refusal": "I must not"}]},
             {"role": "assistant", "content": None, "refusal": "Nor that"},
+            {"role": "assistant", "content": None, "function_call": {"name": "older", "arguments": '{"at": "quay"}'}},
+            {"role": "function", "name": "older", "content": "tides"},
+            {"role": "assistant", "tool_calls": [{"id": "e", "function": {"name": "listed", "arguments": ["pier"]}}]},
+            {"role": "tool", "tool_call_id": "e", "content": None},
+            {"role": "assistant", "content": None},
         ],
-        ["patch", "*** Begin", "done", "I must not", "Nor that"],
-        "messages.tool_calls.custom",
+        ["patch", "*** Begin", "done", "I see", "I must not", "Nor that", "older", "quay", "tides", "listed", "pier"],
+        "messages.tool_calls.custom, messages.2.content=image_url, messages.3.content=thinking, "
+        "messages.function_call, messages.tool_calls.function.arguments",
     ),
     (
         "/v1/responses",
@@ -182,15 +230,31 @@ OTHERS: list[tuple[str, list[dict[str, Any]], list[str], str]] = [
             {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"query": "tides"}},
             {"type": "mcp_call", "id": "m", "name": "fetch", "arguments": '{"url": "u1"}', "output": "page"},
             {"type": "mcp_list_tools", "id": "l", "tools": []},
+            {"type": "function_call", "name": "whole", "arguments": {"at": "quay"}},
+            {"type": "function_call_output", "output": ""},
             {
                 "type": "function_call_output",
                 "call_id": "x",
                 "output": [{"type": "input_image", "image_url": "x"}, {"type": "input_text", "text": "seen"}],
             },
         ],
-        ["patch", "*** Begin", "done", "I must not", "ls", "total 3", "tides", "fetch", "u1", "page", "seen"],
+        [
+            "patch",
+            "*** Begin",
+            "done",
+            "I must not",
+            "ls",
+            "total 3",
+            "tides",
+            "fetch",
+            "u1",
+            "page",
+            "whole",
+            "quay",
+            "seen",
+        ],
         "input.encrypted_content, input.2=custom_tool_call, input.5=local_shell_call, input.6=local_shell_call_output, "
-        "input.7=web_search_call, input.8=mcp_call, input.9=mcp_list_tools, input.10.output=input_image",
+        "input.7=web_search_call, input.8=mcp_call, input.9=mcp_list_tools, input.12.output=input_image",
     ),
     (
         "/v1/messages",
@@ -200,7 +264,7 @@ OTHERS: list[tuple[str, list[dict[str, Any]], list[str], str]] = [
                 "content": [
                     {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "tides"}},
                     {"type": "web_search_tool_result", "tool_use_id": "s", "content": [{"url": "u1"}]},
-                    {"type": "tool_use", "id": "t", "name": "look", "input": {}},
+                    {"type": "tool_use", "id": "t", "name": "look", "input": None},
                 ],
             },
             {
@@ -256,3 +320,30 @@ async def test_what_a_template_does_not_take_back_is_not_made(
     free, single = (each.grammar for each in stack.target.opens[-2:])
     assert (free == single) == (name == "strict")
     assert (reply.headers.get(HEADER) == "parallel_tool_calls") == (name == "strict" and bool(field))
+
+
+PART: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {"type": "image_url", "image_url": {"url": "x"}}, "only 'text' is served"),
+    ("/v1/chat/completions", {"type": "input_audio", "input_audio": {"data": "x"}}, "only 'text' is served"),
+    ("/v1/responses", {"type": "input_image", "image_url": "x"}, "only 'input_text', 'output_text' or 'refusal' is"),
+    ("/v1/responses", {"type": "input_file", "file_id": "x"}, "only 'input_text', 'output_text' or 'refusal' is"),
+    ("/v1/messages", IMAGE, "only 'text', 'thinking', 'redacted_thinking', 'tool_use' or 'tool_result' is served"),
+    ("/v1/messages", {"type": "document", "source": {}}, "only 'text', 'thinking', 'redacted_thinking', 'tool_use'"),
+]
+
+
+@pytest.mark.parametrize(("path", "part", "served"), PART, ids=lambda each: str(each)[:24])
+async def test_what_a_user_shows_beside_text_is_refused_by_its_type(
+    running: tuple[str, RecitingStack, list[str]], path: str, part: dict[str, Any], served: str
+) -> None:
+    """And by its place, with what is served; alone, after text, and in what a call gave where there is no text."""
+    _, stack, _ = running
+    field, kind = ("input", "input_text") if path.endswith("responses") else ("messages", "text")
+    for before in ([], [{"type": kind, "text": "Look"}]):
+        said = [{"role": "user", "content": "Ask"}, {"role": "user", "content": [*before, part]}]
+        reply = await stack.http.post(
+            path, json={field: said, "max_tokens": 4} if field == "messages" else {field: said}
+        )
+        assert reply.status_code == 400
+        message = reply.json()["error"]["message"]
+        assert message.startswith(f"{field}.1.content.{len(before)}.type is '{part['type']}', but {served}")

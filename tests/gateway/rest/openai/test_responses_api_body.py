@@ -151,21 +151,25 @@ def test_effort_is_chats() -> None:
         ({"input": []}, "input is [], but must be at least 1 entry long"),
         (
             {"input": [{"type": "item_reference", "id": "msg_1"}]},
-            "input.0 is {'type': 'item_reference', 'id': 'msg_1'}, but must be an item of type message, function_call, "
-            "function_call_output, custom_tool_call, custom_tool_call_output, reasoning; no other is served",
+            "input.0.type is 'item_reference', but only 'message', 'function_call', 'function_call_output', "
+            "'custom_tool_call', 'custom_tool_call_output' or 'reasoning' is served",
         ),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input.0.content.0 is {'type': 'input_image', 'image_url': 'x'}, but must be a part of type input_text, "
-            "output_text, refusal; no other is served",
+            "input.0.content.0.type is 'input_image', but only 'input_text', 'output_text' or 'refusal' is served",
         ),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice is {'type': 'web_search'}, but must be none, auto"),
         (
             {"tool_choice": {"type": {}, "name": "look"}},
             "tool_choice is {'type': {}, 'name': 'look'}, but must be none",
         ),
-        ({"input": [{"type": [], "role": "user"}]}, "input.0 is {'type': [], 'role': 'user'}, but must be an item"),
-        ({"text": {"format": {"type": "grammar"}}}, "text.format is {'type': 'grammar'}, but must be a format of type"),
+        ({"tool_choice": "required"}, "tool_choice is 'required', but must be absent without tools"),
+        (
+            {"tool_choice": {"type": "function", "name": "f"}},
+            "tool_choice is {'type': 'function', 'name': 'f'}, but must be absent without tools",
+        ),
+        ({"input": [{"type": [], "role": "user"}]}, "input.0.type is [], but only 'message', 'function_call'"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type is 'grammar', but only 'text', 'json_object' or"),
         ({"max_tokens": 9}, "max_tokens is not a known parameter"),
     ],
 )

@@ -294,7 +294,11 @@ async def test_an_assistant_may_have_refused_or_only_thought(
             "tools.0.function.parameters.type is 'string', but must be 'object'",
         ),
         (
-            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": []}}}]},
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "a", "parameters": {"properties": []}, "strict": True}}
+                ]
+            },
             "tools.0.function.parameters.properties is [], but must be an object",
         ),
         (
