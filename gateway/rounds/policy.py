@@ -6,6 +6,7 @@ costs.py for what is compared, choice.py for how, and exploration.py for what is
 One policy serves all requests of a gateway to a target, because they share the machines that it measures.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Self
@@ -95,7 +96,7 @@ class SpeculationPolicy:
             self._exploration.pay(self.costs.lost_us(committed))
         is_new_load = self.costs.load != load
         self._num_observed += 1
-        if is_new_load or self._num_observed >= max(4, self.costs.load):
+        if is_new_load or self._num_observed >= self.tuning.table_rounds * self.costs.load:
             self._round_us.clear()
             self._row_price = None
             self._num_observed = int(is_new_load)
@@ -186,6 +187,8 @@ class SpeculationPolicy:
 
         `halts` says that a stretch of unasked tokens would have to be ended for it.
         """
+        if values[0] <= self.least_value(session):
+            return None
         known, values = self.costs.known(session.drafters), values[: self.tuning.tree_counts[-1]]
         best = max((self._best(each, session) for each in known), key=lambda each: each.speed, default=None)
         costs = self.costs.looked_up(len(values), best, self.row_price(session), halts=halts)
@@ -193,6 +196,14 @@ class SpeculationPolicy:
         found = lookup_rows(*table)
         count = found if self.costs.verify_us.known else min(found, self.tuning.first_guess)
         return Choice(count, drafter=LOOKUP, case=Case.LOOKUP, table=table) if count else None
+
+    def least_value(self, session: SessionEstimates) -> float:
+        """Value that rows of a lookup must be above to be worth anything to all; infinite where none can be."""
+        load = self.costs.load
+        if load == 1:
+            return 0.0
+        price = self.row_price(session)
+        return price * (load - 1) / load if price < 1 else math.inf
 
     def row_price(self, session: SessionEstimates) -> float:
         """Price of a row for a lookup, in tokens that all sessions lose; it holds as long as the costs of rounds do."""
