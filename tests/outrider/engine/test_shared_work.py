@@ -90,7 +90,9 @@ def test_chunks_of_rows_have_places_of_their_own(made: tuple[list[Feed], list[in
     work, places = read(shared)
     firsts = work[places.row_chunks : places.row_chunks + places.num_rows]
     counts = work[places.counts : places.counts + places.num_rows]
-    taken = [int(first) + each for first, count in zip(firsts, counts, strict=True) for each in range(-(-count // CHUNK))]
+    taken = [
+        int(first) + each for first, count in zip(firsts, counts, strict=True) for each in range(-(-count // CHUNK))
+    ]
     assert taken == list(range(shared.plan.num_row_chunks))
 
 

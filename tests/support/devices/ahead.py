@@ -1,4 +1,4 @@
-"""`python -m support.devices.ahead 90 ...`: compiles the kernels for cards that are not there, and prints what came out.
+"""`python -m support.devices.ahead 90 ...`: compiles kernels for cards that are not there, and prints what came out.
 
 A program of its own, because kernels are defined either for the interpreter or for the compiler. It launches everything
 that models of these shapes launch, on tensors that hold nothing, and compiles where a card would be asked to run.
@@ -37,7 +37,16 @@ TYPES = {
 COMPILER = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 # What a card lets one program have, in KB, and whether kernels of a chain overlap there.
 SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-MNEMONICS = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "cp.async.cg", "ld.global.v4", "tf32", "fma.rn.f64", "div.full")
+MNEMONICS = (
+    "wgmma.mma_async",
+    "mma.sync",
+    "tcgen05.mma",
+    "cp.async.cg",
+    "ld.global.v4",
+    "tf32",
+    "fma.rn.f64",
+    "div.full",
+)
 # Hidden size, MLP, heads, groups, head dimension, norms of heads: Llama 3.1 8B, Llama 3.2 1B, Qwen 3 4B, SmolLM2 135M.
 MODELS = {
     "8b": (4096, 14336, 32, 8, 128, False),
@@ -77,10 +86,14 @@ class Compiler:
             made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
             chosen = {name: value for name, value in values.items() if name.isupper()}
             about = {"kernel": kernel.__name__, "types": " ".join(signature.values()), **chosen, **options}
-            self.found[key] = about | usage(made.asm["cubin"]) | {
-                "shared": made.metadata.shared,
-                "has": [each for each in MNEMONICS if each in made.asm["ptx"]],
-            }
+            self.found[key] = (
+                about
+                | usage(made.asm["cubin"])
+                | {
+                    "shared": made.metadata.shared,
+                    "has": [each for each in MNEMONICS if each in made.asm["ptx"]],
+                }
+            )
 
 
 def usage(code: bytes) -> dict[str, int]:
@@ -126,7 +139,9 @@ def launch(ops: TritonOps, dtype: torch.dtype, shape: tuple[int, int, int, int, 
         layers.add_and_norm[rows](x, parts, parts, norm, hidden, *numbers, **flags, **norm_options(size), **ops.overlap)
     parts = ops.parts_of_product(hidden, empty(2 * mlp, size, dtype=dtype))
     flags = {"NUM_PARTS": len(parts), "HAS_BIAS": False, "BLOCK": 1024}
-    layers.multiply_silu[num_rows, 9](parts, parts, empty(num_rows, mlp, dtype=dtype), num_rows, mlp, **flags, **ops.options)
+    layers.multiply_silu[num_rows, 9](
+        parts, parts, empty(num_rows, mlp, dtype=dtype), num_rows, mlp, **flags, **ops.options
+    )
     layers.store_rows[num_rows, 4](x, work, hidden, size, 0, size, BLOCK=1024, **ops.options)
     one_by_one(ops, x, query.float(), cache, mlp)
 
@@ -146,7 +161,11 @@ def one_by_one(ops: TritonOps, x: Tensor, query: Tensor, cache: Tensor, mlp: int
 def kernels(capability: int) -> Iterator[dict[str, Any]]:
     """All signatures for a card, and what they need there."""
     compiler = Compiler(capability)
-    JITFunction.run = lambda kernel, *args, **named: compiler.run(kernel, *args, **named)  # type: ignore[method-assign]
+
+    def run(kernel: JITFunction[Any], *args: Any, **named: Any) -> None:
+        compiler.run(kernel, *args, **named)
+
+    JITFunction.run = run  # type: ignore[method-assign]
     ops = TritonOps(META)
     overlaps = capability >= 90
     ops.is_interpreted, ops.num_processors = False, 132

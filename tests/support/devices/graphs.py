@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.devices import interpreted as interpreted  # first: what follows needs Triton
+from support.devices.interpreted import REASON
 from support.devices.recorder import Call, Recorder
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 from triton.runtime.interpreter import InterpretedFunction
 
+assert REASON is None
 run = InterpretedFunction.run
 
 

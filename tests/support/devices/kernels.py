@@ -1,7 +1,7 @@
 """The kernels for CUDA in Triton's interpreter, which knows no card.
 
 Two things it does otherwise than any card, and both are mended here. Its products are numpy's, whose order of additions
-hangs on a matrix's shape: here a product adds one input after the other. And of bfloat16 it multiplies the bit patterns,
+hangs on a matrix's shape: here a product adds one input after the other. And of bfloat16 it multiplies patterns of bits,
 and cuts numbers off to it: here they are numbers, and rounded to the nearest. So the branches that a card takes run.
 """
 
@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from support.devices import interpreted as interpreted  # first: what follows needs Triton
+from support.devices.interpreted import REASON
 from torch import Tensor
 from triton import language
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from outrider.engine.ops.triton_ops import TritonOps
 
+assert REASON is None
 CPU = torch.device("cpu")
 cast_impl = InterpreterBuilder.cast_impl
 

@@ -95,7 +95,9 @@ def launched(x: Tensor, weight: Tensor, outputs: int, rows: int, inputs: int) ->
     sizes = {"BLOCK_OUTPUTS": outputs, "BLOCK_ROWS": rows, "BLOCK_INPUTS": inputs, "UNIT": linear.UNIT}
     flags = {"IS_EVEN": False, "WIDE": x.dtype is torch.float32, "OVERLAPS": False}
     numbers = num_rows, num_outputs, num_inputs, -(-num_inputs // linear.UNIT)
-    linear.linear_units[-(-num_outputs // outputs), 1, -(-num_rows // rows)](x, weight, partials, *numbers, **sizes, **flags)
+    linear.linear_units[-(-num_outputs // outputs), 1, -(-num_rows // rows)](
+        x, weight, partials, *numbers, **sizes, **flags
+    )
     return partials[0]
 
 
@@ -114,6 +116,13 @@ def test_a_packed_matrix_is_refused() -> None:
     assert isinstance(packed, PackedMatrix)
     with pytest.raises(ValueError, match="packed"):
         KernelOps().linear(torch.randn(1, 32), packed)
+
+
+def check_all() -> None:
+    """All of the above, of float32."""
+    assert_near(torch.float32, (3, 70, 260))
+    assert_rows_are_their_own(torch.float32, 6)
+    assert_division_changes_nothing(torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +145,4 @@ def test_planted_faults_are_found(old: str, new: str, tmp_path: Path, monkeypatc
     """Each of them is an easy slip in this kernel."""
     monkeypatch.setattr(triton_ops, "linear", altered(linear, old, new, tmp_path))
     with pytest.raises(AssertionError):
-        assert_near(torch.float32, (3, 70, 260))
-        assert_rows_are_their_own(torch.float32, 6)
-        assert_division_changes_nothing(torch.float32)
+        check_all()
