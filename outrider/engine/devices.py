@@ -21,6 +21,12 @@ def send(values: NDArray[Any], device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
+def bind(device: torch.device) -> None:
+    """Makes a card the calling thread's: kernels are launched there, and on the first card where nobody said so."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        torch.cuda.set_device(device)
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory of a CUDA device that no process holds, after this one has given back what it does not use."""
     torch.cuda.empty_cache()

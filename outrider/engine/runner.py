@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.engine.batching import Batch, Feed, RowPlan, build_batch
 from outrider.engine.cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
-from outrider.engine.devices import checked_device
+from outrider.engine.devices import bind, checked_device
 from outrider.engine.heads.head import TargetParts
 from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.models.config import DecoderFacts
@@ -204,6 +204,7 @@ class ModelRunner:
         if isinstance(ops, NativeOps) and config.head_dim > MAX_HEAD_DIM:
             message = f"{checkpoint.name} has heads of {config.head_dim}, but at most {MAX_HEAD_DIM} fit the kernels"
             raise ModelRefused(message, head_dim=config.head_dim, limit=MAX_HEAD_DIM)
+        bind(torch_device)
         with unchanged(checkpoint.folder):
             decoder = checkpoint.build(torch_device, DTYPES[dtype], ops)
             digest = checkpoint.digest()
@@ -292,6 +293,7 @@ class ModelRunner:
         InvalidRequest leave every session's tokens and cache as they were. To learn which session does not fit, call
         `check` and `Session.reserve` for each one first; then this raises neither.
         """
+        bind(self.device)
         if len({id(feed.session) for feed in feeds}) != len(feeds):
             raise ValueError("a session may appear only once in a forward")
         for feed in feeds:

@@ -65,7 +65,8 @@ class TritonOps(EagerOps):
         """Shared memory that one program may have; no bound in the interpreter, which has none."""
         if self.is_interpreted:
             return 1 << 30
-        return torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin
+        found: int = torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+        return found
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, PackedMatrix):
