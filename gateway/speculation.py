@@ -37,7 +37,7 @@ async def speculate(
         async with target, draft, lookup:
             while log.finish_reason is None:
                 log.begin_round()
-                look = lookup.look(planner.room(log))
+                look = lookup.look(planner.room(log), planner.looks_for(log))
                 # How many tokens to draft, and how many the target may commit unasked while there is nothing to draft.
                 plan = planner.plan(log, target.outstanding, draft.outlook, target.drafter, look.tree.values)
                 asked = plan.asked(Place.REMOTE)

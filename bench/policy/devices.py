@@ -56,6 +56,7 @@ class Planner(Protocol):
 
     def __enter__(self) -> object: ...
     def __exit__(self, *_exit: object) -> None: ...
+    def looks_for(self, log: TokenLog) -> float: ...
     def plan(
         self, log: TokenLog, outstanding: int, draft: DraftOutlook, own: str = "", look: Sequence[float] = ()
     ) -> RoundPlan: ...
@@ -388,7 +389,9 @@ class SimulatedSession:
             self.simulation.left(self)
             return
         self.log.begin_round()
+        least = self.planner.looks_for(self.log)
         self._find()
+        self.look = tuple(value for value in self.look if value > least)
         own = self.hosted.name if self.hosted is not None else ""
         outstanding = self.outstanding
         self.plan = self.planner.plan(self.log, outstanding, self.simulation.outlook, own, self.look)

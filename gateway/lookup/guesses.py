@@ -1,6 +1,7 @@
 """Guesses of a lookup for the rounds of one request, in the form of proposals."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,8 +80,11 @@ class LookupGuesses:
         if self._session is not None:
             self._session.close()
 
-    def look(self, room: int) -> Look:
-        """Guesses found after the committed tokens, at most `room` deep; they hold until the next commit."""
+    def look(self, room: int, least: float = 0.0) -> Look:
+        """Guesses found after the committed tokens, at most `room` deep; they hold until the next commit.
+
+        Rows that are worth `least` or less are left out, and where it is infinite nothing is searched for.
+        """
         forced: Sequence[int] = ()
         if self._grammar is not None:
             # Tokens that the grammar leaves no choice about, until looking for them has cost too much.
@@ -93,9 +97,10 @@ class LookupGuesses:
             # They have all there is of probability, by the mask that the target draws with.
             tree = TokenTree(tuple(forced), tuple(range(len(forced))), values=(1.0,) * len(forced))
             self._look = Look(tree, (GRAMMAR,) * len(forced))
-        elif self._session is not None and self._session.is_ready and room:
+        elif self._session is not None and self._session.is_ready and room and least < math.inf:
             # Siblings under a rule that tests each with a uniform are worth less than the same rows in a chain.
-            self._look = self._session.look(self._max_rows, room, chain=self._rule.needs_distributions)
+            is_chain = self._rule.needs_distributions
+            self._look = self._session.look(self._max_rows, room, least, chain=is_chain)
         return self._look
 
     def proposal(self, count: int) -> Proposal:

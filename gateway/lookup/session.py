@@ -60,8 +60,9 @@ class LookupSession:
         if self._prediction is not None:
             self._prediction.follow(token_ids)
 
-    def look(self, max_rows: int, max_depth: int, *, chain: bool = False) -> Look:
-        """The best guesses after the committed tokens, at most so many; empty where nothing matches.
+    def look(self, max_rows: int, max_depth: int, least: float = 0.0, *, chain: bool = False) -> Look:
+        """The best guesses after the committed tokens, at most so many, each worth more than `least`; empty where
+        nothing matches.
 
         As a chain it is the best single path.
         """
@@ -79,7 +80,7 @@ class LookupSession:
             corpus, table = self._datastore.tokens, self._datastore.tables
             voters += [Voter(Kind.DATASTORE, corpus, place, length) for place, length in self._datastore.find(tokens)]
         vote = Vote(self._rates.means, tokens[-1] if tokens else -1, table)
-        return vote.grow(voters, max_rows, max_depth, chain=chain)
+        return vote.grow(voters, max_rows, max_depth, least, chain=chain)
 
     def observe(self, look: Look, token_ids: Sequence[int]) -> None:
         """Learns which guesses were right, from the tokens that were committed where it was looked."""

@@ -77,8 +77,10 @@ class Vote:
     last_token_id: int
     table: NextTokens | None = None
 
-    def grow(self, voters: list[Voter], max_rows: int, max_depth: int, *, chain: bool) -> Look:
-        """The rows of highest value, one after the other; as a chain only the best child of each row."""
+    def grow(self, voters: list[Voter], max_rows: int, max_depth: int, least: float = 0.0, *, chain: bool) -> Look:
+        """The rows of highest value above the least one, one after the other; as a chain only the best child of each
+        row.
+        """
         token_ids: list[int] = []
         parents: list[int] = []
         values: list[float] = []
@@ -92,6 +94,8 @@ class Vote:
             if len(path) < max_depth:
                 most = 1 if chain else max_rows - len(token_ids)
                 for child in self._children(voters, path, value)[:most]:
+                    if child[0] <= least:
+                        break
                     order += 1
                     heappush(heap, (-child[0], order, row, path, child))
             if not heap:

@@ -1,5 +1,6 @@
 """The plan of each round of one request, within all limits: K, and what the target may commit unasked. Pure."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -106,6 +107,9 @@ class RoundPlanner:
         self._plain_plan = RoundPlan()
         self._unasked = False
         self._look: Sequence[float] = ()
+        self._num_looks = 0
+        self._tells_offer = False
+        """Whether all that a lookup finds now was asked for, so that it says what lookups offer."""
         self._halts = False
 
     def __enter__(self) -> Self:
@@ -127,6 +131,22 @@ class RoundPlanner:
     def room(self, log: TokenLog) -> int:
         """Greatest depth of a proposal: the request's last token is the target's alone."""
         return max(0, self._max_len - len(log) - 1)
+
+    def looks_for(self, log: TokenLog) -> float:
+        """Value that what a lookup finds on top of the log must be above to be of any use; infinite where none is.
+
+        Where it may be of none, one round of a few is searched for all that there is.
+        """
+        is_alone = self._remote is None and not self._is_hosting
+        self._tells_offer = False
+        if not self._looks or len(log) == log.prompt_len:
+            return math.inf
+        if self._draft_count is not None:
+            return 0.0 if is_alone or self._drafting.merges else math.inf
+        least = 0.0 if self._drafting.merges else self._policy.least_value(self._session)
+        self._num_looks += 1
+        self._tells_offer = least == 0.0 or self._num_looks % self._policy.tuning.look_rounds == 0
+        return 0.0 if self._tells_offer else least
 
     def plan(
         self, log: TokenLog, outstanding: int, draft: DraftOutlook, own: str = "", look: Sequence[float] = ()
@@ -200,7 +220,7 @@ class RoundPlanner:
     def observe(self, committed: Round) -> None:
         """Passes a round on to the policy, except for the prompt's own pass, which costs what the prompt costs."""
         if not committed.is_first:
-            if self._looks:
+            if self._tells_offer:
                 self._policy.costs.offers.add(self._look, len(committed.token_ids))
             if self._halts:
                 self._policy.costs.late.add(self._policy.costs.load, not committed.proposal.tree)

@@ -6,6 +6,7 @@ costs.py for what is compared, choice.py for how, and exploration.py for what is
 One policy serves all requests of a gateway to a target, because they share the machines that it measures.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Self
@@ -193,6 +194,14 @@ class SpeculationPolicy:
         found = lookup_rows(*table)
         count = found if self.costs.verify_us.known else min(found, self.tuning.first_guess)
         return Choice(count, drafter=LOOKUP, case=Case.LOOKUP, table=table) if count else None
+
+    def least_value(self, session: SessionEstimates) -> float:
+        """Value that rows of a lookup must be above to be worth anything to all sessions; infinite where none can be."""
+        load = self.costs.load
+        if load == 1:
+            return 0.0
+        price = self.row_price(session)
+        return price * (load - 1) / load if price < 1 else math.inf
 
     def row_price(self, session: SessionEstimates) -> float:
         """Price of a row for a lookup, in tokens that all sessions lose; it holds as long as the costs of rounds do."""

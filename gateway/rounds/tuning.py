@@ -76,6 +76,9 @@ class PolicyTuning:
     """Rounds of each session after which half of that is believed: while a load changes, nothing lasts."""
     dear_rows: float = 1.2
     """Times what the table says that rows of lookups count as: what is wrong in it harms all sessions."""
+    look_rounds: int = 8
+    """Rounds of a session of which one is searched by lookups where their rows may be worth nothing: what they offer
+    must be known, but a search takes time of processors that a target on the same ones does not have."""
     offer_memory: float = 0.998
     """What is left, after another token, of what lookups have offered: it differs from text to text."""
     large_catch_up: int = 16

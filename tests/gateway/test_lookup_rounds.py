@@ -54,11 +54,11 @@ class Guesses(LookupGuesses):
         session = LookupSession(PROMPT, rates=LookupRates()) if self.kind == "real" else None
         super().__init__(session, Rule.MATCH, 8)
 
-    def look(self, room: int) -> Look:
+    def look(self, room: int, least: float = 0.0) -> Look:
         """Up to eight rows, of which some branch."""
         self.looks += 1
         if self.kind == "real":
-            return super().look(room)
+            return super().look(room, least)
         noise, length = random.Random(f"{self.seed} {len(self.log)} look"), len(self.log)
         count = min(8, room)
         right = [*self.expected[length : length + count]]
@@ -152,8 +152,8 @@ async def test_stretches_end_for_what_was_found() -> None:
     request.expected = request.lookup.expected = plain_decoding(request.target.model, PROMPT, 8, 300)
     look = request.lookup.look
 
-    def from_forty(room: int) -> Look:
-        return look(room) if len(request.log) % 80 >= 40 else Look()
+    def from_forty(room: int, least: float) -> Look:
+        return look(room, least) if len(request.log) % 80 >= 40 else Look()
 
     request.lookup.look = from_forty  # type: ignore[method-assign]
     rounds = await request.run()

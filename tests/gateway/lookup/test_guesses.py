@@ -1,5 +1,6 @@
 """Guesses of one request: what its grammar forces, as long as that is cheap to find."""
 
+import math
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -8,6 +9,9 @@ import pytest
 from support.stack import TARGET
 
 from gateway.lookup.guesses import FREE_LOOK_S, GRAMMAR, MAX_FORCED_S, LookupGuesses
+from gateway.lookup.rates import LookupRates
+from gateway.lookup.session import LookupSession
+from gateway.lookup.votes import NOTHING
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.grammar import GrammarEngine, canonical
 from outrider.model_files.vocabulary import Vocabulary
@@ -38,3 +42,18 @@ def test_a_grammar_is_looked_at_while_that_is_cheap(engine: GrammarEngine, cost_
         guesses.commit(())
     assert [bool(look.tree) for look in found] == [number < looks for number in range(9)]
     assert set(found[0].sources) == {GRAMMAR}
+
+
+async def test_nothing_is_searched_for_where_nothing_found_is_of_use(engine: GrammarEngine) -> None:
+    """Rows have to be worth more than is said, and what a grammar forces comes all the same."""
+    session = LookupSession([1, 2, 3, 50, 51, 52, 1, 2, 3], rates=LookupRates())
+    await session.read()
+    guesses = LookupGuesses(session, max_rows=3)
+    values = guesses.look(8).tree.values
+    assert guesses.look(8, values[1]).tree.values == values[:1]
+    guesses.commit([60])
+    guesses.commit([1, 2, 3])
+    assert guesses.look(8, math.inf) == NOTHING
+    forced = LookupGuesses(session, max_rows=8, grammar=engine.get(canonical(FORCED)))
+    forced.commit(engine.get(canonical(BEGUN)).forced([]))
+    assert set(forced.look(8, math.inf).sources) == {GRAMMAR}

@@ -17,8 +17,10 @@ def voters(kind: Kind, length: int, *continuations: Sequence[int]) -> list[Voter
     return [Voter(kind, array("i", [99, *tokens, -1]), 1, length) for tokens in continuations]
 
 
-def grow(found: list[Voter], max_rows: int = 16, max_depth: int = 8, *, chain: bool = False) -> Look:
-    return Vote(MEANS, 99).grow(found, max_rows, max_depth, chain=chain)
+def grow(
+    found: list[Voter], max_rows: int = 16, max_depth: int = 8, least: float = 0.0, *, chain: bool = False
+) -> Look:
+    return Vote(MEANS, 99).grow(found, max_rows, max_depth, least, chain=chain)
 
 
 def rows(look: Look) -> dict[tuple[int, ...], float]:
@@ -54,6 +56,16 @@ def test_whoever_named_a_token_votes_behind_it() -> None:
     look = grow([*voters(Kind.DATASTORE, 3, [5, 9]), *voters(Kind.PREDICTION, 3, [5])])
     assert rows(look) == pytest.approx({(5,): 0.8, (5, 9): 0.8 * 0.6})
     assert look.sources == ("prediction", "datastore")
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_rows_that_are_worth_too_little_are_left_out(chain: bool) -> None:
+    """Those above the least value are the same rows as without one."""
+    found = [*voters(Kind.OWN, 3, [1, 2], [1, 3], [4], [1, 2]), *voters(Kind.TENANT, 20, [5], [5, 6, 7], [8])]
+    whole = grow(found, chain=chain)
+    for least in (0.0, *whole.tree.values, 1.0):
+        kept = sum(value > least for value in whole.tree.values)
+        assert grow(found, least=least, chain=chain) == (whole.cut(kept) if kept else NOTHING)
 
 
 def test_a_chain_is_the_best_path() -> None:

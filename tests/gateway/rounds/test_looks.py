@@ -1,5 +1,6 @@
 """Plans with lookups and trees: who guesses, how many rows, and when a stretch of unasked tokens ends for it."""
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -154,6 +155,42 @@ def test_a_fixed_count_is_the_lookups_where_nobody_else_guesses() -> None:
     assert RoundPlanner(SpeculationPolicy(), 3, 500, 8, BOTH).plan(log_of(9), 0, DraftOutlook(), look=SURE) == (
         RoundPlan((GuessRequest(ANY_DRAFT, 3),))
     )
+
+
+@pytest.mark.parametrize(
+    ("drafting", "draft_count", "length", "least"),
+    [
+        (ALONE, 3, 9, 0.0),
+        (BOTH, 3, 9, math.inf),
+        (TOGETHER, 3, 9, 0.0),
+        (Drafting(), None, 9, math.inf),
+        (BOTH, None, 2, math.inf),
+        (BOTH, None, 9, 0.0),
+    ],
+)
+def test_lookups_search_where_they_may_guess(
+    drafting: Drafting, draft_count: int | None, length: int, least: float
+) -> None:
+    """Not for another's fixed number, nor beside the prompt; alone on a target whatever is found may be of use."""
+    assert RoundPlanner(SpeculationPolicy(), draft_count, 500, 8, drafting).looks_for(log_of(length)) == least
+
+
+@pytest.mark.parametrize(("fixed_us", "row_us", "least"), [(10_000, 1, 0.6), (0, 1_000, math.inf)])
+def test_rows_that_are_worth_nothing_are_seldom_searched_for(fixed_us: float, row_us: float, least: float) -> None:
+    """One round of eight says what lookups offer, all of it; the others search above the price that rows have then."""
+    policy = SpeculationPolicy()
+    policy.costs.begin({1 << power: fixed_us + row_us * (1 << power) for power in range(9)}, {})
+    planner, found = RoundPlanner(policy, None, 5_000, 8, ALONE), []
+    for length in range(9, 809):
+        searched = planner.looks_for(log_of(length))
+        look = tuple(value for value in SURE if value > searched)
+        planner.plan(log_of(length), TUNING.plain_budget, AWAY, look=look)
+        verdict = Verdict(length, (), 1, None, 0, int(fixed_us + 16 * row_us), 1, 16, 16)
+        planner.observe(Round(NOTHING, verdict, (1,), (), verdict.compute_us))
+        found.append(searched)
+    others = [searched for searched in found[-8:] if searched]
+    assert others == pytest.approx([least * 15 / 16] * 7)
+    assert policy.costs.offers.above()[0].share == 1.0
 
 
 def test_of_draft_and_lookup_the_faster_one_guesses() -> None:
