@@ -178,7 +178,7 @@ class RoundCosts:
 
     def row_price(self, best: GuessCandidate | None) -> float:
         """Price of a row in tokens: if all sessions take what lookups offer above it, and nothing below, all together
-        are fastest. 1 where they are fastest without.
+        are fastest. 1 where that makes them hardly faster than nothing of it.
 
         Elsewhere they do the best that drafters can, or decode plainly where that is faster. One session's rows cost
         all a little time; those of all cost much, because every session has what is worth it to itself alone.
@@ -187,7 +187,9 @@ class RoundCosts:
         tokens, base_rows, base_us = 1.0, 1.0, plain_us
         if best is not None and best.speed * plain_us > 1:
             tokens, base_rows, base_us = best.tokens, 1.0 + best.draft_count, best.cost_us
-        forward_us, price, fastest = self.verify_us.at(load * base_rows), 1.0, tokens / base_us
+        forward_us, price = self.verify_us.at(load * base_rows), 1.0
+        # What is known of costs is known within some hundredths, and searching takes time of the gateway's too.
+        fastest = tokens / base_us * (1.0 if load == 1 else self._tuning.worth_looking)
         for floor, offer in zip(reversed(FLOORS), reversed(self.offers.above()), strict=True):
             if not offer.share:
                 continue

@@ -67,6 +67,8 @@ class PolicyTuning:
     """How much faster guesses must look before sessions that decode plainly begin with them, or they would swing."""
     worth_keeping: float = 1.05
     """How much faster they must look to go on: costs are known within some hundredths, and a round's gap is longer."""
+    worth_looking: float = 1.05
+    """How much faster all sessions together must look with what lookups offer before any of it is taken."""
     halt_gain: float = 1.1
     """How much faster a lookup must look before a stretch is ended for it: the rest of the stretch is lost."""
 
