@@ -135,7 +135,7 @@ class RoundPlanner:
     def looks_for(self, log: TokenLog) -> float:
         """Value that what a lookup finds on top of the log must be above to be of any use; infinite where none is.
 
-        Where it may be of none, one round of a few is searched for all that there is.
+        One round of so many as there are sessions is searched for all that there is.
         """
         is_alone = self._remote is None and not self._is_hosting
         self._tells_offer = False
@@ -143,10 +143,10 @@ class RoundPlanner:
             return math.inf
         if self._draft_count is not None:
             return 0.0 if is_alone or self._drafting.merges else math.inf
-        least = 0.0 if self._drafting.merges else self._policy.least_value(self._session)
+        every = min(self._policy.costs.load, self._policy.tuning.look_rounds)
         self._num_looks += 1
-        self._tells_offer = least == 0.0 or self._num_looks % self._policy.tuning.look_rounds == 0
-        return 0.0 if self._tells_offer else least
+        self._tells_offer = self._num_looks % every == 0 or self._drafting.merges
+        return 0.0 if self._tells_offer else self._policy.least_value(self._session)
 
     def plan(
         self, log: TokenLog, outstanding: int, draft: DraftOutlook, own: str = "", look: Sequence[float] = ()

@@ -96,7 +96,7 @@ class SpeculationPolicy:
             self._exploration.pay(self.costs.lost_us(committed))
         is_new_load = self.costs.load != load
         self._num_observed += 1
-        if is_new_load or self._num_observed >= max(4, self.costs.load):
+        if is_new_load or self._num_observed >= self.tuning.table_rounds * self.costs.load:
             self._round_us.clear()
             self._row_price = None
             self._num_observed = int(is_new_load)
@@ -187,6 +187,8 @@ class SpeculationPolicy:
 
         `halts` says that a stretch of unasked tokens would have to be ended for it.
         """
+        if values[0] <= self.least_value(session):
+            return None
         known, values = self.costs.known(session.drafters), values[: self.tuning.tree_counts[-1]]
         best = max((self._best(each, session) for each in known), key=lambda each: each.speed, default=None)
         costs = self.costs.looked_up(len(values), best, self.row_price(session), halts=halts)

@@ -72,15 +72,17 @@ class PolicyTuning:
     halt_gain: float = 1.1
     """How much faster a lookup must look before a stretch is ended for it: the rest of the stretch is lost."""
 
+    table_rounds: int = 4
+    """Rounds of each session for which a table of costs holds, because it takes long to compute."""
     memory_rounds: int = 500
     """Rounds of each session after which half of what rounds took at a load is forgotten: it is seldom seen again."""
     trust_rounds: int = 4
     """Rounds of each session after which half of that is believed: while a load changes, nothing lasts."""
     dear_rows: float = 1.2
     """Times what the table says that rows of lookups count as: what is wrong in it harms all sessions."""
-    look_rounds: int = 8
-    """Rounds of a session of which one is searched by lookups where their rows may be worth nothing: what they offer
-    must be known, but a search takes time of processors that a target on the same ones does not have."""
+    look_rounds: int = 16
+    """Sessions up to which one of all their rounds is searched by lookups whatever rows are worth: what they offer must
+    be known, but a search takes time of processors that a target on the same ones does not have."""
     offer_memory: float = 0.998
     """What is left, after another token, of what lookups have offered: it differs from text to text."""
     large_catch_up: int = 16

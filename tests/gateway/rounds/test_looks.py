@@ -177,7 +177,7 @@ def test_lookups_search_where_they_may_guess(
 
 @pytest.mark.parametrize(("fixed_us", "row_us", "least"), [(10_000, 1, 0.6), (0, 1_000, math.inf)])
 def test_rows_that_are_worth_nothing_are_seldom_searched_for(fixed_us: float, row_us: float, least: float) -> None:
-    """One round of eight says what lookups offer, all of it; the others search above the price that rows have then."""
+    """One round of sixteen says what lookups offer, all of it; the others search above the price of rows then."""
     policy = SpeculationPolicy()
     policy.costs.begin({1 << power: fixed_us + row_us * (1 << power) for power in range(9)}, {})
     planner, found = RoundPlanner(policy, None, 5_000, 8, ALONE), []
@@ -188,8 +188,8 @@ def test_rows_that_are_worth_nothing_are_seldom_searched_for(fixed_us: float, ro
         verdict = Verdict(length, (), 1, None, 0, int(fixed_us + 16 * row_us), 1, 16, 16)
         planner.observe(Round(NOTHING, verdict, (1,), (), verdict.compute_us))
         found.append(searched)
-    others = [searched for searched in found[-8:] if searched]
-    assert others == pytest.approx([least * 15 / 16] * 7)
+    others = [searched for searched in found[-16:] if searched]
+    assert others == pytest.approx([least * 15 / 16] * 15)
     assert policy.costs.offers.above()[0].share == 1.0
 
 
