@@ -198,7 +198,7 @@ class SpeculationPolicy:
         return Choice(count, drafter=LOOKUP, case=Case.LOOKUP, table=table) if count else None
 
     def least_value(self, session: SessionEstimates) -> float:
-        """Value that rows of a lookup must be above to be worth anything to all sessions; infinite where none can be."""
+        """Value that rows of a lookup must be above to be worth anything to all; infinite where none can be."""
         load = self.costs.load
         if load == 1:
             return 0.0
