@@ -76,7 +76,7 @@ HARMED = {
         4.0,
         3,
     ),
-    "doubt": (world(23), 4, 1.0, 4.0, 2),
+    "doubt": (world(57), 4, 1.0, 4.0, 2),
     "plain": (world(60), 4, 1.0, 4.0, 2),
 }
 """Worlds that a missing part harms, with sessions, seconds before and of the measurement, and seeds."""
