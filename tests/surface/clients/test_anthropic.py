@@ -123,7 +123,7 @@ async def test_errors_are_the_packages_own(client: AsyncAnthropic) -> None:
             **{**ASKED, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}
         )
     assert refused.value.type == "invalid_request_error"
-    assert "messages.0.content.0 is {'type': 'image'" in str(refused.value.body)
+    assert "messages.0.content.0.type is 'image', but only 'text'" in str(refused.value.body)
     assert refused.value.request_id is not None
 
 
