@@ -1,8 +1,8 @@
 """The kernels for CUDA in Triton's interpreter, which knows no card.
 
 Two things it does otherwise than any card, and both are mended here. Its products are numpy's, whose order of additions
-hangs on a matrix's shape: here a product adds one input after the other. And of bfloat16 it multiplies patterns of bits,
-and cuts numbers off to it: here they are numbers, and rounded to the nearest. So the branches that a card takes run.
+hangs on a matrix's shape: here a product adds one input after the other. And of bfloat16 it multiplies bit patterns and
+cuts numbers off to it: here they are numbers, and rounded to the nearest. So the branches that a card takes run.
 """
 
 from collections.abc import Sequence
