@@ -42,7 +42,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphed, "WORK_NUMBERS", 1 << 13)
     monkeypatch.setattr(graphed, "PARTIAL_FLOATS", 1 << 15)
     monkeypatch.setattr(Decoder, "cache_dtype", property(lambda decoder: decoder.embedding.dtype))
-    monkeypatch.setattr(linear, "UNIT", 32)
+    monkeypatch.setattr(linear, "UNITS", (32,))
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_few_kernels_have_the_bits_of_the_operations(
 ) -> None:
     """Norms of heads, biases, tied embeddings and groups of one to four heads; near the reference too."""
     if dtype is not torch.float32:
-        monkeypatch.setattr(linear, "UNIT", 128)
+        monkeypatch.setattr(linear, "UNITS", (128,))
     folder = write_tiny_model(tmp_path / "model", family, vocab_size=100, num_hidden_layers=1, **FAMILIES[family])
     found, exact = check_family(folder, dtype), short(load(folder, "reference", dtype))
     errors = [float((one - two).norm() / two.norm()) for one, two in zip(found, exact, strict=True)]

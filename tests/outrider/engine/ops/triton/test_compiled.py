@@ -21,7 +21,7 @@ SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # Its products keep their sums in memory of the matrix units, from which Triton 3.9.0 cannot choose by `where`.
 UNBUILT = pytest.param(100, marks=pytest.mark.xfail(strict=True, reason="Triton cannot compile linear_units for it"))
 # Bytes that do not fit into registers, of the largest tiles; products of float32 are made of single multiplications.
-STACK = {"linear_units": 16, "sum_shared_chunks": 64}
+STACK = {"linear_units": 16, "sum_shared_chunks": 96}
 STEPS = {"linear_units", "sum_shared_chunks", "sum_own_chunks"}
 MATRIX = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 

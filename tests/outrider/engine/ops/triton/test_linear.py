@@ -12,6 +12,7 @@ from outrider.engine.ops.packed import PackedMatrix
 from outrider.engine.ops.reference import ReferenceOps
 from outrider.engine.ops.triton import linear
 
+UNIT = 128
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EACH_TYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # Rows, outputs and inputs: whole tiles, none, one unit and a bit, three units, more rows than a step has.
@@ -21,7 +22,7 @@ SIZES = [(1, 64, 128), (5, 96, 300), (17, 33, 260), (66, 130, 50)]
 @pytest.fixture(autouse=True)
 def _short_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few inputs are several of them."""
-    monkeypatch.setattr(linear, "UNIT", 128)
+    monkeypatch.setattr(linear, "UNITS", (UNIT,))
 
 
 def product(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,9 +52,15 @@ def test_a_product_is_near_float64(sizes: tuple[int, int, int], dtype: torch.dty
 
 
 def test_units_as_long_as_a_card_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same of 1,024 inputs each."""
+    """The same of 256 inputs each; how many hangs on the matrix alone, so that every part of a card has some."""
     monkeypatch.undo()
-    assert_near(torch.float16, (2, 16, 2100))
+    assert_near(torch.float16, (2, 16, 700))
+    assert [linear.unit_of(*size) for size in ((28672, 4096), (4096, 14336), (4096, 4096), (64, 128))] == [
+        1024,
+        1024,
+        1024,
+        256,
+    ]
 
 
 def assert_rows_are_their_own(dtype: torch.dtype, num_rows: int) -> None:
@@ -92,9 +99,9 @@ def launched(x: Tensor, weight: Tensor, outputs: int, rows: int, inputs: int) ->
     """The product of one program an output tile of so many outputs, rows and inputs at a time."""
     (num_rows, num_inputs), num_outputs = x.shape, weight.shape[0]
     partials = torch.empty(1, num_rows, num_outputs)
-    sizes = {"BLOCK_OUTPUTS": outputs, "BLOCK_ROWS": rows, "BLOCK_INPUTS": inputs, "UNIT": linear.UNIT}
+    sizes = {"BLOCK_OUTPUTS": outputs, "BLOCK_ROWS": rows, "BLOCK_INPUTS": inputs, "UNIT": UNIT}
     flags = {"IS_EVEN": False, "WIDE": x.dtype is torch.float32, "OVERLAPS": False}
-    numbers = num_rows, num_outputs, num_inputs, -(-num_inputs // linear.UNIT)
+    numbers = num_rows, num_outputs, num_inputs, -(-num_inputs // UNIT)
     linear.linear_units[-(-num_outputs // outputs), 1, -(-num_rows // rows)](
         x, weight, partials, *numbers, **sizes, **flags
     )
@@ -125,6 +132,11 @@ def check_all() -> None:
     assert_division_changes_nothing(torch.float32)
 
 
+def test_the_check_passes_without_a_fault() -> None:
+    """What the planted ones are compared with."""
+    check_all()
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -143,6 +155,8 @@ def check_all() -> None:
 )
 def test_planted_faults_are_found(old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them is an easy slip in this kernel."""
-    monkeypatch.setattr(triton_ops, "linear", altered(linear, old, new, tmp_path))
+    changed = altered(linear, old, new, tmp_path)
+    changed.UNITS = (UNIT,)  # type: ignore[attr-defined]
+    monkeypatch.setattr(triton_ops, "linear", changed)
     with pytest.raises(AssertionError):
         check_all()
