@@ -29,8 +29,8 @@ cast_impl = InterpreterBuilder.cast_impl
 class KernelOps(TritonOps):
     """The operations as a card does them: products of 16 bits are made of these."""
 
-    def __init__(self, num_processors: int = 4) -> None:
-        super().__init__(CPU)
+    def __init__(self, num_processors: int = 4, *, has_graphs: bool = False) -> None:
+        super().__init__(CPU, has_graphs)
         self.num_processors = num_processors
 
     def is_wide(self, dtype: torch.dtype) -> bool:

@@ -54,11 +54,11 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PretendGraph]]:
 def load(folder: Path, way: str, dtype: torch.dtype = torch.float32) -> ModelRunner:
     """The model by its operations, in few kernels, or in graphs."""
     config = ModelConfig.read(folder)
-    ops: Ops = ReferenceOps() if way == "reference" else KernelOps()
+    ops: Ops = ReferenceOps() if way == "reference" else KernelOps(has_graphs=way == "graphs")
     kind = Tiled if way == "operations" else Transformer
     model = kind(config, load_tensors(folder, config, CPU, dtype), ops)
     identity = ModelIdentity("tiny", "", str(dtype), 1, config.vocab_size)
-    runner = ModelRunner(model, identity, 1024, graphs="auto" if way == "graphs" else "off")
+    runner = ModelRunner(model, identity, 1024)
     if way == "operations":
         runner.model = model
     assert isinstance(runner.model, GraphedTransformer) == (way in {"kernels", "graphs"})

@@ -55,12 +55,8 @@ def test_units_as_long_as_a_card_has_them(monkeypatch: pytest.MonkeyPatch) -> No
     """The same of 256 inputs each; how many hangs on the matrix alone, so that every part of a card has some."""
     monkeypatch.undo()
     assert_near(torch.float16, (2, 16, 700))
-    assert [linear.unit_of(*size) for size in ((28672, 4096), (4096, 14336), (4096, 4096), (64, 128))] == [
-        1024,
-        1024,
-        1024,
-        256,
-    ]
+    sizes = (28672, 4096), (4096, 14336), (4096, 4096), (64, 128)
+    assert [linear.unit_of(*size) for size in sizes] == [1024, 1024, 1024, 256]
 
 
 def assert_rows_are_their_own(dtype: torch.dtype, num_rows: int) -> None:
