@@ -39,6 +39,8 @@ class Tiled(Transformer):
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little room, a cache of the weights' type as on a card, and units so short that there are several."""
+    # Minutes in the interpreter; it has tests of its own.
+    monkeypatch.setattr(GraphedTransformer, "check_rows", lambda _: None)
     monkeypatch.setattr(graphed, "WORK_NUMBERS", 1 << 13)
     monkeypatch.setattr(graphed, "PARTIAL_FLOATS", 1 << 15)
     monkeypatch.setattr(Decoder, "cache_dtype", property(lambda decoder: decoder.embedding.dtype))
