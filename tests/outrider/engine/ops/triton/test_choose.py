@@ -42,10 +42,10 @@ def assert_like_the_cpu(logits: Tensor, temperatures: Tensor, keys: Tensor, num_
 @pytest.mark.parametrize("num_tokens", [1, 64, 65, 200])
 def test_choices_are_those_of_the_cpu(num_tokens: int, steepness: float) -> None:
     """At every temperature, of flat rows, whose scores are all ties, and of steep ones, whose pieces may be skipped."""
-    for seed in range(2):
-        assert_like_the_cpu(*rows_of(num_tokens, num_tokens + 3, steepness, seed), num_tokens)
+    assert_like_the_cpu(*rows_of(num_tokens, num_tokens + 3, steepness, num_tokens), num_tokens)
 
 
+@pytest.mark.slow
 def test_choices_of_whole_pieces_are_those_of_the_cpu() -> None:
     """As a card has them: one piece, and a bit of another."""
     assert_like_the_cpu(*rows_of(5003, 5003, 4.0, 1), 5003)
@@ -88,7 +88,7 @@ def assert_faults_are_told(place: int = 100) -> None:
 
 
 @small_pieces
-@pytest.mark.parametrize("place", [0, 64, 299])
+@pytest.mark.parametrize("place", [0, 299])
 def test_faults_are_ids_below_zero(place: int) -> None:
     """NaN and infinity are -2 wherever they are, a row of nothing but -inf is -1, and other rows are as ever."""
     assert_faults_are_told(place)
