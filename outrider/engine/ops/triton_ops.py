@@ -40,13 +40,18 @@ class TritonOps(EagerOps):
     def name(self) -> str:  # type: ignore[override]
         """With what the order of sums hangs on: the card's kind, the length of a chunk, the compiler's version."""
         release = ".".join(triton.__version__.split(".")[:2])
-        kind = "" if self.is_interpreted else "sm{}{}-".format(*torch.cuda.get_device_capability(self.device))
+        kind = "" if self.is_interpreted else "sm{}{}-".format(*self.capability)
         return f"{kind}triton-v1.c{CHUNK}.t{release}"
+
+    @cached_property
+    def capability(self) -> tuple[int, int]:
+        """The card's kind; (0, 0) in the interpreter."""
+        return (0, 0) if self.is_interpreted else torch.cuda.get_device_capability(self.device)
 
     @cached_property
     def overlap(self) -> dict[str, bool]:
         """Of a kernel that begins while the one before it ends, where the device knows that (from Hopper on)."""
-        if self.is_interpreted or torch.cuda.get_device_capability(self.device) < (9, 0):
+        if self.capability < (9, 0):
             return {"OVERLAPS": False}
         return {"OVERLAPS": True, "launch_pdl": True}
 
@@ -114,6 +119,7 @@ class TritonOps(EagerOps):
             BLOCK_INPUTS=block[2],
             IS_EVEN=num_outputs % block[0] == 0 and num_inputs % block[2] == 0,
             WIDE=self.is_wide(weight.dtype),
+            BRANCHES=self.capability[0] == 10,
             num_warps=4 if few else 8,
             num_stages=stages_that_fit(5 if few else 3, block, weight.dtype, self.shared_bytes),
             **self.options,

@@ -168,7 +168,7 @@ def kernels(capability: int) -> Iterator[dict[str, Any]]:
     JITFunction.run = run  # type: ignore[method-assign]
     ops = TritonOps(META)
     overlaps = capability >= 90
-    ops.is_interpreted, ops.num_processors = False, 132
+    ops.is_interpreted, ops.num_processors, ops.capability = False, 132, divmod(capability, 10)
     ops.overlap = {"OVERLAPS": True, "launch_pdl": True} if overlaps else {"OVERLAPS": False}
     ops.shared_bytes = SHARED_KB[capability] << 10
     for name, shape in MODELS.items():

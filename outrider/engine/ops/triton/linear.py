@@ -37,6 +37,7 @@ def linear_units(
     BLOCK_INPUTS: tl.constexpr,
     IS_EVEN: tl.constexpr,
     WIDE: tl.constexpr,
+    BRANCHES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """partials [parts, R, N] float32 of x [R, K] times the transpose of weight [N, K]; a part has units_each units."""
@@ -67,8 +68,14 @@ def linear_units(
         else:
             unit = tl.dot(w, columns, unit)
         is_end = ((first + BLOCK_INPUTS) % UNIT == 0) | (first + BLOCK_INPUTS >= end)
-        total += tl.where(is_end, unit, 0.0)
-        unit = tl.where(is_end, 0.0, unit)
+        if BRANCHES:
+            # The same sums; the compiler of one kind of card knows no other way, and on Hopper the other was measured.
+            if is_end:
+                total += unit
+                unit = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), tl.float32)
+        else:
+            total += tl.where(is_end, unit, 0.0)
+            unit = tl.where(is_end, 0.0, unit)
     places = partials + (part.to(tl.int64) * num_rows + rows[None, :]) * num_outputs + outputs[:, None]
     tl.store(places, total, mask=is_row[None, :] & is_output[:, None])
 

@@ -18,8 +18,6 @@ from outrider.engine.ops.triton_ops import TritonOps, stages_that_fit
 ROOT = Path(__file__).resolve().parents[5]
 # Compute capabilities: A100, 30 and 40 series with L4, H100 and H200, B200, 50 series; and KB that a program may have.
 SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-# Its products keep their sums in memory of the matrix units, from which Triton 3.9.0 cannot choose by `where`.
-UNBUILT = pytest.param(100, marks=pytest.mark.xfail(strict=True, reason="Triton cannot compile linear_units for it"))
 # Bytes that do not fit into registers, of the largest tiles; products of float32 are made of single multiplications.
 STACK = {"linear_units": 16, "sum_shared_chunks": 96}
 STEPS = {"linear_units", "sum_shared_chunks", "sum_own_chunks"}
@@ -44,7 +42,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [UNBUILT if each == 100 else each for each in SHARED_KB])
+@pytest.mark.parametrize("capability", SHARED_KB)
 def test_every_kernel_fits_a_card(compiled: Callable[[int], list[dict[str, Any]]], capability: int) -> None:
     """Of every model's shape, in no more shared memory than there is, and by instructions that round as we say."""
     signatures = compiled(capability)

@@ -91,12 +91,12 @@ def test_a_divided_product_has_the_bits_of_one_program(dtype: torch.dtype) -> No
     assert_division_changes_nothing(dtype)
 
 
-def launched(x: Tensor, weight: Tensor, outputs: int, rows: int, inputs: int) -> Tensor:
+def launched(x: Tensor, weight: Tensor, outputs: int, rows: int, inputs: int, branches: bool = False) -> Tensor:
     """The product of one program an output tile of so many outputs, rows and inputs at a time."""
     (num_rows, num_inputs), num_outputs = x.shape, weight.shape[0]
     partials = torch.empty(1, num_rows, num_outputs)
     sizes = {"BLOCK_OUTPUTS": outputs, "BLOCK_ROWS": rows, "BLOCK_INPUTS": inputs, "UNIT": UNIT}
-    flags = {"IS_EVEN": False, "WIDE": x.dtype is torch.float32, "OVERLAPS": False}
+    flags = {"IS_EVEN": False, "WIDE": x.dtype is torch.float32, "OVERLAPS": False, "BRANCHES": branches}
     numbers = num_rows, num_outputs, num_inputs, -(-num_inputs // UNIT)
     linear.linear_units[-(-num_outputs // outputs), 1, -(-num_rows // rows)](
         x, weight, partials, *numbers, **sizes, **flags
@@ -111,6 +111,8 @@ def test_the_size_of_a_tile_changes_no_bit(dtype: torch.dtype) -> None:
     whole = launched(x, weight, 64, 16, 128)
     for tile in ((32, 16, 32), (128, 128, 64), (16, 32, 16), (64, 16, 64)):
         assert_same(launched(x, weight, *tile), whole)
+    # As it is compiled for Blackwell.
+    assert_same(launched(x, weight, 64, 16, 128, branches=True), whole)
 
 
 def test_a_packed_matrix_is_refused() -> None:
