@@ -22,7 +22,7 @@ from outrider.v1 import target_service_pb2 as pb
 from outrider.v1.target_service_pb2_grpc import TargetServiceServicer, add_TargetServiceServicer_to_server
 from target_service.acceptance import TargetVerdict
 from target_service.sessions import TargetSessions
-from target_service.states import OpenSearch, Reading, Step
+from target_service.states import OpenSearch, PromptRead, Step
 
 MAX_PLAIN_BUDGET = 4096
 # Of a verdict without the prompt's log-probabilities: those of its own tokens, at most 33, and far less for the rest.
@@ -75,8 +75,8 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
         budget = check_range("acknowledge.plain_budget", taken.plain_budget, 0, MAX_PLAIN_BUDGET)
         return partial(self._sessions.acknowledge, fence, budget, arrived_ns, owner, _limits("acknowledge", taken))
 
-    def fill(self, response: pb.VerifyResponse, answer: TargetVerdict | Reading) -> None:
-        if isinstance(answer, Reading):
+    def fill(self, response: pb.VerifyResponse, answer: TargetVerdict | PromptRead) -> None:
+        if isinstance(answer, PromptRead):
             response.reading.read_len = answer.read_len
             return
         verdict, hosted = response.verdict, answer.hosted

@@ -38,7 +38,7 @@ class OpenSearch(NamedTuple):
     live: tuple[LiveBeam, ...]
 
 
-class Reading(NamedTuple):
+class PromptRead(NamedTuple):
     """How many tokens of a session are read, while there are more."""
 
     read_len: int
@@ -66,7 +66,7 @@ class TargetState(SessionState[TargetTask]):
     finish_reason: FinishReason | None = None
     tells_reading: bool = field(default=False, kw_only=True)
     told_len: int = 0
-    """Tokens of which it was said that they are read, where that is told."""
+    """Tokens of which it was said that they are read, where that is said."""
     verdicts: list[SessionAnswer[TargetVerdict]] = field(default_factory=list)
     """Unacknowledged verdicts, in order."""
     hosted: HostedSession | None = field(default=None, kw_only=True)
@@ -99,13 +99,13 @@ class TargetState(SessionState[TargetTask]):
     def _unasked_end(self) -> int:
         return min(self.limit, self.acknowledged_len + UNACKNOWLEDGED_WINDOW)
 
-    def next_reading(self) -> Reading | None:
-        """What is to be told of how much is read; None where that is nothing new, or too little for a message."""
+    def next_reading(self) -> PromptRead | None:
+        """What is to be said of how much is read; None where that is nothing new, or too little for a message."""
         read_len = self.session.cached_len
         if not self.tells_reading or read_len < self.told_len + ceil(len(self.session) / MAX_READINGS):
             return None
         self.told_len = read_len
-        return Reading(read_len)
+        return PromptRead(read_len)
 
     @property
     def next_limits(self) -> GuessLimits:

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from bench.gpu.records import Recorder
 from bench.gpu.sizes import Sizes, matrices
-from bench.gpu.subjects import Layer, attention_kinds, available_ops, chain_of, random_weights, tree_of
+from bench.gpu.subjects import LayerCache, attention_kinds, available_ops, chain_of, random_weights, tree_of
 from bench.gpu.timing import Launch, Timing, time_launches
 from outrider.engine.ops import Ops, Weight
 
@@ -79,7 +79,7 @@ def _small(recorder: Recorder, sizes: Sizes, device: torch.device, name: str, op
     """Norm, silu, rotation and storing, in the shape of 8B."""
     shape = sizes.shapes["8b"]
     for rows in (1, CHAIN_ROWS):
-        layer = Layer(shape, 4096, device)
+        layer = LayerCache(shape, 4096, device)
         plan = layer.plan([layer.feed(64, chain_of(rows - 1))])
         x, gate_up = (
             torch.randn(rows, width, device=device) for width in (shape.hidden_size, 2 * shape.intermediate_size)
@@ -102,7 +102,7 @@ def _attention(recorder: Recorder, sizes: Sizes, device: torch.device, case: tup
     """Up to six rows are a chain, and more a tree. Counted are keys and values of every session, once."""
     length, sessions, rows = case
     shape = sizes.shapes["8b"]
-    layer = Layer(shape, sessions * (length + rows + 16), device)
+    layer = LayerCache(shape, sessions * (length + rows + 16), device)
     tree = chain_of(rows - 1) if rows <= CHAIN_ROWS else tree_of(rows - 1)
     feeds = [layer.feed(length, tree) for _ in range(sessions)]
     query = layer.queries(sessions * rows)

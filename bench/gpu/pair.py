@@ -64,7 +64,7 @@ class Answered:
     verdicts: int = 0
 
 
-class Pair:
+class InProcessPair:
     """A target whose sessions advance side by side, each with the drafter or without."""
 
     def __init__(self, target: ModelRunner, drafter: Drafter[Any]) -> None:
@@ -123,7 +123,7 @@ def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
     variant = variants(device)[-1]
     with recorder.case(variant.name):
         target, draft = (load(name, sizes.pair_tokens, device, variant) for name in sizes.pair)
-        pair = Pair(target, HostedModel(draft))
+        pair = InProcessPair(target, HostedModel(draft))
         prompts = asyncio.run(_encoded(sizes.pair[0], max(*sizes.streams, sizes.compared)))
         _compare(recorder, sizes, pair, prompts, variant.name)
         for streams in sizes.streams:
@@ -143,7 +143,9 @@ def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
                     recorder.add(f"tokens a verdict/{what}/{variant.name}", mean, "tokens")
 
 
-def _compare(recorder: Recorder, sizes: Sizes, pair: Pair, prompts: Sequence[Sequence[int]], name: str) -> None:
+def _compare(
+    recorder: Recorder, sizes: Sizes, pair: InProcessPair, prompts: Sequence[Sequence[int]], name: str
+) -> None:
     """Texts without guesses, all side by side, against those with them, few side by side; greedy and drawn."""
     for temperature in (0.0, 1.0):
         specs = [

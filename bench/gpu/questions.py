@@ -13,7 +13,7 @@ from torch import Tensor
 from bench.gpu.records import Recorder
 from bench.gpu.sizes import Sizes, matrices
 from bench.gpu.subjects import (
-    Layer,
+    LayerCache,
     Variant,
     attention_kinds,
     available_ops,
@@ -43,7 +43,7 @@ class Attention(NamedTuple):
     ops: Ops
     tiles: tuple[int, ...]
 
-    def __call__(self, layer: Layer, query: Tensor, feeds: Sequence[Feed]) -> Tensor:
+    def __call__(self, layer: LayerCache, query: Tensor, feeds: Sequence[Feed]) -> Tensor:
         """Attention of all rows of the feeds."""
         return layer.attend(self.ops, query, layer.plan(feeds, self.tiles))
 
@@ -119,7 +119,7 @@ def _rows_alone(recorder: Recorder, sizes: Sizes, device: torch.device, name: st
 def _attention(recorder: Recorder, sizes: Sizes, device: torch.device, name: str, attend: Attention) -> None:
     shape = sizes.shapes["8b"]
     lengths = [min(length, sizes.context_len // 4) for length in LENGTHS]
-    layer = Layer(shape, 8 * sum(lengths) + 4096, device)
+    layer = LayerCache(shape, 8 * sum(lengths) + 4096, device)
     trees = [layer.feed(length, tree_of(TREE_ROWS)) for length in lengths]
     singles = [layer.feed(length, TokenTree()) for length in lengths]
     query = layer.queries(sum(feed.num_rows for feed in (*trees, *singles)))
@@ -154,7 +154,7 @@ def _two_ways(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
     kinds = attention_kinds(device)
     if "triton" not in kinds:
         return
-    layer = Layer(sizes.shapes["8b"], 8192, device)
+    layer = LayerCache(sizes.shapes["8b"], 8192, device)
     feeds = [layer.feed(length, tree_of(TREE_ROWS)) for length in (37, 300, 1100)]
     query = layer.queries(sum(feed.num_rows for feed in feeds))
     ops, tiles = kinds["triton"]
@@ -163,7 +163,7 @@ def _two_ways(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
     recorder.add("attention/shared work = own chunks/triton", all(same), tiles=tiles, same=same)
 
 
-def _as_chain(layer: Layer, attend: Attention, feed: Feed, row: int, query: Tensor, together: Tensor) -> bool:
+def _as_chain(layer: LayerCache, attend: Attention, feed: Feed, row: int, query: Tensor, together: Tensor) -> bool:
     """Whether a row of a tree is bitwise the last row of a chain of its path, in other slots."""
     length, path = len(feed.session), feed.tree.path(row)
     chain = layer.feed(length, chain_of(len(path)))
@@ -175,7 +175,7 @@ def _as_chain(layer: Layer, attend: Attention, feed: Feed, row: int, query: Tens
     return result
 
 
-def _attention_error(layer: Layer, query: Tensor, plan: RowPlan, output: Tensor) -> float:
+def _attention_error(layer: LayerCache, query: Tensor, plan: RowPlan, output: Tensor) -> float:
     """The last row of a prompt against float64."""
     slots = plan.key_slots.long()
     keys, values = layer.keys[slots].double(), layer.values[slots].double()
@@ -185,7 +185,7 @@ def _attention_error(layer: Layer, query: Tensor, plan: RowPlan, output: Tensor)
 
 
 def _choices(recorder: Recorder, sizes: Sizes, device: torch.device, name: str, ops: Ops) -> None:
-    """Ids on equal logits beside those of the CPU, at three temperatures, with padding behind the vocabulary."""
+    """Ids on equal logits beside those of the CPU, at three temperatures, with padding after the vocabulary."""
     rows = 63
     logits = torch.randn(rows, sizes.vocab_size, generator=torch.Generator().manual_seed(3)) * 3
     keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=torch.Generator().manual_seed(4))
@@ -224,7 +224,7 @@ def _model(recorder: Recorder, sizes: Sizes, device: torch.device, variant: Vari
 
 
 def _logits(runner: ModelRunner, token_ids: list[int], tree: TokenTree) -> Tensor:
-    """Logits of the last token and of a tree behind it, of a session whose prompt was read before."""
+    """Logits of the last token and of a tree after it, of a session whose prompt was read before."""
     session = runner.open(token_ids, len(token_ids))
     runner.forward([Feed(session)])
     logits = runner.forward([Feed(session, tree)]).logits.clone()
@@ -233,7 +233,7 @@ def _logits(runner: ModelRunner, token_ids: list[int], tree: TokenTree) -> Tenso
 
 
 def _stepped(runner: ModelRunner, prompt: list[int], token_ids: list[int]) -> Tensor:
-    """Logits of the last of these tokens, which are fed one by one behind a prompt, as plain decoding does."""
+    """Logits of the last of these tokens, which are fed one by one after a prompt, as plain decoding does."""
     session = runner.open(prompt, len(prompt))
     logits = runner.forward([Feed(session)]).logits
     for token_id in token_ids:

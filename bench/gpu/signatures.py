@@ -9,7 +9,7 @@ from bench.gpu.records import Recorder
 from bench.gpu.sizes import Sizes, matrices
 from bench.gpu.subjects import (
     TILES,
-    Layer,
+    LayerCache,
     available_ops,
     cached_session,
     chain_of,
@@ -57,7 +57,7 @@ def _signatures(sizes: Sizes, device: torch.device, ops: Ops) -> dict[str, Launc
             for rows in rows_tried:
                 x = torch.randn(rows, size[1], device=device)
                 launches[f"linear/{model}/{matrix}/rows={rows}"] = partial(ops.linear, x, weight)
-        layer = Layer(shape, 8192, device)
+        layer = LayerCache(shape, 8192, device)
         for rows in (1, 6, 32):
             tree = chain_of(rows - 1) if rows < 32 else tree_of(rows - 1)
             for tiles in ((), *((each,) for each in TILES)):

@@ -17,7 +17,7 @@ class Sizes:
     vocab_size: int
     context_len: int
     memory_bytes: int
-    """Of a buffer whose bandwidth is measured."""
+    """Bytes of a buffer whose bandwidth is measured."""
     matmul: int
     rotate_bytes: int
     """Weights are rotated over so many bytes, so that none is read from a cache."""
@@ -30,7 +30,7 @@ class Sizes:
     graph_kernels: tuple[int, ...]
     step_rows: tuple[int, ...]
     eager_rows: tuple[int, ...]
-    """Those that are tried where the host has to launch every kernel, which takes long, at the first length alone."""
+    """Rows that are tried where the host has to launch every kernel, which takes long, at the first length alone."""
     step_lengths: tuple[int, ...]
     prompt_len: int
     kv_tokens: Mapping[str, int]

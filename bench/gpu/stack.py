@@ -42,7 +42,7 @@ class Load:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the time in which all streams ran."""
+        """Tokens a second of the time in which all streams ran."""
         begin_s, end_s = max(self.begun_s), min(self.ended_s)
         if end_s <= begin_s:
             raise RuntimeError("the first stream ended before the last one had begun")

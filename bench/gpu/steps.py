@@ -1,4 +1,4 @@
-"""Section `steps`: what a whole forward takes, with the draw behind it, and where its time goes."""
+"""Section `steps`: what a whole forward takes, with the draw after it, and where its time goes."""
 
 import cProfile
 import gc
@@ -92,7 +92,7 @@ def _step(recorder: Recorder, sizes: Sizes, runner: ModelRunner, feeds: list[Fee
 
 
 def _read(runner: ModelRunner, length: int) -> None:
-    """A prompt that nobody knows, alone."""
+    """A prompt that is in no cache, alone."""
     session = runner.open([1 + index % 200 for index in range(length)], length)
     while session.cached_len < length:
         runner.forward([Feed(session)])

@@ -142,7 +142,7 @@ def cached_session(runner: ModelRunner, length: int) -> Session:
     return session
 
 
-class Layer:
+class LayerCache:
     """The cache of a single layer of a shape, in bfloat16 on a device, with sessions in it."""
 
     def __init__(self, shape: Shape, num_tokens: int, device: torch.device) -> None:

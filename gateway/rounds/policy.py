@@ -58,7 +58,13 @@ class SpeculationPolicy:
 
     def pick(self, drafters: Sequence[DrafterId]) -> DrafterId:
         """Drafter of those that a target has in its process that a session should have; it has one until its end."""
-        return self._exploration.pick(drafters, self._speed_of)
+
+        def speed(drafter: DrafterId) -> float:
+            # With its chains, or with its trees where it has made some.
+            kinds = [kind for kind in (drafter._replace(makes=each) for each in Makes) if kind in self.costs.drafters]
+            return max(self._best(each, None).speed for each in self.costs.known(kinds) or [drafter])
+
+        return self._exploration.pick(drafters, speed)
 
     def enter(self, session: SessionEstimates) -> None:
         """A session is at work until it leaves."""
@@ -225,11 +231,6 @@ class SpeculationPolicy:
     def _best(self, drafter: DrafterId, session: SessionEstimates | None) -> GuessCandidate:
         """The number of guesses of a drafter that makes the most tokens a microsecond."""
         return fastest(self.candidates(drafter, self.tuning.tree_counts[-1], session)[1:])
-
-    def _speed_of(self, drafter: DrafterId) -> float:
-        """The most tokens a microsecond with chains of a drafter, or with its trees where it has made some."""
-        kinds = [kind for kind in (drafter._replace(makes=each) for each in Makes) if kind in self.costs.drafters]
-        return max(self._best(each, None).speed for each in self.costs.known(kinds) or [drafter])
 
 
 def _gain(tokens: Sequence[float], round_us: Mapping[int, float]) -> float:

@@ -294,7 +294,7 @@ def shared_work(
 ) -> tuple[NDArray[np.int32], int, WorkPlaces]:
     """A plan as the kernels of a GPU read it, int32 of an even size, and how many chunks all rows see together.
 
-    `longs` begin with token ids [R] and positions [R]. Behind a header come token ids, positions, slots, counts of keys
+    `longs` begin with token ids [R] and positions [R]. After a header come token ids, positions, slots, counts of keys
     and the places of the first chunks [R] among all rows' chunks; items, each of which says where its rows begin among
     the rows of items, their number, where their list begins among the key slots, and the chunk; the rows of items; the
     key slots.
@@ -327,7 +327,7 @@ def shared_work(
         len(items), items_begin, rows_begin, count, first_chunks, keys_begin, num_rows, ids, positions, own
     )
     header = np.array([*places, *[0] * (WORK_HEADER - len(places))])
-    # An even number, so that it may lie behind longer numbers.
+    # An even number, so that it may lie after longer numbers.
     filler = np.zeros((keys_begin + sum(map(len, key_lists))) % 2, dtype=np.int64)
     parts = [header, *columns, items.ravel(), np.array(item_rows), *key_lists, filler]
     return np.concatenate(parts, dtype=np.int32, casting="unsafe"), int(chunk_ends[-1]), places

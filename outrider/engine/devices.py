@@ -11,7 +11,7 @@ from outrider.errors import InvalidRequest
 
 
 def send(values: NDArray[Any], device: torch.device) -> Tensor:
-    """The values on a device, and on the CPU themselves; nobody waits for what the device is doing.
+    """The values on a device, and on the CPU themselves; without waiting for what the device is doing.
 
     They are read before it returns: of memory that is not pinned a copy is queued. Pinned memory was tried on an H100,
     and is no faster: a step of 8B took 6.23 ms from either.
@@ -22,7 +22,7 @@ def send(values: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def bind(device: torch.device) -> None:
-    """Makes a card the calling thread's: kernels are launched there, and on the first card where nobody said so."""
+    """Makes a card the calling thread's: kernels are launched there, and by default on the first card."""
     if device.type == "cuda" and torch.cuda.is_available():
         torch.cuda.set_device(device)
 

@@ -1,6 +1,6 @@
 """Asks a device whether a row has the same bits whatever is computed beside it, with a model's own weights.
 
-That is a promise of our kernels, and of nobody's compiler: what it makes of them may differ with its version and the
+That is a promise of our kernels, and of no compiler: what it makes of them may differ with its version and the
 card. `match` rests on it, so it is looked at where a model is loaded, and not believed.
 """
 
@@ -92,7 +92,7 @@ class _Attention:
         return all(torch.equal(chain, rows) for rows in (tree, torch.cat(steps), prompt))
 
     def _steps(self, session: Session) -> Iterator[Tensor]:
-        """The same rows, one after the other."""
+        """Outputs of the same rows, computed one after the other."""
         yield self._attend([Feed(session)])
         for token_id in CHAIN.token_ids:
             session.extend([token_id])

@@ -212,7 +212,7 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
         config, bias, has_norm = self.config, layer.qkv.bias, layer.query_norm is not None
         num_parts, num_rows, _ = parts.shape
         head_dim = config.head_dim
-        layers.split_heads[(num_rows, config.num_heads + config.num_kv_heads)](
+        layers.split_heads[(num_rows, config.num_heads + 2 * config.num_kv_heads)](
             parts,
             parts if bias is None else bias,
             layer.query_norm if has_norm else parts,

@@ -24,7 +24,7 @@ from outrider.errors import InvalidRequest
 __all__ = ["KERNELS", "Ops", "Weight", "choose_ops", "triton_missing"]
 
 KERNELS = ("auto", "eager", "triton", "graphs")
-"""Of an accelerator: the fastest that there are, torch's, ours one by one, ours recorded as graphs."""
+"""Names of what computes on an accelerator: the fastest there is, torch, ours one by one, ours recorded as graphs."""
 LEAST_TRITON = "3.6"
 
 

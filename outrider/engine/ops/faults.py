@@ -1,4 +1,4 @@
-"""Faults of rows that cannot be drawn from, found where the scores are, and told to the host with what it reads anyway.
+"""Faults of rows that cannot be drawn from, found where the scores are, and read by the host with what it reads anyway.
 
 On the CPU the operations raise themselves. On a device asking would cost a wait for each operation, so the results
 carry the fault: a negative id, or probabilities that are NaN.

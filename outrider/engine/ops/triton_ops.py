@@ -50,7 +50,7 @@ class TritonOps(EagerOps):
 
     @cached_property
     def overlap(self) -> dict[str, bool]:
-        """Of a kernel that begins while the one before it ends, where the device knows that (from Hopper on)."""
+        """Options of a kernel that begins while the one before it ends, where the card knows that (from Hopper on)."""
         if self.capability < (9, 0):
             return {"OVERLAPS": False}
         return {"OVERLAPS": True, "launch_pdl": True}

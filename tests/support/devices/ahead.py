@@ -125,7 +125,7 @@ def launch(ops: TritonOps, dtype: torch.dtype, shape: tuple[int, int, int, int, 
     blocks = {"BLOCK": triton.next_power_of_2(head_dim), "HALF": triton.next_power_of_2(head_dim // 2)}
     tables = norm, norm, empty(9, head_dim // 2), empty(9, head_dim // 2)
     numbers = num_rows, heads, groups, head_dim, 1e-5
-    layers.split_heads[num_rows, heads + groups](
+    layers.split_heads[num_rows, heads + 2 * groups](
         parts, parts, *tables, work, query, cache, cache, *numbers, **flags, **blocks, num_warps=1, **ops.options
     )
     room = ops.room_for_chunks(num_rows, heads, head_dim)

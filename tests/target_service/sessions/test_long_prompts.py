@@ -11,7 +11,7 @@ from support.services.stepped_target import PROMPT, Target
 
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sharing import MIN_PROMPT_ROWS, PROBE_STEPS
-from target_service.states import MAX_READINGS, Reading
+from target_service.states import MAX_READINGS, PromptRead
 from target_service.verifier import Verifier
 
 PROMPTS = [tuple(range(first, first + 120)) for first in (10, 60, 110)]
@@ -126,7 +126,7 @@ def test_how_much_of_a_prompt_is_read_is_told_while_it_is_read(watched: Watched)
             watched.step()
             steps.add(watched.cached(target.session_id))
         mine = [each.content for each in target.answers if each.fence.session_id == target.session_id]
-        told.append([each.read_len for each in mine if isinstance(each, Reading)])
+        told.append([each.read_len for each in mine if isinstance(each, PromptRead)])
         said.append(mine[-1].next_token_id)
     assert len(told[0]) > 3
     assert told[0] == sorted({*told[0]} & steps)

@@ -195,7 +195,7 @@ def sum_own_chunks(
     BLOCK_DIM: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Chunks of each row's own list, whoever else sees them: one program a chunk, group and row."""
+    """Chunks of each row's own list, shared or not: one program a chunk, group and row."""
     chunk = tl.program_id(0)
     group = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)

@@ -62,7 +62,7 @@ def find_best(
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of each piece of a row the greatest logit, best [R, pieces] float32, and its lowest token; -2 at a fault."""
+    """The greatest logit of each piece of a row, best [R, pieces] float32, and its lowest token; -2 at a fault."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     highest = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -98,7 +98,7 @@ def add_noise(
     BLOCK: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """Of each piece of a row the greatest sum of score and noise, float64, and its token: see Ops.choose.
+    """The greatest sum of score and noise of each piece of a row, float64, and its token: see Ops.choose.
 
     At temperature 0 the score of the best token is 0 and that of all others -inf.
     """

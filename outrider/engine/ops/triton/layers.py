@@ -91,46 +91,6 @@ def multiply_silu(
     tl.store(output + row * width + columns, silu * up, mask=is_column)
 
 
-@triton.jit
-def _head(
-    partials,
-    bias,
-    norm,
-    column,
-    row_width,
-    row,
-    part_size,
-    size,
-    epsilon,
-    NUM_PARTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HALF: tl.constexpr,
-):
-    """Both halves of a head of a product [R, W] that begins at this column, normed where there is a norm [D]."""
-    half = tl.arange(0, HALF)
-    is_half = half < HEAD_DIM // 2
-    places = row * row_width + column + half
-    first = add_units(partials, places, is_half, part_size, NUM_PARTS)
-    second = add_units(partials, places + HEAD_DIM // 2, is_half, part_size, NUM_PARTS)
-    if HAS_BIAS:
-        first += tl.load(bias + column + half, mask=is_half, other=0.0)
-        second += tl.load(bias + column + HEAD_DIM // 2 + half, mask=is_half, other=0.0)
-    if HAS_NORM:
-        dims = tl.arange(0, BLOCK)
-        is_dim = dims < HEAD_DIM
-        whole = add_units(partials, row * row_width + column + dims, is_dim, part_size, NUM_PARTS)
-        if HAS_BIAS:
-            whole += tl.load(bias + column + dims, mask=is_dim, other=0.0)
-        mean = tl.div_rn(tl.sum(whole * whole, 0), size.to(tl.float32))
-        factor = tl.div_rn(1.0, tl.sqrt_rn(mean + epsilon))
-        first = first * factor * tl.load(norm + half, mask=is_half, other=0.0)
-        second = second * factor * tl.load(norm + HEAD_DIM // 2 + half, mask=is_half, other=0.0)
-    return first, second
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def split_heads(
     partials,
@@ -156,86 +116,53 @@ def split_heads(
     HALF: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Turns the heads of a product [R, (H + 2G) D] and stores keys and values; one program a row and head.
+    """Norms and turns the heads of a product [R, (H + 2G) D], and stores them; one program a row and head.
 
     size is the head dimension again, as a number that a mean is divided by.
     """
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    half = tl.arange(0, HALF)
-    is_half = half < HEAD_DIM // 2
     row_width = (num_heads + 2 * num_groups) * HEAD_DIM
     part_size = num_rows.to(tl.int64) * row_width
+    half = tl.arange(0, HALF)
+    is_half = half < HEAD_DIM // 2
     if row < tl.load(work + NUM_ROWS):
-        position = tl.load(work + tl.load(work + POSITIONS) + row)
-        row_cos = tl.load(cos + position * (HEAD_DIM // 2) + half, mask=is_half, other=0.0)
-        row_sin = tl.load(sin + position * (HEAD_DIM // 2) + half, mask=is_half, other=0.0)
+        column = head * HEAD_DIM
+        own = partials + row * row_width + column
+        first = add_units(own, half, is_half, part_size, NUM_PARTS)
+        second = add_units(own, HEAD_DIM // 2 + half, is_half, part_size, NUM_PARTS)
+        if HAS_BIAS:
+            first += tl.load(bias + column + half, mask=is_half, other=0.0)
+            second += tl.load(bias + column + HEAD_DIM // 2 + half, mask=is_half, other=0.0)
+        if head < num_heads + num_groups:
+            if HAS_NORM:
+                dims = tl.arange(0, BLOCK)
+                is_dim = dims < HEAD_DIM
+                # Once more as a whole: its sum is that of the operation, which does not know halves.
+                whole = add_units(own, dims, is_dim, part_size, NUM_PARTS)
+                if HAS_BIAS:
+                    whole += tl.load(bias + column + dims, mask=is_dim, other=0.0)
+                factor = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(whole * whole, 0), size.to(tl.float32)) + epsilon))
+                norm = query_norm
+                if head >= num_heads:
+                    norm = key_norm
+                first = first * factor * tl.load(norm + half, mask=is_half, other=0.0)
+                second = second * factor * tl.load(norm + HEAD_DIM // 2 + half, mask=is_half, other=0.0)
+            angles = tl.load(work + tl.load(work + POSITIONS) + row) * (HEAD_DIM // 2) + half
+            row_cos = tl.load(cos + angles, mask=is_half, other=0.0)
+            row_sin = tl.load(sin + angles, mask=is_half, other=0.0)
+            first, second = rotated(first, second, row_cos, row_sin)
         if head < num_heads:
-            first, second = _head(
-                partials,
-                bias,
-                query_norm,
-                head * HEAD_DIM,
-                row_width,
-                row,
-                part_size,
-                size,
-                epsilon,
-                NUM_PARTS,
-                HAS_BIAS,
-                HAS_NORM,
-                HEAD_DIM,
-                BLOCK,
-                HALF,
-            )
-            first, second = rotated(first, second, row_cos, row_sin)
             target = query + (row * num_heads + head) * HEAD_DIM + half
-            tl.store(target, first, mask=is_half)
-            tl.store(target + HEAD_DIM // 2, second, mask=is_half)
         else:
-            group = head - num_heads
-            place = (tl.load(work + tl.load(work + SLOTS) + row).to(tl.int64) * num_groups + group) * HEAD_DIM + half
-            first, second = _head(
-                partials,
-                bias,
-                key_norm,
-                head * HEAD_DIM,
-                row_width,
-                row,
-                part_size,
-                size,
-                epsilon,
-                NUM_PARTS,
-                HAS_BIAS,
-                HAS_NORM,
-                HEAD_DIM,
-                BLOCK,
-                HALF,
-            )
-            first, second = rotated(first, second, row_cos, row_sin)
-            tl.store(key_cache + place, first, mask=is_half)
-            tl.store(key_cache + place + HEAD_DIM // 2, second, mask=is_half)
-            column = (head + num_groups) * HEAD_DIM
-            first, second = _head(
-                partials,
-                bias,
-                key_norm,
-                column,
-                row_width,
-                row,
-                part_size,
-                size,
-                epsilon,
-                NUM_PARTS,
-                HAS_BIAS,
-                False,
-                HEAD_DIM,
-                BLOCK,
-                HALF,
-            )
-            tl.store(value_cache + place, first, mask=is_half)
-            tl.store(value_cache + place + HEAD_DIM // 2, second, mask=is_half)
+            slot = tl.load(work + tl.load(work + SLOTS) + row).to(tl.int64)
+            place = (slot * num_groups + (head - num_heads) % num_groups) * HEAD_DIM + half
+            target = key_cache + place
+            if head >= num_heads + num_groups:
+                target = value_cache + place
+        tl.store(target, first, mask=is_half)
+        tl.store(target + HEAD_DIM // 2, second, mask=is_half)
 
 
 @triton.jit

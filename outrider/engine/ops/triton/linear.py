@@ -13,7 +13,7 @@ from outrider.engine.ops.triton.launch import begin as begin_kernel
 UNITS = (1024, 512, 256)
 """Inputs that are summed before they meet the others; which of these belongs to the numerics."""
 ENOUGH_PROGRAMS = 256
-"""Of tiles of 64 outputs times units: where large units are fewer, smaller ones keep a GPU busy."""
+"""Tiles of 64 outputs times units that keep a GPU busy: where large units make fewer, smaller ones are taken."""
 
 
 def unit_of(num_outputs: int, num_inputs: int) -> int:
