@@ -29,7 +29,7 @@ from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
 from outrider.engine.session import Session
 from outrider.engine.sharing import share_rows
 from outrider.errors import CacheFull, Field, InvalidRequest, ModelRefused, PromptTooLong
-from outrider.token_tree import EMPTY, TokenTree
+from outrider.token_tree import EMPTY
 
 log = structlog.get_logger()
 
@@ -352,23 +352,6 @@ class ModelRunner:
         log.warning("the device is out of memory, and prompts are read in smaller pieces", rows=room, fix=fix)
         torch.cuda.empty_cache()
         return None
-
-    def warm_up(self) -> None:
-        """Makes every step once that costs more the first time; leaves no session, and forwards that are not counted.
-
-        Belongs before the model serves, and after `tap`.
-        """
-        for num_rows, longest in self.model.step_shapes:
-            # One session with the longest rows, and others with one each.
-            lengths = [longest] + [1] * (num_rows - longest)
-            if max(longest, 2) > self.context_len or len(lengths) + longest // BLOCK_SIZE + 1 > self.pool.num_free:
-                continue
-            sessions = [self.open([0], 1) for _ in lengths]
-            chains = [TokenTree.chain([0] * (length - 1)) for length in lengths]
-            self.forward([Feed(*each) for each in zip(sessions, chains, strict=True)])
-            for session in sessions:
-                session.free()
-        self.forward_counts, self._num_forwards = ForwardCounts(), 0
 
     def finish(self) -> None:
         """Counts the time of the last forward, after which its tokens have been drawn and read; idempotent."""

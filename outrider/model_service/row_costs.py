@@ -1,12 +1,15 @@
 """Costs of a model's forwards by their rows, measured before it serves, so that a gateway knows them from the start."""
 
 import time
+from collections.abc import Sequence
 
 import torch
 
 from outrider.engine.batching import Feed
+from outrider.engine.cache import BLOCK_SIZE
 from outrider.engine.runner import ForwardCounts, ModelRunner
-from outrider.token_tree import TokenTree
+from outrider.engine.session import Session
+from outrider.token_tree import EMPTY, TokenTree
 
 BUDGET_S = 0.4
 """Time after which no more rows are tried: a gateway learns of more while it serves."""
@@ -32,6 +35,33 @@ def measure_rows(runner: ModelRunner, budget_s: float = BUDGET_S) -> dict[int, i
         num_rows *= 2
     runner.forward_counts = ForwardCounts()
     return found
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Makes each step once that costs more the first time, because it is recorded or compiled then, and a prompt.
+
+    Runs on the calling thread, before the model serves. Leaves no session, and forwards that are not counted.
+    """
+    room, shapes = min(runner.context_len, runner.pool.num_free * BLOCK_SIZE), runner.model.step_shapes
+    for num_rows, longest in shapes:
+        # One session with the longest rows, and others with one each.
+        lengths = [longest] + [1] * (num_rows - longest)
+        if max(longest, 2) <= runner.context_len and len(lengths) + longest // BLOCK_SIZE < runner.pool.num_free:
+            _try([(runner.open([0], 1), TokenTree.chain([0] * (length - 1))) for length in lengths], runner)
+    if shapes:
+        _try([(runner.open([0] * min(runner.max_rows, room), 1), EMPTY)], runner)
+    runner.forward_counts = ForwardCounts()
+
+
+def _try(texts: Sequence[tuple[Session, TokenTree]], runner: ModelRunner) -> None:
+    try:
+        logits = runner.forward([Feed(*each) for each in texts]).logits
+        keys = torch.zeros(len(logits), dtype=torch.int64, device=runner.device)
+        temperatures = torch.ones(len(logits), dtype=torch.float64, device=runner.device)
+        runner.ops.choose(logits, temperatures, keys, runner.vocabulary_size)
+    finally:
+        for session, _ in texts:
+            session.free()
 
 
 def _forward_us(runner: ModelRunner, token_ids: list[int]) -> int:

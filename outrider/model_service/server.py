@@ -27,7 +27,7 @@ from outrider.model_files.vocabulary import Vocabulary, tokenizer_doubt, tokeniz
 from outrider.model_service.leases import LeaseTable
 from outrider.model_service.link import LinkServicer
 from outrider.model_service.metrics import ServiceMetrics
-from outrider.model_service.row_costs import measure_rows
+from outrider.model_service.row_costs import measure_rows, warm_up
 from outrider.model_service.servicer import ServiceFacts, model_service
 from outrider.model_service.sessions import SessionStore
 from outrider.model_service.settings import ModelServiceSettings
@@ -62,7 +62,7 @@ class LoadedModel:
     async def measured(self) -> "LoadedModel":
         """The model with the costs of its forwards, before it serves."""
         with Progress("measuring forwards", self.runner.identity.model_name):
-            await asyncio.to_thread(self.runner.warm_up)
+            await asyncio.to_thread(warm_up, self.runner)
             return replace(self, row_costs=await asyncio.to_thread(measure_rows, self.runner))
 
     def set_threads(self) -> None:

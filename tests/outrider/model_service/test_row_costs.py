@@ -6,11 +6,14 @@ from pathlib import Path
 import grpc
 import pytest
 from support.models.tiny_models import write_tiny_model
+from torch import Tensor
 
 from draft_service.server import DraftSettings
 from draft_service.server import start as start_draft
+from outrider.engine.batching import RowPlan
+from outrider.engine.cache import KVCache
 from outrider.engine.runner import ModelRunner
-from outrider.model_service.row_costs import MOST_ROWS, measure_rows
+from outrider.model_service.row_costs import MOST_ROWS, measure_rows, warm_up
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1.model_service_pb2_grpc import ModelServiceStub
 from target_service.server import TargetSettings
@@ -55,3 +58,26 @@ async def test_services_say_what_they_have_measured(tmp_path: Path) -> None:
         assert [each.row_count for each in info.row_costs][:3] == [1, 2, 4]
         assert all(each.compute_us >= 1 for each in info.row_costs)
         assert offers["hosted" if service.facts.role == "target" else "model"][:3] == [1, 2, 4]
+
+
+def test_what_costs_more_the_first_time_is_made_before(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number of rows that the model names, divided among sessions, and a prompt; nothing of it stays."""
+    shapes = [(1, 1), (5, 5), (9, 4)]
+    monkeypatch.setattr(type(runner.model), "step_shapes", shapes)
+    plans, forward = [], runner.model.forward
+
+    def noted(plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
+        plans.append((plan.num_rows, plan.max_key_count))
+        return forward(plan, cache, wanted)
+
+    monkeypatch.setattr(runner.model, "forward", noted)
+    warm_up(runner)
+    assert plans == [*shapes, (min(runner.max_rows, runner.context_len), min(runner.max_rows, runner.context_len))]
+    assert runner.pool.num_used == 0
+    assert runner.forward_counts.num_rows == 0
+
+
+def test_a_model_without_such_steps_computes_nothing(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU every step costs the same from the first on."""
+    monkeypatch.setattr(runner.model, "forward", None)
+    warm_up(runner)
