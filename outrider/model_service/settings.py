@@ -102,7 +102,7 @@ class ModelServiceSettings(ProcessSettings):
         KernelChoice,
         Setting(
             "What computes on a CUDA device: torch (eager), our kernels one by one (triton) or recorded as graphs "
-            "(graphs); auto takes the fastest that are installed."
+            "(graphs); auto takes the fastest that it can have, and the CPU knows no other."
         ),
     ] = KernelChoice.AUTO
     threads: Annotated[int, Setting("Compute threads.", within(1, MAX_THREADS), default="one for each CPU")] = field(

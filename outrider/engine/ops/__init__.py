@@ -26,6 +26,8 @@ __all__ = ["KERNELS", "Ops", "Weight", "choose_ops", "triton_missing"]
 KERNELS = ("auto", "eager", "triton", "graphs")
 """Names of what computes on an accelerator: the fastest there is, torch, ours one by one, ours recorded as graphs."""
 LEAST_TRITON = "3.6"
+# Ampere's, whose matrix units know bfloat16.
+LEAST_CAPABILITY = 8, 0
 
 
 class Ops(Protocol):
@@ -118,15 +120,28 @@ def choose_ops(device: torch.device, num_threads: int, packed_bits: int | None =
     if kernels not in KERNELS:
         raise InvalidRequest("kernels", kernels, f"one of {', '.join(KERNELS)}")
     if device.type != "cpu":
-        missing = triton_missing() if torch.cuda.is_available() else seen_devices()
+        missing = _missing(device)
         if kernels in ("triton", "graphs") and missing is not None:
             raise InvalidRequest("kernels", kernels, f'"auto" or "eager" here: {missing}')
         if kernels == "eager" or missing is not None:
             return EagerOps(packed_bits)
         ops: Ops = import_module("outrider.engine.ops.triton_ops").TritonOps(device, has_graphs=kernels != "triton")
         return ops
+    if kernels != "auto":
+        raise InvalidRequest("kernels", kernels, '"auto" on the CPU, which has kernels of its own')
     compiled = load_kernels()
     return ReferenceOps(packed_bits) if compiled is None else NativeOps(compiled, num_threads, packed_bits=packed_bits)
+
+
+def _missing(device: torch.device) -> str | None:
+    """Why our kernels cannot compute on a device that is not the CPU; None where they can."""
+    if not torch.cuda.is_available():
+        return seen_devices()
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        needed, found = (".".join(map(str, each)) for each in (LEAST_CAPABILITY, capability))
+        return f"our kernels need compute capability {needed}, and {device} has {found}"
+    return triton_missing()
 
 
 def triton_missing() -> str | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from outrider.engine.ops import choose_ops, library
 from outrider.engine.ops.native import NativeOps
 from outrider.engine.ops.reference import ReferenceOps
+from outrider.errors import InvalidRequest
 
 
 def product_inputs(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -28,6 +29,33 @@ def test_the_cpu_gets_the_fastest_build() -> None:
     assert isinstance(ops, NativeOps if BUILT else ReferenceOps)
     assert ops.name == (BUILT or ["reference"])[0]
     assert choose_ops(torch.device("cuda"), 2).name == "eager"
+
+
+@pytest.mark.parametrize(
+    ("device", "kernels", "words"),
+    [
+        ("cpu", "fast", "kernels is 'fast', but must be one of auto, eager, triton, graphs"),
+        ("cpu", "graphs", "kernels is 'graphs', but must be \"auto\" on the CPU"),
+        ("cpu", "eager", "kernels is 'eager', but must be \"auto\" on the CPU"),
+        ("cuda:0", "triton", 'kernels is \'triton\', but must be "auto" or "eager" here: It sees no CUDA device'),
+    ],
+)
+def test_kernels_that_are_not_to_be_had_are_refused(device: str, kernels: str, words: str) -> None:
+    """With what may be asked for there, and why."""
+    if device != "cpu" and torch.cuda.is_available():
+        pytest.skip("there is a card")
+    with pytest.raises(InvalidRequest) as refused:
+        choose_ops(torch.device(device), 2, kernels=kernels)
+    assert refused.value.message.startswith(words)
+
+
+def test_an_old_card_has_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default; who asks for our kernels there is told what they need."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert choose_ops(torch.device("cuda:0"), 2).name == "eager"
+    with pytest.raises(InvalidRequest, match=r"our kernels need compute capability 8\.0, and cuda:0 has 7\.5"):
+        choose_ops(torch.device("cuda:0"), 2, kernels="graphs")
 
 
 def test_without_kernels_the_reference_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
