@@ -164,7 +164,8 @@ async def test_a_stretch_is_ended_over_a_real_link() -> None:
         for seed in range(4):
             log = TokenLog(PROMPT)
             spec = SessionSpec(PROMPT, 2, SamplingParameters(), seed, 400, frozenset({EOS}), frozenset())
-            planner = RoundPlanner(SpeculationPolicy(), None, 400, 32, Drafting((LOOKUP,)))
+            # A fixed number, because what `auto` makes of a busy machine is none of this test's business.
+            planner = RoundPlanner(SpeculationPolicy(), 8, 400, 32, Drafting((LOOKUP,)))
             timeouts = TargetTimeouts(RoundDeadline(PATIENT_S))
             target = RemoteTargetSession(Replicas(here.links[:1]), timeouts, spec, log, bytes([seed] * 16), "hash")
             lookup = LookupGuesses(LookupSources().session(PROMPT, (), ""), Rule.MATCH, 32)
