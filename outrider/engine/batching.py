@@ -319,10 +319,9 @@ def shared_work(
     items[:, 3] += np.arange(len(items), dtype=np.int32) - np.repeat(ends - lengths, lengths).astype(np.int32)
     chunk_ends = np.cumsum(chunks)
     columns = longs[: 2 * num_rows], slots, counts, chunk_ends - chunks
-    begin = WORK_HEADER + np.array([0, num_rows, 2 * num_rows, 3 * num_rows, 4 * num_rows, 5 * num_rows])
-    rows_begin = int(begin[5]) + items.size
+    ids, positions, own, count, first_chunks, items_begin = (WORK_HEADER + place * num_rows for place in range(6))
+    rows_begin = items_begin + items.size
     keys_begin = rows_begin + len(item_rows)
-    ids, positions, own, count, first_chunks, items_begin = map(int, begin)
     places = WorkPlaces(
         len(items), items_begin, rows_begin, count, first_chunks, keys_begin, num_rows, ids, positions, own
     )

@@ -1,6 +1,6 @@
 """A transformer's forward as few kernels of a GPU, recorded as graphs. Not another model: the bits are its forward's.
 
-A step of up to MAX_GRAPH_ROWS rows is one replay of a graph that was recorded for as many rows, or a few more. Neither
+A step of few rows is one replay of a graph that was recorded for as many rows, or a few more. Neither
 lengths nor sessions nor trees are part of a graph, because the kernels read them from the device. A forward of more
 rows launches the same kernels one by one, which is no slower where each has much to do.
 """
@@ -157,13 +157,13 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
         )
         for place, (layer, next_norm) in enumerate(zip(model.layers, norms, strict=True)):
             self._store_tap(place, x, work, cache)
-            heads = ops.parts_of_product(hidden, _matrix(layer.qkv))
+            heads = ops.parts_of_product(hidden, layer.qkv.weight)
             self._split_heads(layer, heads, work, query, cache.keys[place], cache.values[place])
             ops.attend_together(
                 query, work, tile_rows, cache.keys[place], cache.values[place], model.scale, partials, attended
             )
             self._add_and_norm(x, layer.output, attended, layer.post_norm, hidden)
-            gate_up = ops.parts_of_product(hidden, _matrix(layer.gate_up))
+            gate_up = ops.parts_of_product(hidden, layer.gate_up.weight)
             width = gate_up.shape[2] // 2
             multiplied = torch.empty(num_rows, width, dtype=dtype, device=device)
             bias = layer.gate_up.bias
@@ -188,7 +188,7 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
         return self.ops.linear(hidden, self._model.head)
 
     def _add_and_norm(self, x: Tensor, linear: Linear, inputs: Tensor, norm: Tensor, hidden: Tensor) -> None:
-        parts = self.ops.parts_of_product(inputs, _matrix(linear))
+        parts = self.ops.parts_of_product(inputs, linear.weight)
         num_parts, num_rows, size = parts.shape
         bias = linear.bias
         layers.add_and_norm[(num_rows,)](
@@ -252,9 +252,3 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
                     BLOCK=1024,
                     **self.ops.options,
                 )
-
-
-def _matrix(linear: Linear) -> Tensor:
-    if not isinstance(linear.weight, Tensor):
-        raise ValueError("packed matrices are for the CPU")
-    return linear.weight

@@ -74,9 +74,7 @@ class TritonOps(EagerOps):
         return found
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        if isinstance(weight, PackedMatrix):
-            raise ValueError("packed matrices are for the CPU")
-        partials = self.parts_of_product(x.to(weight.dtype).contiguous(), weight)
+        partials = self.parts_of_product(x, weight)
         if partials.shape[0] == 1 and bias is None:
             return partials[0]
         num_parts, num_rows, num_outputs = partials.shape
@@ -87,8 +85,11 @@ class TritonOps(EagerOps):
         linear.sum_units[grid](partials, given, output, *sizes, **constants)
         return output
 
-    def parts_of_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Parts [P, R, N] whose sum, in order, is x [R, K] times the transpose of weight [N, K], both of one type."""
+    def parts_of_product(self, x: Tensor, weight: Weight) -> Tensor:
+        """Parts [P, R, N] whose sum, in order, is x [R, K] times the transpose of weight [N, K], in the type of weight."""
+        if isinstance(weight, PackedMatrix):
+            raise ValueError("packed matrices are for the CPU")
+        x = x.to(weight.dtype).contiguous()
         (num_rows, num_inputs), num_outputs = x.shape, weight.shape[0]
         few = num_rows <= FEW_ROWS
         if weight.dtype is torch.float32:

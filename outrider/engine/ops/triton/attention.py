@@ -8,16 +8,8 @@ matrix unit: token rows times the query heads of one key-value head, whose numbe
 import triton
 import triton.language as tl
 
+from outrider.engine.ops.triton.launch import COUNTS, ITEM_ROWS, ITEMS, KEY_SLOTS, NUM_ITEMS, NUM_ROWS, ROW_CHUNKS
 from outrider.engine.ops.triton.launch import begin as begin_kernel
-
-# Places in the header of shared work: outrider.engine.batching.WorkPlaces.
-NUM_ITEMS = tl.constexpr(0)
-ITEMS = tl.constexpr(1)
-ITEM_ROWS = tl.constexpr(2)
-COUNTS = tl.constexpr(3)
-ROW_CHUNKS = tl.constexpr(4)
-KEY_SLOTS = tl.constexpr(5)
-NUM_ROWS = tl.constexpr(6)
 
 JOINED = 16
 """Chunks that are joined at a time; belongs to the numerics, as the length of a chunk does."""

@@ -7,15 +7,9 @@ fill a graph up: they repeat its last row, and are stored nowhere.
 import triton
 import triton.language as tl
 
-from outrider.engine.ops.triton.launch import begin
+from outrider.engine.ops.triton.launch import NUM_ROWS, POSITIONS, SLOTS, TOKEN_IDS, begin
 from outrider.engine.ops.triton.linear import add_units
-from outrider.engine.ops.triton.rows import normed, rotated
-
-# Places in the header of shared work: outrider.engine.batching.WorkPlaces.
-NUM_ROWS = tl.constexpr(6)
-TOKEN_IDS = tl.constexpr(7)
-POSITIONS = tl.constexpr(8)
-SLOTS = tl.constexpr(9)
+from outrider.engine.ops.triton.rows import norm_factor, normed, rotated, silu
 
 
 @triton.jit
@@ -87,8 +81,7 @@ def multiply_silu(
     if HAS_BIAS:
         gate += tl.load(bias + columns, mask=is_column, other=0.0)
         up += tl.load(bias + width + columns, mask=is_column, other=0.0)
-    silu = tl.div_rn(gate, 1.0 + tl.exp(-gate))
-    tl.store(output + row * width + columns, silu * up, mask=is_column)
+    tl.store(output + row * width + columns, silu(gate) * up, mask=is_column)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -143,7 +136,7 @@ def split_heads(
                 whole = add_units(own, dims, is_dim, part_size, NUM_PARTS)
                 if HAS_BIAS:
                     whole += tl.load(bias + column + dims, mask=is_dim, other=0.0)
-                factor = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(whole * whole, 0), size.to(tl.float32)) + epsilon))
+                factor = norm_factor(whole, size, epsilon)
                 norm = query_norm
                 if head >= num_heads:
                     norm = key_norm

@@ -5,10 +5,22 @@ import triton.language as tl
 
 
 @triton.jit
-def normed(x, weight, size, epsilon):
-    """x / sqrt(mean of x^2 + epsilon) * weight, of x with zeros past its size (Zhang and Sennrich, 2019)."""
+def norm_factor(x, size, epsilon):
+    """1 / sqrt(mean of x^2 + epsilon), of x with zeros past its size (Zhang and Sennrich, 2019)."""
     mean = tl.div_rn(tl.sum(x * x, 0), size.to(tl.float32))
-    return x * tl.div_rn(1.0, tl.sqrt_rn(mean + epsilon)) * weight
+    return tl.div_rn(1.0, tl.sqrt_rn(mean + epsilon))
+
+
+@triton.jit
+def normed(x, weight, size, epsilon):
+    """x times its norm_factor times weight."""
+    return x * norm_factor(x, size, epsilon) * weight
+
+
+@triton.jit
+def silu(x):
+    """x / (1 + e^-x)."""
+    return tl.div_rn(x, 1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -30,8 +42,7 @@ def silu_multiply(gate_up, output, width, BLOCK: tl.constexpr):
     is_column = columns < width
     gate = tl.load(gate_up + row * 2 * width + columns, mask=is_column, other=0.0)
     up = tl.load(gate_up + row * 2 * width + width + columns, mask=is_column, other=0.0)
-    silu = tl.div_rn(gate, 1.0 + tl.exp(-gate))
-    tl.store(output + row * width + columns, silu * up, mask=is_column)
+    tl.store(output + row * width + columns, silu(gate) * up, mask=is_column)
 
 
 @triton.jit
