@@ -86,7 +86,7 @@ class TritonOps(EagerOps):
         return output
 
     def parts_of_product(self, x: Tensor, weight: Weight) -> Tensor:
-        """Parts [P, R, N] whose sum, in order, is x [R, K] times the transpose of weight [N, K], in the type of weight."""
+        """Parts [P, R, N] whose sum, in order, is x [R, K] times the transpose of weight [N, K], in its type."""
         if isinstance(weight, PackedMatrix):
             raise ValueError("packed matrices are for the CPU")
         x = x.to(weight.dtype).contiguous()
