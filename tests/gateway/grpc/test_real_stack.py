@@ -141,7 +141,7 @@ async def test_without_a_draft() -> None:
 async def test_a_draft_that_goes_and_comes_back() -> None:
     """The draft ends in the middle of a request, which goes on plainly, and is used again when it is back."""
     async with running_stack() as stack:
-        fields = {"text": PROMPT, "seed": 3, "max_tokens": 400, "ignore_eos": True, "draft_count": 4}
+        fields = {"text": PROMPT, "seed": 3, "max_tokens": 1500, "ignore_eos": True, "draft_count": 4}
         expected = await stack.generate(**fields)
         call = stack.call(request_of(**fields))
         rounds = [(await call.read()).round for _ in range(5)]
