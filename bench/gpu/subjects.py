@@ -53,8 +53,10 @@ class Variant:
 
 
 def variants(device: torch.device) -> list[Variant]:
-    """Plain torch, our kernels, and our kernels replayed as graphs, as far as this machine has them."""
-    if device.type != "cuda" or triton_missing() is not None:
+    """Plain torch, our kernels, and our kernels replayed as graphs, as far as this device has them."""
+    if device.type != "cuda":
+        return [Variant("cpu", "auto")]
+    if triton_missing() is not None:
         return [Variant("eager", "eager")]
     return [Variant("eager", "eager"), Variant("triton", "triton"), Variant("graphs", "graphs")]
 

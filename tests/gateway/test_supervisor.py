@@ -22,6 +22,7 @@ from support.basics import eventually
 from support.certificates import issue, server_of
 from support.keys import bearer, write_keys
 from support.observability import findings
+from support.processes import children_of
 from support.stack import TARGET, RunningStack, request_of, running_stack
 
 from outrider.errors import PeerLost, RateLimited
@@ -111,13 +112,11 @@ class Gateway:
 
     def workers(self) -> dict[int, int]:
         """Process ids by the numbers of workers."""
-        found = {}
-        for path in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
-            for pid in map(int, path.read_text().split()):
-                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-                if "--number" in words:
-                    found[int(words[words.index("--number") + 1])] = pid
-        return found
+        return {
+            int(words[words.index("--number") + 1]): pid
+            for pid, words in children_of(self.process.pid).items()
+            if "--number" in words
+        }
 
 
 def launch(stack: RunningStack, *flags: str, tokenizer: str = TARGET) -> Launch:

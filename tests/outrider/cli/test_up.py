@@ -12,12 +12,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from rich.console import Console
 from support.basics import eventually
+from support.processes import children_of
 
 from outrider.cli.doctor.checks import rest_text
 from outrider.cli.local_stack import Addresses
@@ -431,5 +432,4 @@ MODULES = {"target": "target_service", "gateway": "gateway"}
 
 def child_of(pid: int, module: str) -> list[int]:
     """The processes with a module that a process has started."""
-    found = [child for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
-    return [int(child) for child in found if f"-m\0{module}\0" in Path(f"/proc/{child}/cmdline").read_text()]
+    return [child for child, words in children_of(pid).items() if ("-m", module) in pairwise(words)]

@@ -8,13 +8,14 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.basics import eventually
+from support.processes import children_of, command_words
 from support.stack import until_quiet
 
 from outrider.cli.options import RequestOptions, settings_of
@@ -44,12 +45,7 @@ class Up:
 
     def children(self) -> list[int]:
         """Process ids of its services."""
-        found = []
-        for path in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
-            # A thread may end while it is looked at.
-            with suppress(FileNotFoundError):
-                found += [int(pid) for pid in path.read_text().split()]
-        return found
+        return list(children_of(self.process.pid))
 
     async def await_children(self, count: int) -> list[int]:
         """Process ids of its services, once it has started so many."""
@@ -58,22 +54,17 @@ class Up:
 
     def child(self, module: str) -> int:
         """Process id of one service."""
-        for pid in self.children():
-            if module in command_line(pid):
+        for pid, words in children_of(self.process.pid).items():
+            if module in words:
                 return pid
         raise AssertionError(f"no child runs {module}")
 
     async def until_quiet(self) -> None:
         """Waits until neither service holds a session or a block; the gateway knows where they are."""
-        words = command_line(self.child("gateway"))
+        words = command_words(self.child("gateway"))
         for flag in ("--target", "--draft"):
             async with open_channel(words[words.index(flag) + 1]) as channel:
                 await until_quiet(channel)
-
-
-def command_line(pid: int) -> list[str]:
-    """The words with which a process was started."""
-    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
 
 
 async def start(*arguments: str) -> asyncio.subprocess.Process:
