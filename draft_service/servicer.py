@@ -15,8 +15,8 @@ from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import MAX_DRAFT_COUNT
 from outrider.rpc import channels
 from outrider.rpc.messages.session import live_beams_from, search_spec_from, spec_from
-from outrider.rpc.messages.tree import shape_from, write_tree
-from outrider.token_tree import TokenTree
+from outrider.rpc.messages.tree import MAX_BRANCHES, shape_from, write_branches, write_tree
+from outrider.token_tree import Branch, TokenTree
 from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1.draft_service_pb2_grpc import DraftServiceServicer, add_DraftServiceServicer_to_server
 
@@ -67,7 +67,12 @@ class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftService
         """Raises InvalidRequest."""
         draft_count = check_range(f"{action}.draft_count", message.draft_count, 0, MAX_DRAFT_COUNT)
         if not message.HasField("shape"):
-            return Wanted(draft_count, arrived_ns, search=search)
+            if isinstance(message, pb.DraftOpen):
+                return Wanted(draft_count, arrived_ns, search=search)
+            branch_count = check_range("advance.branch_count", message.branch_count, 0, MAX_BRANCHES)
+            return Wanted(draft_count, arrived_ns, None, search, branch_count, message.went_on)
+        if isinstance(message, pb.DraftAdvance) and message.branch_count:
+            raise InvalidRequest("advance.branch_count", message.branch_count, "0 together with advance.shape")
         if search is not None:
             raise InvalidRequest(f"{action}.shape", "present", "absent for a beam search, which has a shape of its own")
         shape = shape_from(message.shape, f"{action}.shape")
@@ -80,5 +85,8 @@ class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftService
         beams = live_beams_from(message.beams, field, self._facts.vocabulary_size)
         return Search(message.beams.width, beams)
 
-    def fill(self, response: pb.ProposeResponse, answer: TokenTree) -> None:
-        write_tree(response.proposal, answer, with_logprobs=True)
+    def fill(self, response: pb.ProposeResponse, answer: TokenTree | list[Branch]) -> None:
+        if isinstance(answer, TokenTree):
+            write_tree(response.proposal, answer, with_logprobs=True)
+        else:
+            write_branches(response.branches, answer)

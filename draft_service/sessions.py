@@ -7,18 +7,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from draft_service.states import BeamDraftState, DraftState, HostedState, ModelState, Wanted, check_shape
+from draft_service.states import BeamDraftState, DraftState, Ends, HostedState, ModelState, Wanted, check_shape
 from draft_service.tasks import HostedTask, Task
 from outrider.drafters.drafter import Drafter, HostedSession
 from outrider.drafters.model_drafter import MODEL, Ahead
+from outrider.drafters.run_ahead import BranchingTask
 from outrider.drafters.scales import Experience
 from outrider.engine.runner import ModelRunner
+from outrider.estimates.timing import ComputeTimes, Meter
 from outrider.grammar import Grammar
 from outrider.model_service.leases import LeaseTable
 from outrider.model_service.outbox import Outbox, SessionAnswer
 from outrider.model_service.sessions import SessionStore
 from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence, MessageStatus, classify
+from outrider.token_tree import Branch, TokenTree
 
 
 class DraftSessions(SessionStore[DraftState]):
@@ -114,12 +117,32 @@ class DraftSessions(SessionStore[DraftState]):
         held.reply = None
         # The last token of a request is the target's alone, and no guess may lie past the draft's context.
         room = min(held.spec.max_len - 1, self._context_len) - fence.base_len
-        on_done, on_failure = partial(self._on_done, fence, held), partial(self.fail, fence.session_id, held)
-        held.task = held.new_task(wanted, room, on_done, on_failure)
-        self._submit(held.task)
+        ends = Ends(
+            partial(self._on_done, fence, held),
+            partial(self._on_found, fence, held),
+            partial(self.fail, fence.session_id, held),
+        )
+        held.task = task = held.new_task(wanted, room, ends)
+        if isinstance(task, BranchingTask):
+            task.begin()
+        if not task.done:
+            self._submit(task)
 
     def _on_done(self, fence: Fence, held: DraftState, task: Task) -> None:
         held.task = None
+        if isinstance(task, BranchingTask):
+            # What it has found was handed on before.
+            return
         times = task.found.times if isinstance(task, HostedTask) else task.meter.times()
-        held.reply = SessionAnswer(fence, task.proposal, held.committed_len, held.cached_len, times)
+        self._reply(fence, held, task.proposal, times)
+
+    def _on_found(self, fence: Fence, held: DraftState, task: BranchingTask, found: TokenTree | list[Branch]) -> None:
+        times, task.meter = task.meter.times(), Meter()
+        if isinstance(found, TokenTree):
+            self._reply(fence, held, found, times)
+        else:
+            held.answer(SessionAnswer(fence, found, held.committed_len, held.cached_len, times))
+
+    def _reply(self, fence: Fence, held: DraftState, proposal: TokenTree, times: ComputeTimes) -> None:
+        held.reply = SessionAnswer(fence, proposal, held.committed_len, held.cached_len, times)
         held.answer(held.reply)

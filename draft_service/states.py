@@ -13,19 +13,30 @@ from outrider.beams import LiveBeam
 from outrider.drafters.beam_drafter import BeamDraftTask
 from outrider.drafters.drafter import Drafter, GuessLimits, HostedSession
 from outrider.drafters.model_drafter import MODEL, DraftTask, Inner, Learn, noise_of
+from outrider.drafters.run_ahead import BranchingTask, Left, settle
 from outrider.drafters.scales import Experience
 from outrider.drafters.tree_drafter import as_tree
 from outrider.engine.beams import Beams
+from outrider.engine.branching import Branching
+from outrider.engine.noise import Purpose
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.estimates.timing import Meter
 from outrider.model_service.outbox import SessionAnswer
 from outrider.model_service.session_state import SessionState
-from outrider.token_tree import TokenTree, TreeShape
+from outrider.parameters import Rule
+from outrider.token_tree import Branch, TokenTree, TreeShape
 
 WHERE_BEAMS = "present where the session was opened with beams, and only there"
 
-OnDone = Callable[[Task], None]
-OnFailure = Callable[[OutriderError], None]
+
+class Ends(NamedTuple):
+    """Functions that a job calls when it has ended, with what it finds before, where that is several things, and with
+    the error of its end.
+    """
+
+    on_done: Callable[[Task], None]
+    on_found: Callable[[BranchingTask, TokenTree | list[Branch]], None]
+    on_failure: Callable[[OutriderError], None]
 
 
 class Search(NamedTuple):
@@ -50,6 +61,10 @@ class Wanted(NamedTuple):
     arrived_ns: int
     shape: TreeShape | None = None
     search: Search | None = None
+    branch_count: int = 0
+    """Number of branches that are to follow the chain."""
+    went_on: bool = False
+    """Whether the target has gone on by itself: with what a branch had for these tokens, or plainly."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +95,14 @@ class DraftState(SessionState[Task]):
         """Raises InvalidRequest about a message that asks for what the session's drafter does not make."""
         if wanted.search is not None:
             raise InvalidRequest("advance.beams", "present", WHERE_BEAMS)
+        if wanted.branch_count and not self.makes_branches:
+            limit = "0 but for chains of the model under the rule match"
+            raise InvalidRequest("advance.branch_count", wanted.branch_count, limit)
+
+    @property
+    def makes_branches(self) -> bool:
+        """Whether branches may be asked for."""
+        return False
 
     def commit(self, base_len: int, token_ids: Sequence[int]) -> None:
         """Makes token_ids the tokens from position base_len on; what they begin with in common stays cached."""
@@ -90,7 +113,7 @@ class DraftState(SessionState[Task]):
         self.session.truncate(length)
 
     @abstractmethod
-    def new_task(self, wanted: Wanted, room: int, on_done: OnDone, on_failure: OnFailure) -> Task:
+    def new_task(self, wanted: Wanted, room: int, ends: Ends) -> Task:
         """The job of a request, whose tokens the session holds, with room for so many more."""
 
 
@@ -107,22 +130,43 @@ class ModelState(DraftState):
     """Session of the cheaper draft that guesses for this one; None where none does."""
     learn: Learn | None = None
     """Function of the last job that learns from the tokens which follow its proposal."""
+    branching: BranchingTask | None = None
+    """The last job, where it made branches."""
+    left: Left | None = None
+    """What the job has computed after the tokens that were committed last."""
+
+    @property
+    def makes_branches(self) -> bool:
+        rule = self.spec.acceptance.rule
+        return rule is Rule.MATCH and noise_of(self.drafter, rule) is Purpose.TOKEN
 
     def commit(self, base_len: int, token_ids: Sequence[int]) -> None:
         made = self.reply and self.reply.content
         if made is not None and self.learn is not None and self.asked_len == base_len:
             self.learn(made, token_ids)
-        DraftState.commit(self, base_len, token_ids)
+        last, self.branching = self.branching, None
+        if last is not None and base_len == last.base_len == len(self.session):
+            self.known.scales.learn(self.spec, last.valued, token_ids)
+            self.left = settle(last, token_ids)
+        else:
+            DraftState.commit(self, base_len, token_ids)
 
-    def new_task(self, wanted: Wanted, room: int, on_done: OnDone, on_failure: OnFailure) -> Task:
+    def rewind(self, epoch: int, length: int) -> bool:
+        self.branching = None
+        return DraftState.rewind(self, epoch, length)
+
+    def new_task(self, wanted: Wanted, room: int, ends: Ends) -> Task:
+        left, self.left = self.left, None
+        if wanted.branch_count and room > 0:
+            return self._branching_task(wanted, room, left, ends)
         task = DraftTask(
             session=self.session,
             spec=self.spec,
             noise=noise_of(self.drafter, self.spec.acceptance.rule),
             draft_count=max(0, min(wanted.draft_count, room)),
             meter=Meter(wanted.arrived_ns),
-            on_done=on_done,
-            on_failure=on_failure,
+            on_done=ends.on_done,
+            on_failure=ends.on_failure,
             lane=self.lane,
             inner=self.inner,
         )
@@ -131,6 +175,24 @@ class ModelState(DraftState):
             task = as_tree(task, wanted.shape, wanted.draft_count, room, self.known)
         self.learn = task.learn
         return task
+
+    def _branching_task(self, wanted: Wanted, room: int, left: Left | None, ends: Ends) -> BranchingTask:
+        # What the target verifies after a miss is nothing but its own token.
+        count = min(wanted.draft_count, room)
+        limits = (0 if wanted.went_on and left is None else count, count, wanted.branch_count, room)
+        growth, rows = left.growth_for(*limits) if left is not None else (Branching(*limits), {})
+        self.branching = BranchingTask(
+            session=self.session,
+            spec=self.spec,
+            noise=Purpose.TOKEN,
+            draft_count=count,
+            meter=Meter(wanted.arrived_ns),
+            growth=growth,
+            computed=rows,
+            scale=self.known.scales.of(self.spec),
+            **ends._asdict(),
+        )
+        return self.branching
 
     def free_parts(self) -> None:
         if self.inner is not None:
@@ -170,7 +232,7 @@ class BeamDraftState(DraftState):
     def back_to(self, length: int) -> None:
         """Does nothing: the next job begins with the beams of its request."""
 
-    def new_task(self, wanted: Wanted, room: int, on_done: OnDone, on_failure: OnFailure) -> Task:
+    def new_task(self, wanted: Wanted, room: int, ends: Ends) -> Task:
         if wanted.search is None:
             raise InvalidRequest("advance.beams", "absent", WHERE_BEAMS)
         self.beams.become(wanted.search.beams)
@@ -181,8 +243,8 @@ class BeamDraftState(DraftState):
             draft_count=wanted.draft_count if wanted.search.beams else 0,
             max_steps=room,
             meter=Meter(wanted.arrived_ns),
-            on_done=on_done,
-            on_failure=on_failure,
+            on_done=ends.on_done,
+            on_failure=ends.on_failure,
         )
 
     def free_parts(self) -> None:
@@ -209,9 +271,9 @@ class HostedState(DraftState):
         self.hosted.part.truncate(len(self.session))
         return was_stopped
 
-    def new_task(self, wanted: Wanted, room: int, on_done: OnDone, on_failure: OnFailure) -> Task:
+    def new_task(self, wanted: Wanted, room: int, ends: Ends) -> Task:
         self.hosted.propose(self.session, GuessLimits(wanted.draft_count, wanted.shape).within(room))
-        return HostedTask(self.session, self.hosted, on_done=on_done, on_failure=on_failure)
+        return HostedTask(self.session, self.hosted, on_done=ends.on_done, on_failure=ends.on_failure)
 
     def free_parts(self) -> None:
         self.hosted.part.free()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import NamedTuple, Self
 
 from outrider.errors import InvalidRequest
 from outrider.parameters import DraftDistribution
@@ -99,6 +99,14 @@ class TokenTree:
 
 
 EMPTY = TokenTree()
+
+
+class Branch(NamedTuple):
+    """Guesses after an outcome of a verification: accepted rows of its chain, and the target's own token after them."""
+
+    accepted_count: int
+    next_token_id: int
+    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

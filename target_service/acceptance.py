@@ -70,6 +70,10 @@ class TargetVerdict(NamedTuple):
     """Proposal of the session's own drafter; accepted_rows counts its rows."""
     beam_steps: tuple[BeamStep, ...] = ()
     """Steps of a beam search; accepted_rows and next_token_id are then what the best beam has gained."""
+    goes_on: bool = False
+    """Whether the next verdict is under way already."""
+    is_of_branch: bool = False
+    """Whether the proposal came before it was known what it would follow; it is `hosted` then."""
 
 
 def commit_walk(tree: TokenTree, walked: Walk, spec: SessionSpec, base_len: int) -> TargetVerdict:

@@ -17,12 +17,12 @@ from outrider.parameters import SessionSpec
 from outrider.rpc import channels
 from outrider.rpc.messages.round import finish_reason_message, logprob_message, logprob_size, step_message, write_times
 from outrider.rpc.messages.session import live_beams_from, search_spec_from, spec_from
-from outrider.rpc.messages.tree import shape_from, tree_from, write_tree
+from outrider.rpc.messages.tree import branches_from, shape_from, tree_from, write_tree
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1.target_service_pb2_grpc import TargetServiceServicer, add_TargetServiceServicer_to_server
 from target_service.acceptance import TargetVerdict
 from target_service.sessions import TargetSessions
-from target_service.states import OpenSearch, PromptRead, Step
+from target_service.states import Ahead, OpenSearch, PromptRead, Step
 
 MAX_PLAIN_BUDGET = 4096
 # Of a verdict without the prompt's log-probabilities: those of its own tokens, at most 33, and far less for the rest.
@@ -69,6 +69,10 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
                 grammar=grammar,
                 tells_reading=opening.tells_reading,
             )
+        if request.HasField("branches"):
+            branches = branches_from(request.branches, self._facts.vocabulary_size, MAX_DRAFT_COUNT)
+            ahead = Ahead(branches, request.branches.plain_on_miss, arrived_ns)
+            return partial(self._sessions.run_ahead, fence, ahead, owner)
         if request.HasField("step"):
             return partial(self._sessions.step, fence, self._step(request.step, arrived_ns), owner)
         taken = request.acknowledge
@@ -88,6 +92,7 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
         if answer.next_token_id is not None:
             verdict.next_token_id = answer.next_token_id
         verdict.finish_reason = finish_reason_message(answer.finish_reason)
+        verdict.goes_on, verdict.is_of_branch = answer.goes_on, answer.is_of_branch
         verdict.evaluated_count, verdict.prefix_len = answer.evaluated_count, answer.prefix_len
         verdict.beam_steps.extend(map(step_message, answer.beam_steps))
         verdict.logprobs.extend(map(logprob_message, answer.logprobs))

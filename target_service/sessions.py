@@ -19,7 +19,15 @@ from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence, MessageStatus, classify
 from outrider.token_tree import EMPTY
 from target_service.acceptance import TargetVerdict
-from target_service.states import BeamState, OpenSearch, Step, TargetState, check_proposal
+from target_service.states import (
+    Ahead,
+    BeamState,
+    OpenSearch,
+    Step,
+    TargetState,
+    check_branches,
+    check_proposal,
+)
 from target_service.verifier import TargetTask, VerifyTask
 
 
@@ -132,6 +140,33 @@ class TargetSessions(SessionStore[TargetState]):
                 held.hosted.part.truncate(len(held.session))
         self._go_on(fence.session_id, held, arrived_ns)
 
+    def run_ahead(self, fence: Fence, ahead: Ahead, owner: Outbox) -> None:
+        """Goes on with a branch as soon as the verdict on its length has fallen, or now if it has; never answered.
+
+        Branches of another epoch or of a length that the session has passed are old, and dropped.
+        """
+        held = self.table.get(fence.session_id)
+        if held is None or held.owner is not owner or isinstance(held, BeamState) or fence.epoch != held.epoch:
+            return
+        check_branches(ahead.branches, held.spec, fence.base_len)
+        if held.finish_reason is not None or fence.base_len > held.committed_len:
+            return
+        held.acknowledge(fence.base_len)
+        if fence.base_len == held.committed_len:
+            held.ahead = ahead
+            return
+        last = held.verdicts[-1] if held.verdicts else None
+        if (
+            held.task is None
+            and last is not None
+            and last.fence.base_len == fence.base_len
+            and last.content is not None
+        ):
+            tree = held.branch_after(last.content, ahead)
+            if tree is not None:
+                self._start(fence.session_id, held, Step(tree, 0, ahead.arrived_ns))
+                held.task.is_of_branch = True
+
     def _repeat(self, held: TargetState, fence: Fence, step: Step) -> None:
         """Sends the verdicts from a length on once more, and goes on as far as the repetition allows.
 
@@ -161,7 +196,7 @@ class TargetSessions(SessionStore[TargetState]):
         held.asked_len, held.guess_limits = fence.base_len, step.guess_limits
         if held.task is None:
             self._start(fence.session_id, held, step)
-        elif isinstance(held.task, VerifyTask) and not is_repeat and (step.tree or held.task.proposal is None):
+        elif isinstance(held.task, VerifyTask) and not is_repeat and (step.tree or not held.task.has_guesses):
             # A verdict on just this length is under way, because the budget allowed it: it becomes the step's own. Only
             # guesses that have been made for it stay.
             held.task.next_verdict(step.tree, Meter(step.arrived_ns), held.next_limits)
@@ -181,11 +216,12 @@ class TargetSessions(SessionStore[TargetState]):
         fence = Fence(session_id, held.epoch, verdict.base_len)
         if held.prefix_len:
             verdict, held.prefix_len = verdict._replace(prefix_len=held.prefix_len), 0
+        held.finish_reason = verdict.finish_reason
+        held.go_on(verdict)
+        verdict = verdict._replace(goes_on=held.task is not None)
         answer = SessionAnswer(fence, verdict, verdict.base_len, held.cached_len, times)
         held.verdicts.append(answer)
         held.tells_reading = False
-        held.finish_reason = verdict.finish_reason
-        held.go_on()
         held.answer(answer)
 
 

@@ -3,7 +3,7 @@
 A session's class is chosen when it is opened. Everything here runs on the device thread.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import NamedTuple
@@ -16,8 +16,8 @@ from outrider.errors import InvalidRequest, OutriderError
 from outrider.estimates.timing import ComputeTimes, Meter
 from outrider.model_service.outbox import SessionAnswer
 from outrider.model_service.session_state import SessionState
-from outrider.parameters import FinishReason, SessionSpec
-from outrider.token_tree import EMPTY, TokenTree
+from outrider.parameters import FinishReason, Rule, SessionSpec
+from outrider.token_tree import EMPTY, Branch, TokenTree
 from target_service.acceptance import TargetVerdict
 from target_service.beam_tasks import BeamTask
 from target_service.verifier import TargetTask, VerifyTask
@@ -54,6 +54,22 @@ class Step(NamedTuple):
     """Guesses that the session's drafter in this process is to make."""
 
 
+class Ahead(NamedTuple):
+    """Branches for what comes of a verification, and whether an outcome without one is followed by a plain token."""
+
+    branches: Sequence[Branch]
+    plain_on_miss: bool
+    arrived_ns: int
+
+    def step_after(self, verdict: TargetVerdict) -> TokenTree | None:
+        """What is to be verified next; None where that is not for this side to say."""
+        outcome = len(verdict.accepted_rows), verdict.next_token_id
+        for branch in self.branches:
+            if outcome == (branch.accepted_count, branch.next_token_id):
+                return TokenTree.chain(branch.token_ids)
+        return EMPTY if self.plain_on_miss else None
+
+
 @dataclass(slots=True, eq=False)
 class TargetState(SessionState[TargetTask]):
     """A session as the target keeps it."""
@@ -73,6 +89,8 @@ class TargetState(SessionState[TargetTask]):
     """Session of its drafter in this process, where it has one."""
     guess_limits: GuessLimits = NO_GUESSES
     """Guesses that the drafter is asked for, however far the request and the budget reach."""
+    ahead: Ahead | None = None
+    """What may follow the verdict on the committed length, where the draft has said that."""
 
     def __post_init__(self) -> None:
         self.acknowledged_len = self.committed_len
@@ -137,7 +155,7 @@ class TargetState(SessionState[TargetTask]):
             self.finish_reason = None
             self.truncate(length)
         self.epoch, self.acknowledged_len, self.limit = epoch, self.committed_len, 0
-        self.asked_len, self.verdicts = 0, []
+        self.asked_len, self.verdicts, self.ahead = 0, [], None
         if self.hosted is not None:
             self.hosted.part.truncate(len(self.session))
         return was_stopped
@@ -176,15 +194,23 @@ class TargetState(SessionState[TargetTask]):
             self.hosted.propose(self.session, NO_GUESSES)
         return task
 
-    def go_on(self) -> None:
-        """Prepares the job for the next verdict, or ends it. Called before the reply to the last one.
+    def go_on(self, verdict: TargetVerdict) -> None:
+        """Prepares the job for the next verdict, or ends it. Called before the reply to this one.
 
         So a caller who has the answer finds the session at rest.
         """
+        ahead, self.ahead = self.ahead, None
         if isinstance(self.task, VerifyTask):
-            self.task.next_verdict(EMPTY, Meter(), self.next_limits)
-            self.task.done = not self.may_go_on
+            tree = self.branch_after(verdict, ahead)
+            self.task.next_verdict(tree or EMPTY, Meter(), self.next_limits)
+            self.task.is_of_branch = bool(tree)
+            self.task.done = tree is None and not self.may_go_on
             self.task = None if self.task.done else self.task
+
+    def branch_after(self, verdict: TargetVerdict, ahead: Ahead | None) -> TokenTree | None:
+        """What was prepared for the outcome of a verdict, empty for a plain token; None where nothing was."""
+        within = len(self.session) < self.acknowledged_len + UNACKNOWLEDGED_WINDOW
+        return ahead.step_after(verdict) if ahead is not None and self.finish_reason is None and within else None
 
     def free_parts(self) -> None:
         if self.hosted is not None:
@@ -244,7 +270,7 @@ class BeamState(TargetState):
         meter = Meter(step.arrived_ns)
         return BeamTask(self.beams, self.spec, self.search.width, trees, meter, on_verdict, on_failure, on_reading)
 
-    def go_on(self) -> None:
+    def go_on(self, verdict: TargetVerdict) -> None:
         if self.task is not None:
             self.task.done, self.task = True, None
 
@@ -263,3 +289,16 @@ def check_proposal(tree: TokenTree, spec: SessionSpec, base_len: int) -> None:
         raise InvalidRequest("proposal.distributions", f"{num_distributions} entries", f"empty under the rule {rule}")
     if rule.needs_distributions and len(tree) > num_distributions:
         raise InvalidRequest("proposal.distributions", "empty", f"one entry for each row under the rule {rule}")
+
+
+def check_branches(branches: Sequence[Branch], spec: SessionSpec, base_len: int) -> None:
+    """Raises InvalidRequest unless branches fit the request: its rule, and no guess past its end."""
+    if branches and spec.acceptance.rule is not Rule.MATCH:
+        limit = f"absent under the rule {spec.acceptance.rule}"
+        raise InvalidRequest("branches.branches", f"{len(branches)} branches", limit)
+    for number, branch in enumerate(branches):
+        # The outcome itself may lie past the end: then it will not be the one.
+        room = spec.max_len - base_len - branch.accepted_count - 1
+        if len(branch.token_ids) > max(room, 0):
+            count = f"{len(branch.token_ids)} ids"
+            raise InvalidRequest(f"branches.branches.{number}.token_ids", count, f"at most {room} here, up to max_len")

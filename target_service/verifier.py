@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.drafters.drafter import NO_GUESSES, DrafterProposal, GuessLimits, HostedSession, guess
+from outrider.drafters.drafter import NO_GUESSES, NO_PROPOSAL, DrafterProposal, GuessLimits, HostedSession, guess
 from outrider.engine.batching import Feed
 from outrider.engine.device_thread import own_fault
 from outrider.engine.runner import ModelRunner
@@ -55,6 +55,8 @@ class VerifyTask:
     """Proposal that it has made for the next verdict."""
     is_drafting: bool = False
     """Whether it is about to make that."""
+    is_of_branch: bool = False
+    """Whether the tree was there before it was known what it would follow."""
     done: bool = False
     stopped: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -82,12 +84,17 @@ class VerifyTask:
         """Whether guesses are to be made before its next forward; they are made once for each verdict."""
         return bool(self.guess_limits.draft_count) and not self.tree and self.proposal is None
 
+    @property
+    def has_guesses(self) -> bool:
+        """Whether guesses were made for the next verdict, by its own drafter or in a branch."""
+        return self.proposal is not None or self.is_of_branch
+
     def next_verdict(self, tree: TokenTree, meter: Meter, guess_limits: GuessLimits) -> None:
         """Prepares the task for what follows the session's tokens now; guesses that are under way end."""
         if self.is_drafting and self.hosted is not None:
             self.hosted.part.truncate(len(self.session))
         self.tree, self.meter = tree, meter
-        self.guess_limits, self.proposal, self.is_drafting = guess_limits, None, False
+        self.guess_limits, self.proposal, self.is_drafting, self.is_of_branch = guess_limits, None, False, False
 
     def reserve(self, allocator: BlockAllocator) -> bool:
         """Takes the blocks of its step, without its proposal when that finds no room; returns whether it has them."""
@@ -236,6 +243,8 @@ class Verifier:
         verdict = commit_walk(task.tree, walk, task.spec, len(task.session))
         if task.proposal is not None and task.tree:
             verdict = verdict._replace(hosted=task.proposal)
+        elif task.is_of_branch and task.tree:
+            verdict = verdict._replace(hosted=NO_PROPOSAL._replace(tree=task.tree), is_of_branch=True)
         if task.spec.logprob_count is None:
             return verdict
         # Each token follows the row before it, the first one the root; the bonus follows the last accepted row.

@@ -21,6 +21,7 @@ from torch import Tensor
 from outrider.drafters.model_drafter import MIN_PROB, DraftTask, Guess, Guesser, Step, drawable_scores, log_of
 from outrider.drafters.scales import Experience
 from outrider.engine.batching import Feed
+from outrider.engine.branching import Branching
 from outrider.engine.growth import (
     MAX_CHILDREN,
     ROOT,
@@ -63,7 +64,7 @@ DRAWN_CHILDREN = 2
 class GrownTask(DraftTask):
     """A session on its way to the `draft_count` likeliest guesses; see outrider.engine.growth."""
 
-    growth: Growth | Filling
+    growth: Growth | Filling | Branching
     scale: float
     """Scale of the draft's scores; see outrider.drafters.scales."""
     rows: dict[int, int] = field(init=False)
@@ -88,18 +89,22 @@ class GrownTask(DraftTask):
 
     def take_level(self, level: Level) -> None:
         """Adds the children of the newest rows, and goes on with those rows that may matter."""
-        growth = self.growth
         for number, children in zip([*self.rows][-self.num_new :], level, strict=True):
-            growth.expand(number, children)
+            self.growth.expand(number, children)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Goes on with those rows that may matter, and ends the task where none does."""
+        growth = self.growth
         wanted = growth.frontier()
         if not wanted:
             self.finish()
             return
         nodes = [(number, growth.nodes[number].token_id, growth.nodes[number].parent) for number in wanted]
-        self.draw_input, self.num_new = _going_on(self.draw_input, self.rows, nodes), len(nodes)
+        self.draw_input, self.num_new = going_on(self.draw_input, self.rows, nodes), len(nodes)
 
 
-def _going_on(draw_input: DrawInput, rows: dict[int, int], nodes: Iterable[tuple[int, int, int]]) -> DrawInput:
+def going_on(draw_input: DrawInput, rows: dict[int, int], nodes: Iterable[tuple[int, int, int]]) -> DrawInput:
     """The next step, which computes these nodes after what was computed so far: number, token id and parent of each.
 
     `rows` has the rows of all nodes that are computed, and gets the new ones'.
@@ -262,7 +267,7 @@ class DrawnTask(DraftTask):
             self.finish()
             return
         nodes = [(number, self.nodes[number].guess.token_id, self.nodes[number].parent) for number in self.level]
-        self.draw_input = _going_on(self.draw_input, self.rows, nodes)
+        self.draw_input = going_on(self.draw_input, self.rows, nodes)
 
 
 def siblings_each(

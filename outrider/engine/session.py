@@ -142,10 +142,11 @@ class Session:
         self.advance(min(self.cached_len, length), EMPTY)
         self.table.truncate(self.cached_len)
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def keep(self, rows: Sequence[int], below: Sequence[int] = ()) -> None:
         """Commits accepted rows of the last forward's tree, with their keys and values, and drops the other rows.
 
-        rows is a path that begins below the root, and may be empty; raises ValueError when it is no path of the tree,
+        rows is a path that begins below the root, and may be empty. `below` are rows under its end, each after its
+        parent, that stay as the session's tree, in this order. Raises ValueError when rows are no path of the tree,
         and CacheFull, with nothing changed, when a fork reads the rows too and there is no room for copies.
         """
         rows = tuple(rows)
@@ -153,14 +154,21 @@ class Session:
             raise ValueError(f"rows {rows} are not a path from the root of {self.tree}")
         base = len(self.token_ids)
         # Row r lies r - 1 places after the base, and belongs at its depth - 1; rows of a chain lie right already.
-        moved = [depth for depth, row in enumerate(rows) if row - 1 != depth]
+        kept = (*rows, *below)
+        moved = [place for place, row in enumerate(kept) if row - 1 != place]
         if moved:
-            self.table.reserve(base + rows[-1], base)
-            slots = self.table.slots(base, base + rows[-1])
-            self.table.cache.copy(slots[[rows[depth] - 1 for depth in moved]], slots[moved])
+            end = base + max(kept)
+            self.table.reserve(end, base)
+            slots = self.table.slots(base, end)
+            self.table.cache.copy(slots[[kept[place] - 1 for place in moved]], slots[moved])
+        numbers = {row: number for number, row in enumerate(rows[-1:] + tuple(below), start=not rows)}
+        tree = TokenTree(
+            tuple(self.tree.token_ids[row - 1] for row in below),
+            tuple(numbers.get(self.tree.parents[row - 1], 0) for row in below),
+        )
         self.token_ids.extend(self.tree.token_ids[row - 1] for row in rows)
-        self.advance(self.cached_len + len(rows), EMPTY)
-        self.table.truncate(self.cached_len)
+        self.advance(self.cached_len + len(rows), tree)
+        self.table.truncate(self.cached_len + len(below))
 
     def free(self) -> None:
         """Gives back all blocks; the tokens stay. Idempotent."""

@@ -197,8 +197,18 @@ class DraftAdvance(_message.Message):
     DRAFT_COUNT_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     BEAMS_FIELD_NUMBER: _builtins.int
+    BRANCH_COUNT_FIELD_NUMBER: _builtins.int
+    WENT_ON_FIELD_NUMBER: _builtins.int
     draft_count: _builtins.int
     """Draft tokens wanted, in [0, max_draft_count]."""
+    branch_count: _builtins.int
+    """Branches wanted after the proposal, in [0, 64]: proposals of draft_count tokens for the likeliest outcomes of its
+    verification. Only under the rule `match`, for chains of the model itself; else refused.
+    """
+    went_on: _builtins.bool
+    """Whether the target is at the next verdict already, by the branch for these tokens if there was one, and plainly if
+    not. Then the branches are for that verdict, and the proposal is what it verifies.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens at positions [base_len - count, base_len). They replace whatever the draft held there."""
@@ -220,10 +230,12 @@ class DraftAdvance(_message.Message):
         draft_count: _builtins.int = ...,
         shape: _types_pb2.TreeShape | None = ...,
         beams: _types_pb2.LiveBeams | None = ...,
+        branch_count: _builtins.int = ...,
+        went_on: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "draft_count", b"draft_count", "shape", b"shape", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "branch_count", b"branch_count", "draft_count", b"draft_count", "shape", b"shape", "token_ids", b"token_ids", "went_on", b"went_on"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -240,6 +252,7 @@ class ProposeResponse(_message.Message):
     TOKENS_WANTED_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    BRANCHES_FIELD_NUMBER: _builtins.int
     CACHED_LEN_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
     cached_len: _builtins.int
@@ -265,6 +278,10 @@ class ProposeResponse(_message.Message):
         """The session has ended; the fields below are not set then."""
 
     @_builtins.property
+    def branches(self) -> _types_pb2.Branches:
+        """Branches of the proposal, which came before: not an answer of its own. At most one for each request."""
+
+    @_builtins.property
     def times(self) -> _types_pb2.ComputeTimes:
         """What the answer cost."""
 
@@ -276,14 +293,15 @@ class ProposeResponse(_message.Message):
         tokens_wanted: _types_pb2.TokensWanted | None = ...,
         pong: _types_pb2.Pong | None = ...,
         error: _types_pb2.SessionError | None = ...,
+        branches: _types_pb2.Branches | None = ...,
         cached_len: _builtins.int = ...,
         times: _types_pb2.ComputeTimes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "error", b"error", "fence", b"fence", "pong", b"pong", "proposal", b"proposal", "times", b"times", "tokens_wanted", b"tokens_wanted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "branches", b"branches", "error", b"error", "fence", b"fence", "pong", b"pong", "proposal", b"proposal", "times", b"times", "tokens_wanted", b"tokens_wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "cached_len", b"cached_len", "error", b"error", "fence", b"fence", "pong", b"pong", "proposal", b"proposal", "times", b"times", "tokens_wanted", b"tokens_wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "branches", b"branches", "cached_len", b"cached_len", "error", b"error", "fence", b"fence", "pong", b"pong", "proposal", b"proposal", "times", b"times", "tokens_wanted", b"tokens_wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["proposal", "tokens_wanted", "pong", "error"]  # noqa: Y015
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["proposal", "tokens_wanted", "pong", "error", "branches"]  # noqa: Y015
     _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
 

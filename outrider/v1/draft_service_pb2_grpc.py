@@ -49,9 +49,9 @@ class DraftServiceServicer:
     def Link(self, request_iterator, context):
         """The link of a gateway: the messages of all its sessions, in batches that never wait. The first is sent within ten
         seconds and may be empty, or the link ends with DEADLINE_EXCEEDED. A message is answered by exactly
-        one response, but for four kinds: a part of an open; a close; a message that is stale (see Fence), which is dropped,
-        as is the answer under way when a newer epoch begins; and a repetition while the first answer is under way, which
-        that one answers.
+        one response, which branches may follow, but for four kinds: a part of an open; a close; a message that is stale
+        (see Fence), which is dropped, as is the answer under way when a newer epoch begins; and a repetition while the
+        first answer is under way, which that one answers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

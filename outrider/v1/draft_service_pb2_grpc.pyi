@@ -36,9 +36,9 @@ class DraftServiceStub:
     Link: _grpc.StreamStreamMultiCallable[_draft_service_pb2.DraftServiceLinkRequest, _draft_service_pb2.DraftServiceLinkResponse]
     """The link of a gateway: the messages of all its sessions, in batches that never wait. The first is sent within ten
     seconds and may be empty, or the link ends with DEADLINE_EXCEEDED. A message is answered by exactly
-    one response, but for four kinds: a part of an open; a close; a message that is stale (see Fence), which is dropped,
-    as is the answer under way when a newer epoch begins; and a repetition while the first answer is under way, which
-    that one answers.
+    one response, which branches may follow, but for four kinds: a part of an open; a close; a message that is stale
+    (see Fence), which is dropped, as is the answer under way when a newer epoch begins; and a repetition while the
+    first answer is under way, which that one answers.
     """
 
 @_typing.type_check_only
@@ -49,9 +49,9 @@ class DraftServiceAsyncStub(DraftServiceStub):
     Link: _aio.StreamStreamMultiCallable[_draft_service_pb2.DraftServiceLinkRequest, _draft_service_pb2.DraftServiceLinkResponse]  # type: ignore[assignment]
     """The link of a gateway: the messages of all its sessions, in batches that never wait. The first is sent within ten
     seconds and may be empty, or the link ends with DEADLINE_EXCEEDED. A message is answered by exactly
-    one response, but for four kinds: a part of an open; a close; a message that is stale (see Fence), which is dropped,
-    as is the answer under way when a newer epoch begins; and a repetition while the first answer is under way, which
-    that one answers.
+    one response, which branches may follow, but for four kinds: a part of an open; a close; a message that is stale
+    (see Fence), which is dropped, as is the answer under way when a newer epoch begins; and a repetition while the
+    first answer is under way, which that one answers.
     """
 
 class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -65,9 +65,9 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_draft_service_pb2.DraftServiceLinkResponse], _abc.AsyncIterator[_draft_service_pb2.DraftServiceLinkResponse]]:
         """The link of a gateway: the messages of all its sessions, in batches that never wait. The first is sent within ten
         seconds and may be empty, or the link ends with DEADLINE_EXCEEDED. A message is answered by exactly
-        one response, but for four kinds: a part of an open; a close; a message that is stale (see Fence), which is dropped,
-        as is the answer under way when a newer epoch begins; and a repetition while the first answer is under way, which
-        that one answers.
+        one response, which branches may follow, but for four kinds: a part of an open; a close; a message that is stale
+        (see Fence), which is dropped, as is the answer under way when a newer epoch begins; and a repetition while the
+        first answer is under way, which that one answers.
         """
 
 def add_DraftServiceServicer_to_server(servicer: DraftServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -92,6 +92,7 @@ class VerifyRequest(_message.Message):
     CLOSE_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
+    BRANCHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def fence(self) -> _types_pb2.Fence:
         """Session, epoch, and the committed length that the gateway knows. Every message acknowledges all verdicts with a
@@ -122,6 +123,10 @@ class VerifyRequest(_message.Message):
     def part(self) -> _types_pb2.OpenPart:
         """Tokens of the open that follows."""
 
+    @_builtins.property
+    def branches(self) -> _types_pb2.Branches:
+        """Proposals for what comes after the verdict on base_len. Never answered; each message allows one more verdict."""
+
     def __init__(
         self,
         *,
@@ -132,12 +137,13 @@ class VerifyRequest(_message.Message):
         close: _types_pb2.CloseSession | None = ...,
         ping: _types_pb2.Ping | None = ...,
         part: _types_pb2.OpenPart | None = ...,
+        branches: _types_pb2.Branches | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "action", b"action", "close", b"close", "fence", b"fence", "open", b"open", "part", b"part", "ping", b"ping", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "action", b"action", "branches", b"branches", "close", b"close", "fence", b"fence", "open", b"open", "part", b"part", "ping", b"ping", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "action", b"action", "close", b"close", "fence", b"fence", "open", b"open", "part", b"part", "ping", b"ping", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "action", b"action", "branches", b"branches", "close", b"close", "fence", b"fence", "open", b"open", "part", b"part", "ping", b"ping", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["open", "step", "acknowledge", "close", "ping", "part"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["open", "step", "acknowledge", "close", "ping", "part", "branches"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -388,6 +394,8 @@ class Verdict(_message.Message):
     PREFIX_LEN_FIELD_NUMBER: _builtins.int
     PROPOSAL_FIELD_NUMBER: _builtins.int
     BEAM_STEPS_FIELD_NUMBER: _builtins.int
+    GOES_ON_FIELD_NUMBER: _builtins.int
+    IS_OF_BRANCH_FIELD_NUMBER: _builtins.int
     next_token_id: _builtins.int
     """The target's own token behind the accepted rows: a correction when a draft token was rejected there, a bonus when
     the proposal ended there. Absent when the request ended within the accepted rows.
@@ -400,6 +408,10 @@ class Verdict(_message.Message):
     """
     prefix_len: _builtins.int
     """Tokens of the session whose keys and values were found in the prefix cache when it was opened, on the first verdict."""
+    goes_on: _builtins.bool
+    """Whether the target is at the next verdict already, by a branch, within a plain_budget, or plainly after a miss."""
+    is_of_branch: _builtins.bool
+    """Whether the proposal is that of a branch."""
     @_builtins.property
     def accepted_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Rows of the proposal that are kept, counted from 1, each the parent of the following one."""
@@ -437,10 +449,12 @@ class Verdict(_message.Message):
         prefix_len: _builtins.int = ...,
         proposal: _types_pb2.TokenTree | None = ...,
         beam_steps: _abc.Iterable[Global___BeamStep] | None = ...,
+        goes_on: _builtins.bool = ...,
+        is_of_branch: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "next_token_id", b"next_token_id", "proposal", b"proposal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "accepted_rows", b"accepted_rows", "beam_steps", b"beam_steps", "evaluated_count", b"evaluated_count", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "next_token_id", b"next_token_id", "prefix_len", b"prefix_len", "prompt_logprobs", b"prompt_logprobs", "proposal", b"proposal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "accepted_rows", b"accepted_rows", "beam_steps", b"beam_steps", "evaluated_count", b"evaluated_count", "finish_reason", b"finish_reason", "goes_on", b"goes_on", "is_of_branch", b"is_of_branch", "logprobs", b"logprobs", "next_token_id", b"next_token_id", "prefix_len", b"prefix_len", "prompt_logprobs", b"prompt_logprobs", "proposal", b"proposal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__next_token_id: _TypeAlias = _typing.Literal["next_token_id"]  # noqa: Y015
     _WhichOneofArgType__next_token_id: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id"]  # noqa: Y015

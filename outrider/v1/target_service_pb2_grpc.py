@@ -50,7 +50,7 @@ class TargetServiceServicer:
         """The link of a gateway: the messages of all its sessions, in batches that never wait. The first is sent within ten
         seconds and may be empty, or the link ends with DEADLINE_EXCEEDED. A step is answered by one
         verdict, and by further unasked ones within its plain_budget, or by a request for tokens; a step that is stale (see
-        Fence), an acknowledgement, a part of an open and a close are not answered.
+        Fence), an acknowledgement, branches, a part of an open and a close are not answered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

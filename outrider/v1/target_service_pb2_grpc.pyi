@@ -37,7 +37,7 @@ class TargetServiceStub:
     """The link of a gateway: the messages of all its sessions, in batches that never wait. The first is sent within ten
     seconds and may be empty, or the link ends with DEADLINE_EXCEEDED. A step is answered by one
     verdict, and by further unasked ones within its plain_budget, or by a request for tokens; a step that is stale (see
-    Fence), an acknowledgement, a part of an open and a close are not answered.
+    Fence), an acknowledgement, branches, a part of an open and a close are not answered.
     """
 
 @_typing.type_check_only
@@ -49,7 +49,7 @@ class TargetServiceAsyncStub(TargetServiceStub):
     """The link of a gateway: the messages of all its sessions, in batches that never wait. The first is sent within ten
     seconds and may be empty, or the link ends with DEADLINE_EXCEEDED. A step is answered by one
     verdict, and by further unasked ones within its plain_budget, or by a request for tokens; a step that is stale (see
-    Fence), an acknowledgement, a part of an open and a close are not answered.
+    Fence), an acknowledgement, branches, a part of an open and a close are not answered.
     """
 
 class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -64,7 +64,7 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         """The link of a gateway: the messages of all its sessions, in batches that never wait. The first is sent within ten
         seconds and may be empty, or the link ends with DEADLINE_EXCEEDED. A step is answered by one
         verdict, and by further unasked ones within its plain_budget, or by a request for tokens; a step that is stale (see
-        Fence), an acknowledgement, a part of an open and a close are not answered.
+        Fence), an acknowledgement, branches, a part of an open and a close are not answered.
         """
 
 def add_TargetServiceServicer_to_server(servicer: TargetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

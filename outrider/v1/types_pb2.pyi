@@ -229,6 +229,70 @@ class TreeShape(_message.Message):
 Global___TreeShape: _TypeAlias = TreeShape  # noqa: Y015
 
 @_typing.final
+class Branches(_message.Message):
+    """Proposals for outcomes of a verification that may still be under way, so that the next one can begin without a message.
+
+    The fence's base_len is that of the verification. Branches that come when another one has been decided are old, and
+    dropped.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BRANCHES_FIELD_NUMBER: _builtins.int
+    PLAIN_ON_MISS_FIELD_NUMBER: _builtins.int
+    plain_on_miss: _builtins.bool
+    """Whether the target goes on by one plain token after an outcome without a branch. Written by the gateway."""
+    @_builtins.property
+    def branches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Branch]:
+        """At most 64, no two for the same outcome."""
+
+    def __init__(
+        self,
+        *,
+        branches: _abc.Iterable[Global___Branch] | None = ...,
+        plain_on_miss: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "plain_on_miss", b"plain_on_miss"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Branches: _TypeAlias = Branches  # noqa: Y015
+
+@_typing.final
+class Branch(_message.Message):
+    """A proposal for one outcome."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCEPTED_COUNT_FIELD_NUMBER: _builtins.int
+    NEXT_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    accepted_count: _builtins.int
+    """How many rows of the proposal that is verified are accepted, in [0, max_draft_count]."""
+    next_token_id: _builtins.int
+    """The target's own token after them."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What may follow that token: a chain of at least one token and at most max_draft_count."""
+
+    def __init__(
+        self,
+        *,
+        accepted_count: _builtins.int = ...,
+        next_token_id: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_count", b"accepted_count", "next_token_id", b"next_token_id", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Branch: _TypeAlias = Branch  # noqa: Y015
+
+@_typing.final
 class DraftDistribution(_message.Message):
     """A truncated, quantised draft distribution: exactly the one that the draft token was sampled from.
 

@@ -10,11 +10,12 @@ from outrider.errors import InvalidRequest, check_count, check_range, check_toke
 from outrider.parameters import (
     DraftDistribution,
 )
-from outrider.token_tree import MAX_CHILDREN, MAX_DEPTH, MAX_LEVEL_ROWS, TokenTree, TreeShape
+from outrider.token_tree import MAX_CHILDREN, MAX_DEPTH, MAX_LEVEL_ROWS, Branch, TokenTree, TreeShape
 from outrider.v1 import types_pb2 as pb
 
 MAX_SUPPORT = 256
 MAX_WEIGHT = 65535
+MAX_BRANCHES = 64
 
 
 def tree_from(message: pb.TokenTree, vocabulary_size: int, max_rows: int, *, with_logprobs: bool = False) -> TokenTree:
@@ -141,3 +142,25 @@ def write_tree(
     if with_logprobs:
         message.logprobs.extend(tree.logprobs)
         message.values.extend(tree.values)
+
+
+def write_branches(message: pb.Branches, branches: Sequence[Branch]) -> None:
+    """Makes a new message that of branches."""
+    message.SetInParent()
+    for branch in branches:
+        message.branches.add(**branch._asdict())
+
+
+def branches_from(message: pb.Branches, vocabulary_size: int, max_rows: int) -> list[Branch]:
+    """Branches of at most so many guesses each; raises InvalidRequest."""
+    check_count("branches.branches", len(message.branches), MAX_BRANCHES, "branches")
+    found = []
+    for number, each in enumerate(message.branches):
+        field = f"branches.branches.{number}"
+        accepted_count = check_range(f"{field}.accepted_count", each.accepted_count, 0, max_rows)
+        next_token_id = check_range(f"{field}.next_token_id", each.next_token_id, 0, vocabulary_size - 1)
+        if not 1 <= len(each.token_ids) <= max_rows:
+            raise InvalidRequest(f"{field}.token_ids", f"{len(each.token_ids)} ids", f"1 to {max_rows} ids")
+        token_ids = check_token_ids(f"{field}.token_ids", each.token_ids, vocabulary_size)
+        found.append(Branch(accepted_count, next_token_id, token_ids))
+    return found
