@@ -146,7 +146,7 @@ class ModelState(DraftState):
             self.learn(made, token_ids)
         last, self.branching = self.branching, None
         if last is not None and base_len == last.base_len == len(self.session):
-            self.known.scales.learn(self.spec, last.valued, token_ids)
+            self.known.scales.learn(self.spec, last.growth.tree(), token_ids)
             self.left = settle(last, token_ids)
         else:
             DraftState.commit(self, base_len, token_ids)

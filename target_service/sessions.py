@@ -164,8 +164,7 @@ class TargetSessions(SessionStore[TargetState]):
         ):
             tree = held.branch_after(last.content, ahead)
             if tree is not None:
-                self._start(fence.session_id, held, Step(tree, 0, ahead.arrived_ns))
-                held.task.is_of_branch = True
+                self._start(fence.session_id, held, Step(tree, 0, ahead.arrived_ns, is_of_branch=bool(tree)))
 
     def _repeat(self, held: TargetState, fence: Fence, step: Step) -> None:
         """Sends the verdicts from a length on once more, and goes on as far as the repetition allows.

@@ -52,6 +52,8 @@ class Step(NamedTuple):
     arrived_ns: int
     guess_limits: GuessLimits = NO_GUESSES
     """Guesses that the session's drafter in this process is to make."""
+    is_of_branch: bool = False
+    """Whether the tree came before it was known what it would follow."""
 
 
 class Ahead(NamedTuple):
@@ -188,6 +190,7 @@ class TargetState(SessionState[TargetTask]):
             on_reading=on_reading,
             hosted=self.hosted,
             guess_limits=self.next_limits,
+            is_of_branch=step.is_of_branch,
         )
         if self.hosted is not None and self.guess_limits.draft_count and len(self.session) == self.spec.prompt_len:
             # The drafter reads the prompt while the target does.

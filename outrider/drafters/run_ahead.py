@@ -6,7 +6,7 @@ beginning, and stays cached; everything else is dropped. Runs on the device thre
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple, Self
 
@@ -35,16 +35,8 @@ class BranchingTask(GrownTask):
 
     @property
     def proposal(self) -> TokenTree:
-        nodes = [self.growth.nodes[number] for number in self.growth.trunk[1:]]
-        logprobs = [node.logprob for node in nodes] if self.wants_logprob else []
-        return TokenTree.chain([node.token_id for node in nodes], logprobs=logprobs)
-
-    @property
-    def valued(self) -> TokenTree:
-        """The chain with the chances that its guesses are accepted."""
-        chain = self.proposal
-        values = tuple(self.growth.nodes[number].value for number in self.growth.trunk[1:])
-        return TokenTree(chain.token_ids, chain.parents, values=values)
+        """The chain, which is no tree of chosen rows: without their values."""
+        return replace(self.growth.tree(with_logprobs=self.wants_logprob), values=())
 
     def begin(self) -> None:
         """Takes what was computed before, which may be all that is wanted."""

@@ -12,7 +12,7 @@ Pure: knows no model, no noise and no session.
 from collections.abc import Iterable
 
 from outrider.engine.growth import ROOT, Child, Node
-from outrider.token_tree import Branch
+from outrider.token_tree import Branch, TokenTree
 
 OUTCOME_CHILDREN = 16
 """Tokens of one place that may be the target's own."""
@@ -74,6 +74,16 @@ class Branching:
         for branch in self._branches:
             if branch[-1] == number and ranked and len(branch) <= self._branch_len:
                 branch.append(self._node(number, ranked[0]))
+
+    def tree(self, *, with_logprobs: bool = False) -> TokenTree:
+        """The trunk as a chain with the values of its guesses, and log-probabilities where they are wanted."""
+        nodes = [self.nodes[number] for number in self.trunk[1:]]
+        return TokenTree(
+            tuple(node.token_id for node in nodes),
+            tuple(range(len(nodes))),
+            logprobs=tuple(node.logprob for node in nodes) if with_logprobs else (),
+            values=tuple(node.value for node in nodes),
+        )
 
     def branches(self) -> list[Branch]:
         """The branches that have guesses, the likeliest outcome first."""
