@@ -228,6 +228,7 @@ def _backend(
         ),
         audit=ShadowAudit(settings.audit_fraction, registry),
         lookup=lookup,
+        branches=settings.branches,
         turn_ends=frozenset() if closing.token_id is None else frozenset({closing.token_id}),
         upkeep=upkeep,
     )

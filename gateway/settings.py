@@ -20,6 +20,7 @@ from outrider.process.children import MAX_WORKERS
 from outrider.process.options import Limit, Setting, above, addresses, listed, within
 from outrider.process.run import ProcessSettings
 from outrider.rpc.channels import is_loopback
+from outrider.rpc.messages.tree import MAX_BRANCHES
 from outrider.rpc.tls import TlsFiles, files_of
 
 HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
@@ -123,6 +124,13 @@ class GatewaySettings(ProcessSettings):
             addresses(needed=False, several=True, named=True),
         ),
     ] = ""
+    branches: Annotated[
+        int,
+        Setting(
+            "Outcomes of a verification that the draft prepares guesses for meanwhile; 0: it waits.",
+            within(0, MAX_BRANCHES),
+        ),
+    ] = 0
     lookup: Annotated[
         bool, Setting("Look guesses up in prompts and answers, which needs no model and changes no token.")
     ] = True

@@ -14,6 +14,7 @@ The draft may fail in any way: then its proposal is empty and says why. The targ
 with another one; only when there is none for too long does `verify` raise, and the request ends.
 """
 
+import math
 from collections.abc import AsyncGenerator
 
 from gateway.lookup.guesses import LookupGuesses
@@ -37,11 +38,13 @@ async def speculate(
         async with target, draft, lookup:
             while log.finish_reason is None:
                 log.begin_round()
-                look = lookup.look(planner.room(log), planner.looks_for(log))
+                # Where the target has run ahead, this round is under way, and nothing can be added to it.
+                went_on = target.went_on
+                look = lookup.look(planner.room(log), math.inf if went_on else planner.looks_for(log))
                 # How many tokens to draft, and how many the target may commit unasked while there is nothing to draft.
-                plan = planner.plan(log, target.outstanding, draft.outlook, target.drafter, look.tree.values)
-                asked = plan.asked(Place.REMOTE)
-                drafted = await draft.propose(asked.count, asked.shape)
+                outstanding = 0 if went_on else target.outstanding
+                plan = planner.plan(log, outstanding, draft.outlook, target.drafter, look.tree.values, went_on=went_on)
+                drafted = await draft.propose(plan.asked(Place.REMOTE))
                 proposal = planner.complete(plan, drafted, lookup.proposal(plan.asked(Place.LOOKUP).count))
                 verdict = await target.verify(proposal, plan.plain_budget, plan.asked(Place.HOSTED))
                 committed = log.commit(proposal, verdict)

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 
 from gateway.beams.record import BeamRecord
 from gateway.beams.sessions import BeamDraftSession, BeamTargetSession
-from gateway.rounds.round import NOTHING, FallbackReason, Proposal, Round
+from gateway.rounds.round import NOTHING, FallbackReason, GuessRequest, Proposal, Round
 from gateway.sessions.draft import AbsentDraftSession
 
 
@@ -42,4 +42,5 @@ async def _propose(record: BeamRecord, draft: BeamDraftSession | AbsentDraftSess
     if obstacle is not None or outlook.max_draft_count is None:
         return Proposal(fallback_reason=obstacle)
     # The beams themselves have a row each.
-    return await draft.propose(max(min(draft_count, outlook.max_draft_count - len(record.live)), 0))
+    count = max(min(draft_count, outlook.max_draft_count - len(record.live)), 0)
+    return await draft.propose(GuessRequest(count=count))

@@ -65,19 +65,19 @@ class BeamDraftOpening(DraftOpening):
         super().__init__(peer, spec, record, session_id, seat)
         self._record = record
 
-    def ask(self, fence: types_pb2.Fence, draft_count: int, _shape: TreeShape | None = None) -> None:
+    def ask(self, fence: types_pb2.Fence, asked: GuessRequest) -> None:
         self._asked = fence.epoch, fence.base_len
         is_open, self.known_len = self.known_len > 0, len(self._record)
         beams = live_beams_message(self._record.search.width, self._record.live)
         if is_open:
             message = draft_service_pb2.ProposeRequest(fence=fence)
-            message.advance.draft_count = draft_count
+            message.advance.draft_count = asked.count
             message.advance.beams.CopyFrom(beams)
             self.send(message)
             return
         session, parts = opening_of(self._spec, self._record)
         opening = draft_service_pb2.DraftOpen(
-            session=session, draft_count=draft_count, drafter=self._seat.drafter, beams=beams
+            session=session, draft_count=asked.count, drafter=self._seat.drafter, beams=beams
         )
         messages = [draft_service_pb2.ProposeRequest(fence=fence, part=part) for part in parts]
         self.send(*messages, draft_service_pb2.ProposeRequest(fence=fence, open=opening))

@@ -39,6 +39,8 @@ class Backend:
     audit: ShadowAudit
     lookup: LookupSources | None = None
     """Sources beside a request's own text that are looked up; None where nothing is looked up."""
+    branches: int = 0
+    """Most branches that a draft makes for one request while the target verifies."""
     turn_ends: frozenset[int] = frozenset()
     """Tokens with which the chat template closes an assistant's turn; they end answers as those of the target do."""
     upkeep: Upkeep = field(default_factory=Upkeep)

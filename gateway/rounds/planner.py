@@ -78,6 +78,7 @@ class Drafting:
 class RoundPlanner:
     """The planner of one request. draft_count None lets the policy choose for every round; 0 never speculates.
 
+    `branches` are the most that a draft may make while the target verifies.
     The policy counts the request among the sessions at work until its context is left.
     """
 
@@ -88,8 +89,10 @@ class RoundPlanner:
         max_len: int,
         max_draft_count: int,
         drafting: Drafting = Drafting(),
+        branches: int = 0,
     ) -> None:
         self._policy = policy
+        self._branches = branches
         self._drafting = drafting
         self._draft_count = draft_count
         self._remote, self._hosted = drafting.at(Place.REMOTE), drafting.at(Place.HOSTED)
@@ -110,7 +113,7 @@ class RoundPlanner:
         self._num_looks = 0
         self._tells_offer = False
         """Whether all that a lookup finds now was asked for, so that it says what lookups offer."""
-        self._halts = False
+        self._halts = self._went_on = False
 
     def __enter__(self) -> Self:
         self._policy.enter(self._session)
@@ -149,14 +152,22 @@ class RoundPlanner:
         return 0.0 if self._tells_offer else self._policy.least_value(self._session)
 
     def plan(
-        self, log: TokenLog, outstanding: int, draft: DraftOutlook, own: str = "", look: Sequence[float] = ()
+        self,
+        log: TokenLog,
+        outstanding: int,
+        draft: DraftOutlook,
+        own: str = "",
+        look: Sequence[float] = (),
+        *,
+        went_on: bool = False,
     ) -> RoundPlan:
         """Plans the round on top of the log, while the target may still commit `outstanding` tokens unasked.
 
+        With `went_on` the round has begun without a plan, by a branch: what is planned are the branches after it.
         `own` is the drafter that the target has for this session now; another target may have none. `look` are the
         values of what a lookup has found, falling.
         """
-        self._look, self._halts = look, False
+        self._look, self._halts, self._went_on = look, False, went_on
         if look and len(log) > log.prompt_len and (outstanding or not self._drafting.merges):
             # Of a fixed number the draft makes them where there is one, and then the target's own drafter.
             is_alone = self._remote is None and not self._is_hosting
@@ -260,7 +271,10 @@ class RoundPlanner:
         # A tree is limited in depth by the room, and its drafter sees to that.
         count = min(count, room) if shape is None else count
         looked = (GuessRequest(LOOKUP, num_looked),) if self._drafting.merges and num_looked else ()
-        return RoundPlan((GuessRequest(choice.drafter, count, shape), *looked))
+        can_branch = shape is None and not self._drafting.merges and self._drafting.rule is Rule.MATCH
+        branch_count = self._branches if can_branch else 0
+        asked = GuessRequest(choice.drafter, count, shape, branch_count, self._went_on and branch_count > 0)
+        return RoundPlan((asked, *looked))
 
     def _hosted_plan(self, choice: Choice, limit: int, is_hosting: bool, is_first: bool) -> RoundPlan:
         """The target guesses and goes on unasked, in short stretches while it is only tried.

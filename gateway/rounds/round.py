@@ -43,11 +43,17 @@ ANY_DRAFT, LOOKUP = DrafterId(), DrafterId("lookup", Place.LOOKUP)
 
 @dataclass(frozen=True, slots=True)
 class GuessRequest:
-    """Request for guesses of one drafter: how many, and in which shape, None for a chain."""
+    """Request for guesses of one drafter: how many, and in which shape, None for a chain.
+
+    For `branch_count` outcomes of their verification it is to guess on meanwhile. Where the target went on by itself,
+    these guesses are under verification already, and only branches are wanted.
+    """
 
     drafter: DrafterId = ANY_DRAFT
     count: int = 0
     shape: TreeShape | None = None
+    branch_count: int = 0
+    went_on: bool = False
 
 
 NO_REQUEST = GuessRequest()
@@ -133,6 +139,7 @@ class Verdict:
     own: Proposal | None = None  # what the target had proposed to itself, which accepted_rows is about then
     refused_guesses: bool = False  # the target would not take what was guessed, and decided without it
     prompt_row_count: int = 0  # rows among row_count that read prompts
+    is_of_branch: bool = False  # its own proposal is that of a branch
 
     def about(self, proposal: Proposal) -> Proposal:
         """Proposal that it is about: the one that was sent, unless the target had its own or would not take it."""

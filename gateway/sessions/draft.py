@@ -11,6 +11,7 @@ the rules that test with uniforms.
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import ClassVar, NamedTuple, Self
@@ -18,7 +19,16 @@ from typing import ClassVar, NamedTuple, Self
 import structlog
 
 from gateway.rounds.planner import DraftOutlook
-from gateway.rounds.round import NOTHING, DrafterId, FallbackReason, HopCost, Proposal, TokenLog
+from gateway.rounds.round import (
+    NO_REQUEST,
+    NOTHING,
+    DrafterId,
+    FallbackReason,
+    GuessRequest,
+    HopCost,
+    Proposal,
+    TokenLog,
+)
 from gateway.sessions.link import Mailbox, opening_of
 from gateway.sessions.peer import ServicePeer
 from gateway.sessions.replicas import Replicas
@@ -34,7 +44,7 @@ from outrider.errors import (
     PeerLost,
     ProtocolViolation,
 )
-from outrider.parameters import SessionSpec
+from outrider.parameters import Rule, SessionSpec
 from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
 from outrider.rpc.errors import session_error_from
@@ -51,6 +61,10 @@ CLOCK_SLACK_US = 1_000_000  # by which the clocks of draft and gateway may diffe
 MAX_REASON_LEN = 400  # of a draft's own words in the log
 
 log = structlog.get_logger()
+
+
+OnBranches = Callable[[int, types_pb2.Branches, DrafterId], None]
+"""Takes branches for the verdict on a length, and who made them."""
 
 
 class DrafterSeat(NamedTuple):
@@ -88,32 +102,47 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         self._log = token_log
         self._seat = seat
         self._vocabulary_size = info.vocabulary_size
+        fitting = [name for name, rules in info.drafters.items() if spec.acceptance.rule in rules]
+        is_able = (seat.drafter or next(iter(fitting), "")) in info.branch_drafters
+        self._makes_branches = is_able and spec.acceptance.rule is Rule.MATCH and not spec.draft_logprobs
+        self.on_branches: OnBranches | None = None
         self._asked = (0, 0)  # epoch and length of the last request
+        self._is_told = False  # the last request has no reader for its proposal
 
-    def ask(self, fence: types_pb2.Fence, draft_count: int, shape: TreeShape | None = None) -> None:
+    def ask(self, fence: types_pb2.Fence, asked: GuessRequest) -> None:
         """Opens the session, or sends the tokens that the draft does not know."""
-        self._asked = fence.epoch, fence.base_len
+        self._asked, self._is_told = (fence.epoch, fence.base_len), asked.went_on
         if self.known_len == 0:
             session, parts = opening_of(self._spec, self._log)
             seat = self._seat
-            opening = pb.DraftOpen(session=session, draft_count=draft_count, drafter=seat.drafter, lane=seat.lane)
-            if shape is not None:
-                opening.shape.CopyFrom(shape_message(shape))
+            opening = pb.DraftOpen(session=session, draft_count=asked.count, drafter=seat.drafter, lane=seat.lane)
+            if asked.shape is not None:
+                opening.shape.CopyFrom(shape_message(asked.shape))
             messages = [pb.ProposeRequest(fence=fence, part=part) for part in parts]
             self.send(*messages, pb.ProposeRequest(fence=fence, open=opening))
         else:
             message = pb.ProposeRequest(fence=fence)
-            message.advance.token_ids.extend(self._log.tokens(self.known_len))
-            message.advance.draft_count = draft_count
-            if shape is not None:
-                message.advance.shape.CopyFrom(shape_message(shape))
+            advance = message.advance
+            advance.token_ids.extend(self._log.tokens(self.known_len))
+            advance.draft_count, advance.went_on = asked.count, asked.went_on
+            if asked.shape is not None:
+                advance.shape.CopyFrom(shape_message(asked.shape))
+            elif self.on_branches is not None and self._makes_branches:
+                advance.branch_count = asked.branch_count
             self.send(message)
         self.known_len = len(self._log)
 
     def put(self, message: pb.ProposeResponse) -> None:
-        """Takes an answer in; what comes too late for a reader is dropped at once."""
-        epoch = message.fence.epoch
-        if (epoch, message.fence.base_len) >= self._asked or (message.HasField("error") and epoch == self._asked[0]):
+        """Takes an answer in; what comes too late, or what nobody waits for, is dropped at once."""
+        fence, asked = message.fence, self._asked
+        if message.HasField("branches"):
+            # Nothing of them is read here, and they have no say in what the log becomes.
+            if (fence.epoch, fence.base_len) == asked and self.on_branches is not None:
+                self.on_branches(fence.base_len, message.branches, DrafterId(self._seat.name))
+        elif self._is_told and message.HasField("proposal"):
+            if (fence.epoch, fence.base_len) == asked and 0 <= message.cached_len <= fence.base_len:
+                self.cached_len = message.cached_len
+        elif (fence.epoch, fence.base_len) >= asked or (message.HasField("error") and fence.epoch == asked[0]):
             super().put(message)
 
     async def answer(self, fence: types_pb2.Fence, until_s: float) -> pb.ProposeResponse:
@@ -220,6 +249,8 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         self._resume_len = 0
         self._resting_for = FallbackReason.DRAFT_ABSENT
         self._rollback: asyncio.Task[None] | None = None
+        self.on_branches: OnBranches | None = None
+        """Takes branches for the verdict on the log's length; without it none are asked for."""
 
     @property
     def outlook(self) -> DraftOutlook:
@@ -251,7 +282,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         if self._warm and peer is not None and peer.info is not None and not peer.breaker.is_open:
             try:
                 if len(self._log) <= peer.info.context_len:
-                    self._ask(peer, 0)
+                    self._ask(peer, NO_REQUEST)
             except OutriderError as error:
                 self._drop(error)
         return self
@@ -261,20 +292,24 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
             self._rollback.cancel()
         await super().__aexit__(*exit_)
 
-    async def propose(self, draft_count: int, shape: TreeShape | None = None) -> Proposal:
-        """Asks for guesses after the log, as a chain without a shape; an empty proposal says what went wrong.
+    async def propose(self, asked: GuessRequest) -> Proposal:
+        """Asks for guesses after the log; an empty proposal says what went wrong.
 
-        A draft that is not waited for any longer, because this is cancelled, counts as late.
+        Where the target has gone on by itself, the draft is not waited for, and there is no proposal. A draft that is
+        not waited for any longer, because this is cancelled, counts as late.
         """
-        if draft_count == 0:
+        if asked.count == 0:
+            return NOTHING
+        if asked.went_on:
+            self._tell(asked)
             return NOTHING
         clock_s = asyncio.get_running_loop().time
         catch_up_count = len(self._log) - (self._opening.cached_len if self._opening is not None else 0)
         timeout_s, started_s = self._draft_deadline.seconds(catch_up_count), clock_s()
         try:
-            opening, response = await self._exchange(draft_count, shape, started_s + timeout_s)
+            opening, response = await self._exchange(asked, started_s + timeout_s)
             wait_us = int(1e6 * (clock_s() - started_s))
-            proposal = opening.proposal(response, draft_count, catch_up_count, wait_us, shape)
+            proposal = opening.proposal(response, asked.count, catch_up_count, wait_us, asked.shape)
             proposal = replace(proposal, drafter=DrafterId(self._seat.name))
         except asyncio.CancelledError:
             self._fault(FallbackReason.DRAFT_LATE)
@@ -299,22 +334,29 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         self._begin_rollback(base_len=1, asked_s=started_s)
         return replace(proposal, drift_repairs=1)
 
-    async def _exchange(
-        self, draft_count: int, shape: TreeShape | None, until_s: float
-    ) -> tuple[DraftOpening, pb.ProposeResponse]:
+    def _tell(self, asked: GuessRequest) -> None:
+        """Tells the draft how the log goes on, if it may be asked, for branches that nobody waits for."""
+        peer = self._candidate()
+        if peer is not None and self._opening is not None:
+            try:
+                self._ask(peer, asked)
+            except OutriderError as error:
+                self._drop(error)
+
+    async def _exchange(self, asked: GuessRequest, until_s: float) -> tuple[DraftOpening, pb.ProposeResponse]:
         """Makes one request and takes its answer; a draft that lacks tokens gets them all, once."""
         for _ in range(2):
             peer = self._candidate()
             if peer is None:
                 raise PeerLost(f"{self._replicas} cannot be asked")
-            opening = self._ask(peer, draft_count, shape)
+            opening = self._ask(peer, asked)
             response = await opening.answer(self._fence(), until_s)
             if response.WhichOneof("answer") == "proposal":
                 return opening, response
             self._forget()
         raise ProtocolViolation(f"{peer} lacks tokens of a session that has just been opened")
 
-    def _ask(self, peer: ServicePeer, draft_count: int, shape: TreeShape | None = None) -> DraftOpening:
+    def _ask(self, peer: ServicePeer, asked: GuessRequest) -> DraftOpening:
         """Sends a request, on a new opening if there is none or the old one was on another stream."""
         self._last = peer
         link = peer.link()
@@ -324,11 +366,13 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         if self._opening is None:
             self._opening = self._opened_on(peer)
             self._epoch += 1
-        self._opening.ask(self._fence(), draft_count, shape)
+        self._opening.ask(self._fence(), asked)
         return self._opening
 
     def _opened_on(self, peer: ServicePeer) -> DraftOpening:
-        return DraftOpening(peer, self._spec, self._log, self._session_id, self._seat)
+        opening = DraftOpening(peer, self._spec, self._log, self._session_id, self._seat)
+        opening.on_branches = self.on_branches
+        return opening
 
     def _begin_rollback(self, base_len: int, asked_s: float) -> None:
         """Takes the draft's session back in the background; until that is done it is not asked for anything."""
@@ -396,5 +440,5 @@ class AbsentDraftSession(nullcontext[None]):
 
     outlook = DraftOutlook(FallbackReason.DRAFT_ABSENT)
 
-    async def propose(self, _draft_count: int, _shape: TreeShape | None = None) -> Proposal:
+    async def propose(self, _asked: GuessRequest) -> Proposal:
         return NOTHING

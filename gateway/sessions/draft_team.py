@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from typing import Self
 
 from gateway.rounds.planner import DraftOutlook
-from gateway.rounds.round import NOTHING, Proposal
+from gateway.rounds.round import NOTHING, GuessRequest, Proposal
 from gateway.sessions.draft import RemoteDraftSession
-from outrider.token_tree import TreeShape
 
 GRACE = 1.0  # time that the others have after the first answer, in times that this took
 MIN_GRACE_S = 0.005
@@ -40,14 +39,14 @@ class DraftTeam:
         for session in self._sessions:
             await session.__aexit__(*exit_)
 
-    async def propose(self, draft_count: int, shape: TreeShape | None = None) -> Proposal:
+    async def propose(self, asked: GuessRequest) -> Proposal:
         """Guesses of each that can be asked, as parts of a proposal that is not merged yet."""
-        able = [session for session in self._sessions if draft_count and session.can_guess(draft_count)]
+        able = [session for session in self._sessions if asked.count and session.can_guess(asked.count)]
         if not able:
             return NOTHING
         loop = asyncio.get_running_loop()
         started_s = loop.time()
-        tasks = [asyncio.create_task(session.propose(draft_count, shape)) for session in able]
+        tasks = [asyncio.create_task(session.propose(asked)) for session in able]
         try:
             waiting = set(tasks)
             # An answer that only says what went wrong hurries no other draft.

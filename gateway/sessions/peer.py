@@ -95,6 +95,7 @@ class ModelInfo:
     kv_tokens: int  # what the key-value cache holds when no other request is in it
     drafters: Mapping[str, frozenset[Rule]]  # the rules that each can serve
     tree_drafters: frozenset[str] = frozenset()  # those that make trees
+    branch_drafters: frozenset[str] = frozenset()  # those that make branches
     grammar_engine: str = ""  # what compiles grammars there; empty where none is served
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)  # its own, under those of the operator
     row_costs: Mapping[int, int] = field(default_factory=dict)  # microseconds of its forwards, by their rows
@@ -359,6 +360,7 @@ class ServicePeer:
             kv_tokens=answer.block_count * answer.block_size,
             drafters={offer.name: rules_from(offer.rules) for offer in answer.drafter_offers},
             tree_drafters=frozenset(offer.name for offer in answer.drafter_offers if offer.makes_trees),
+            branch_drafters=frozenset(offer.name for offer in answer.drafter_offers if offer.makes_branches),
             grammar_engine=answer.grammar_engine,
             defaults=self._defaults.over(own),
             row_costs=_row_costs(answer.row_costs),

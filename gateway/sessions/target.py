@@ -45,7 +45,7 @@ MAX_BUDGETS = 8  # in a round, one more for each time that a target was found wo
 MAX_REFUSALS = 3  # times in a round that a target may ask for tokens which it has just been given
 MAX_REFUSED_GUESSES = 3  # of one session, after which it proposes nothing any more
 # Fields that are about guesses, and about those that the target's own drafter is to make.
-GUESSES, OWN_GUESSES = "proposal", ("step.own_", "acknowledge.own_", "open.drafter")
+GUESSES, BRANCHES, OWN_GUESSES = "proposal", "branches.", ("step.own_", "acknowledge.own_", "open.drafter")
 MAX_UNANSWERED = 8  # times in a row that a working target may leave a request unanswered; an hour or so
 
 log = structlog.get_logger()
@@ -85,6 +85,32 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         self._limit = 0  # committed length up to which the target may go on its own
         self._largest_limit = 0  # that it was ever given: what is taken back, it may have used before it knew
         self._early: dict[int, pb.VerifyResponse] = {}
+        self._ahead_len = 0  # length of the verdict after which branches may follow
+        self._ahead = DrafterId()  # who made them
+        self._is_plain_on_miss = False
+
+    def run_ahead(
+        self, base_len: int, branches: types_pb2.Branches, drafter: DrafterId, *, plain_on_miss: bool
+    ) -> None:
+        """Hands branches on, with which the target may give the verdict after the one on a length."""
+        self._ahead_len, self._ahead, self._is_plain_on_miss = base_len, drafter, plain_on_miss
+        # How far it takes the target nobody has read; but it is one verdict, and no guess lies beyond the usual.
+        self._largest_limit = max(self._largest_limit, base_len + self._max_own_count + 2)
+        message = pb.VerifyRequest(branches=branches)
+        message.branches.plain_on_miss = plain_on_miss
+        fence = message.fence
+        fence.session_id, fence.epoch, fence.base_len = self._session_id, self._epoch, base_len
+        self.send(message)
+
+    def went_on(self, response: pb.VerifyResponse) -> bool:
+        """Whether the target is at the verdict after this one by itself, or will be as soon as branches reach it."""
+        is_ahead = response.fence.base_len == self._ahead_len
+        return is_ahead and (response.verdict.goes_on or self._is_plain_on_miss)
+
+    def allow(self, length: int) -> None:
+        """Counts on the target to commit up to a length by itself."""
+        self._limit = max(self._limit, length)
+        self._largest_limit = max(self._largest_limit, length)
 
     @property
     def outstanding(self) -> int:
@@ -168,7 +194,7 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
             forward_count=times.forward_count,
             row_count=times.row_count,
             caught_up_count=response.caught_up_count,
-            drafter=DrafterId(self.drafter, Place.HOSTED),
+            drafter=self._ahead if response.verdict.is_of_branch else DrafterId(self.drafter, Place.HOSTED),
         )
 
     def end(self, fence: types_pb2.Fence) -> None:
@@ -224,6 +250,16 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         self._num_unanswered = 0  # in a row
         self._num_refused = 0  # guesses that a target would not take
         self._num_opens = 0
+        self.takes_branches = True
+        """Whether targets have refused no branches of this session."""
+        self.went_on = False
+        """Whether the target is at the verdict on the log's length by itself."""
+
+    def run_ahead(self, base_len: int, branches: types_pb2.Branches, drafter: DrafterId) -> None:
+        """Hands branches for the verdict on a length on to the target, unless that has been given."""
+        opening = self._opening
+        if opening is not None and base_len == len(self._log) and self.takes_branches and not opening.is_opening:
+            opening.run_ahead(base_len, branches, drafter, plain_on_miss=opening.link.session_count > 1)
 
     @property
     def outstanding(self) -> int:
@@ -255,6 +291,9 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         if response.cached_len != committed_len - 1 and self._num_repairs < MAX_DRIFT_REPAIRS:
             self._has_drifted = True
             self._log_event("cache drift", cached_len=response.cached_len, committed_len=committed_len)
+        self.went_on = opening.went_on(response)
+        if self.went_on:
+            opening.allow(committed_len + 1)
         # Log-probabilities that were not asked for have no reader.
         wants_logprobs = self._spec.logprob_count is not None
         if wants_logprobs and not verdict.logprobs:
@@ -279,6 +318,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
             prefix_len=verdict.prefix_len,
             own=opening.own_proposal(response),
             refused_guesses=is_left_out or self._num_refused > num_refused,
+            is_of_branch=verdict.is_of_branch,
         )
 
     async def _exchange(
@@ -319,21 +359,30 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
                     opening.peer.report_lost(opening.link)
                     await asyncio.sleep(budget.pause_s(error, loop.time()))
             except InvalidRequest as error:  # 5
-                field = error.metadata.get("field", "")
-                if field.startswith(OWN_GUESSES) and self._drafter:
-                    self._drafter, own = "", NO_REQUEST
-                elif field.startswith(GUESSES) and proposal.tree:
-                    proposal = NOTHING
-                else:
-                    raise
-                self._num_refused += 1
-                self._log_event("guesses refused", reason=error.message, log_len=len(self._log))
-                self._forget()
+                proposal, own = self._without_refused(error, proposal, own)
             else:  # 4
                 num_refusals += 1
                 if num_refusals > MAX_REFUSALS:
                     raise PeerLost(f"{opening.peer} lost the session {num_refusals} times in one round")
                 self._abandon(PeerLost(f"{opening.peer} does not know the session"))
+
+    def _without_refused(
+        self, error: InvalidRequest, proposal: Proposal, own: GuessRequest
+    ) -> tuple[Proposal, GuessRequest]:
+        """What is left to be sent when a target has refused guesses; raises the error if it is about anything else."""
+        field = error.metadata.get("field", "")
+        if field.startswith(OWN_GUESSES) and self._drafter:
+            self._drafter, own = "", NO_REQUEST
+        elif field.startswith(BRANCHES):
+            self.takes_branches = False
+        elif field.startswith(GUESSES) and proposal.tree:
+            proposal = NOTHING
+        else:
+            raise error
+        self._num_refused += 1
+        self._log_event("guesses refused", reason=error.message, log_len=len(self._log))
+        self._forget()
+        return proposal, own
 
     async def _open(self, until_s: float) -> TargetOpening:
         """An opening on the first target that can take the session; raises PeerLost when time is up."""

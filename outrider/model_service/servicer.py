@@ -61,6 +61,8 @@ class ServiceFacts:
     """Runners of those drafters that have a model of their own in this process."""
     tree_drafters: frozenset[str] = frozenset()
     """Drafters that make trees where a shape is asked for."""
+    branch_drafters: frozenset[str] = frozenset()
+    """Drafters that make branches."""
     grammars: GrammarEngine | None = None
     """Compiler of the sessions' grammars; None where there is no tokenizer."""
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
@@ -74,6 +76,7 @@ class ServiceFacts:
         rules = [RULES[rule] for rule in Rule if rule in self.drafters[drafter]]
         costs = row_cost_messages(self.hosted_costs.get(drafter, {}))
         offer = pb.DrafterOffer(name=drafter, rules=rules, makes_trees=drafter in self.tree_drafters, row_costs=costs)
+        offer.makes_branches = drafter in self.branch_drafters
         runner = self.hosted.get(drafter)
         if runner is not None:
             offer.model_name, offer.model_hash = runner.identity.model_name, runner.identity.model_hash
@@ -114,7 +117,8 @@ class ModelServicer(ModelServiceServicer):
         described["grammar_engine"] = ENGINE if facts.grammars is not None else ""
         described["generation_defaults"] = pb.GenerationDefaults(**facts.generation_defaults.stated)
         described["row_costs"] = row_cost_messages(facts.row_costs)
-        del described["hosted"], described["tree_drafters"], described["grammars"], described["hosted_costs"]
+        for name in ("hosted", "tree_drafters", "branch_drafters", "grammars", "hosted_costs"):
+            del described[name]
         return pb.GetModelInfoResponse(
             **described,
             protocol_version=channels.PROTOCOL_VERSION,

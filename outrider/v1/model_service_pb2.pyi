@@ -321,6 +321,7 @@ class DrafterOffer(_message.Message):
     FREE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     MAKES_TREES_FIELD_NUMBER: _builtins.int
     ROW_COSTS_FIELD_NUMBER: _builtins.int
+    MAKES_BRANCHES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     model_name: _builtins.str
@@ -334,6 +335,8 @@ class DrafterOffer(_message.Message):
     """Blocks that no session holds."""
     makes_trees: _builtins.bool
     """Whether it makes trees where a shape is asked for."""
+    makes_branches: _builtins.bool
+    """Whether it makes branches; see DraftAdvance."""
     @_builtins.property
     def rules(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.AcceptanceRule.ValueType]:
         """The rules that its proposals fit. A session that asks for another one is refused."""
@@ -354,10 +357,11 @@ class DrafterOffer(_message.Message):
         free_block_count: _builtins.int = ...,
         makes_trees: _builtins.bool = ...,
         row_costs: _abc.Iterable[_types_pb2.RowCost] | None = ...,
+        makes_branches: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "free_block_count", b"free_block_count", "makes_trees", b"makes_trees", "model_hash", b"model_hash", "model_name", b"model_name", "name", b"name", "row_costs", b"row_costs", "rules", b"rules", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "free_block_count", b"free_block_count", "makes_branches", b"makes_branches", "makes_trees", b"makes_trees", "model_hash", b"model_hash", "model_name", b"model_name", "name", b"name", "row_costs", b"row_costs", "rules", b"rules", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,7 +12,7 @@ from support.services.markov_services import DraftServicer, Mischief, TargetServ
 
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import NOTHING, FallbackReason, Proposal, Round, TokenLog
+from gateway.rounds.round import NOTHING, FallbackReason, GuessRequest, Proposal, Round, TokenLog
 from gateway.sessions.breaker import CircuitBreaker
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.peer import ModelInfo, ServicePeer
@@ -197,7 +197,7 @@ async def test_answers_between_faults_do_not_hide_them() -> None:
         rests = []
         async with draft:
             for number in range(8):
-                proposal: Proposal = await draft.propose(1)
+                proposal: Proposal = await draft.propose(GuessRequest(count=1))
                 assert (proposal.fallback_reason is FallbackReason.DRAFT_REFUSED) == number % 2
                 rests.append(draft._resume_len - len(log) - 1)
         assert rests[1] == 0

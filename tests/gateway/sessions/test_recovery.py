@@ -14,7 +14,7 @@ from support.services.markov_services import DraftServicer, MarkovSession, Misch
 
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import NOTHING, TokenLog
+from gateway.rounds.round import NOTHING, GuessRequest, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.peer import ModelInfo, ServicePeer
 from gateway.sessions.replicas import Replicas
@@ -225,7 +225,7 @@ async def test_a_draft_that_refuses_is_not_lost() -> None:
                 Replicas([peer]), DraftDeadline(), SPEC, TokenLog(PROMPT), os.urandom(16), warm=False
             )
             async with one:
-                assert (await one.propose(4)).fallback_reason is not None
+                assert (await one.propose(GuessRequest(count=4))).fallback_reason is not None
             assert peer.info is not None
             assert not peer.breaker.is_open
 
