@@ -107,6 +107,8 @@ class Branch(NamedTuple):
     accepted_count: int
     next_token_id: int
     token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    """The draft's log-probability of each guess, where the request asks."""
 
 
 @dataclass(frozen=True, slots=True)

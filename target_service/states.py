@@ -68,7 +68,7 @@ class Ahead(NamedTuple):
         outcome = len(verdict.accepted_rows), verdict.next_token_id
         for branch in self.branches:
             if outcome == (branch.accepted_count, branch.next_token_id):
-                return TokenTree.chain(branch.token_ids)
+                return TokenTree.chain(branch.token_ids, logprobs=branch.logprobs)
         return EMPTY if self.plain_on_miss else None
 
 

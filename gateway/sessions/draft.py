@@ -104,7 +104,7 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         self._vocabulary_size = info.vocabulary_size
         fitting = [name for name, rules in info.drafters.items() if spec.acceptance.rule in rules]
         is_able = (seat.drafter or next(iter(fitting), "")) in info.branch_drafters
-        self._makes_branches = is_able and spec.acceptance.rule is Rule.MATCH and not spec.draft_logprobs
+        self._makes_branches = is_able and spec.acceptance.rule is Rule.MATCH
         self.on_branches: OnBranches | None = None
         self._asked = (0, 0)  # epoch and length of the last request
         self._is_told = False  # the last request has no reader for its proposal

@@ -50,7 +50,7 @@ class BranchingTask(GrownTask):
             self._hand_on()
         if self.growth.are_branches_done and not self.has_branches:
             self.has_branches = True
-            self.on_found(self, self.growth.branches())
+            self.on_found(self, self.growth.branches(with_logprobs=self.wants_logprob))
         GrownTask.go_on(self)
 
     def finish(self) -> None:

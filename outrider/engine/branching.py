@@ -85,14 +85,16 @@ class Branching:
             values=tuple(node.value for node in nodes),
         )
 
-    def branches(self) -> list[Branch]:
+    def branches(self, *, with_logprobs: bool = False) -> list[Branch]:
         """The branches that have guesses, the likeliest outcome first."""
         places = {number: place for place, number in enumerate(self.trunk)}
         found = []
-        for first, *rest in self._branches or ():
+        for numbers in self._branches or ():
+            first, *rest = (self.nodes[number] for number in numbers)
             if rest:
-                node, guesses = self.nodes[first], tuple(self.nodes[number].token_id for number in rest)
-                found.append(Branch(places[node.parent], node.token_id, guesses))
+                logprobs = tuple(node.logprob for node in rest) if with_logprobs else ()
+                token_ids = tuple(node.token_id for node in rest)
+                found.append(Branch(places[first.parent], first.token_id, token_ids, logprobs))
         return found
 
     def follow(self, token_ids: Iterable[int]) -> list[int]:

@@ -269,6 +269,7 @@ class Branch(_message.Message):
     ACCEPTED_COUNT_FIELD_NUMBER: _builtins.int
     NEXT_TOKEN_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     accepted_count: _builtins.int
     """How many rows of the proposal that is verified are accepted, in [0, max_draft_count]."""
     next_token_id: _builtins.int
@@ -277,16 +278,21 @@ class Branch(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """What may follow that token: a chain of at least one token and at most max_draft_count."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """As in TokenTree, when the session asked for them; a target hands them back with the verdict."""
+
     def __init__(
         self,
         *,
         accepted_count: _builtins.int = ...,
         next_token_id: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_count", b"accepted_count", "next_token_id", b"next_token_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_count", b"accepted_count", "logprobs", b"logprobs", "next_token_id", b"next_token_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

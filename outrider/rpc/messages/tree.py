@@ -35,13 +35,7 @@ def tree_from(message: pb.TokenTree, vocabulary_size: int, max_rows: int, *, wit
     if message.distributions:
         _check_rows("distributions", len(message.distributions), num_rows)
         distributions = _distributions_from(message, token_ids, vocabulary_size)
-    logprobs: tuple[float, ...] = ()
-    if with_logprobs and message.logprobs:
-        logprobs = tuple(message.logprobs)
-        _check_rows("logprobs", len(logprobs), num_rows)
-        for row, logprob in enumerate(logprobs):
-            if not -math.inf < logprob <= 0:
-                raise InvalidRequest(f"proposal.logprobs.{row}", logprob, "finite and at most 0")
+    logprobs = _logprobs_from("proposal", message.logprobs, num_rows) if with_logprobs else ()
     values: tuple[float, ...] = ()
     if message.values:
         values = tuple(message.values)
@@ -74,6 +68,16 @@ def shape_message(shape: TreeShape) -> pb.TreeShape:
         max_width=shape.max_width,
         is_static=shape.is_static,
     )
+
+
+def _logprobs_from(field: str, entries: Sequence[float], num_rows: int) -> tuple[float, ...]:
+    """Log-probabilities of all rows, or none; raises InvalidRequest."""
+    if entries and len(entries) != num_rows:
+        raise InvalidRequest(f"{field}.logprobs", f"{len(entries)} entries", f"empty or {num_rows} entries")
+    for row, logprob in enumerate(entries):
+        if not -math.inf < logprob <= 0:
+            raise InvalidRequest(f"{field}.logprobs.{row}", logprob, "finite and at most 0")
+    return tuple(entries)
 
 
 def _check_rows(name: str, num_entries: int, num_rows: int) -> None:
@@ -162,5 +166,6 @@ def branches_from(message: pb.Branches, vocabulary_size: int, max_rows: int) -> 
         if not 1 <= len(each.token_ids) <= max_rows:
             raise InvalidRequest(f"{field}.token_ids", f"{len(each.token_ids)} ids", f"1 to {max_rows} ids")
         token_ids = check_token_ids(f"{field}.token_ids", each.token_ids, vocabulary_size)
-        found.append(Branch(accepted_count, next_token_id, token_ids))
+        logprobs = _logprobs_from(field, each.logprobs, len(token_ids))
+        found.append(Branch(accepted_count, next_token_id, token_ids, logprobs))
     return found
