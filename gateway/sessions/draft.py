@@ -102,9 +102,9 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         self._log = token_log
         self._seat = seat
         self._vocabulary_size = info.vocabulary_size
-        fitting = [name for name, rules in info.drafters.items() if spec.acceptance.rule in rules]
-        is_able = (seat.drafter or next(iter(fitting), "")) in info.branch_drafters
-        self._makes_branches = is_able and spec.acceptance.rule is Rule.MATCH
+        rule = spec.acceptance.rule
+        usual = next((name for name, rules in info.drafters.items() if rule in rules), "")
+        self._makes_branches = rule is Rule.MATCH and (seat.drafter or usual) in info.branch_drafters
         self.on_branches: OnBranches | None = None
         self._asked = (0, 0)  # epoch and length of the last request
         self._is_told = False  # the last request has no reader for its proposal

@@ -44,6 +44,7 @@ scenarios = st.builds(
     kv_tokens=st.sampled_from((256, 64)),
     draft_kv_tokens=st.sampled_from((256, 48)),
     hosts=st.sampled_from(((), TARGETS, TARGETS[:1])),
+    branches=st.sampled_from((0, 4, 16)),
     gateway_dies_s=st.sampled_from((None, None, None, None, None, 0.01, 0.05, 3.0)),
 )
 # Worlds in which a fault of the targets shows soon: long answers side by side, and a rough way to the targets.

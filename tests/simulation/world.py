@@ -80,6 +80,8 @@ class Scenario:
     draft_kv_tokens: int = 256
     hosts: tuple[str, ...] = ()
     """Targets that have the draft's model in their own process too."""
+    branches: int = 0
+    """Branches that the gateway asks the draft for."""
     gateway_dies_s: float | None = None
     """Seconds after the first request at which the gateway is killed."""
 
@@ -188,7 +190,16 @@ class World:
         timeouts = TargetTimeouts(rebuild_budget_s=BUDGET_S)
         audit = ShadowAudit(0.0, CollectorRegistry())
         policies = Policies(lambda numerics_id: self._policy)
-        backend = Backend(models().tokenizer, target, drafts, policies, DraftDeadline(), timeouts, audit)
+        backend = Backend(
+            models().tokenizer,
+            target,
+            drafts,
+            policies,
+            DraftDeadline(),
+            timeouts,
+            audit,
+            branches=self._scenario.branches,
+        )
         server = Server(self._loop, GATEWAY, wrap=self._with_await_points)
         metrics = GatewayMetrics(CollectorRegistry())
         door = Frontend(backend, Admission(64, 64), metrics, ChatTemplate(), "model")

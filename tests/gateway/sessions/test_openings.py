@@ -8,7 +8,7 @@ from support.services.markov import NUM_TOKENS, MarkovModel
 from support.services.markov_services import DraftServicer, TargetServicer, linked
 
 from gateway.rounds.round import NOTHING, DrafterId, GuessRequest, Place, TokenLog
-from gateway.sessions.draft import DrafterSeat, DraftOpening
+from gateway.sessions.draft import ALONE, DraftOpening
 from gateway.sessions.target import TargetOpening
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec
@@ -36,7 +36,7 @@ async def proposed(rule: Rule, *, draft_logprobs: bool = False, **proposal: obje
     spec = SessionSpec(PROMPT, 2, SamplingParameters(), 9, 60, frozenset({0}), frozenset(), Acceptance(rule=rule))
     spec = replace(spec, draft_logprobs=draft_logprobs)
     async with linked(DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())) as link:
-        opening = DraftOpening(link, spec, TokenLog(PROMPT), b"0123456789abcdef", DrafterSeat())
+        opening = DraftOpening(link, spec, TokenLog(PROMPT), b"0123456789abcdef", ALONE)
         tree = types_pb2.TokenTree(token_ids=[1, 2], **proposal)  # type: ignore[arg-type]
         return opening.proposal(draft_pb.ProposeResponse(proposal=tree), 4, 0, 0).tree
 
@@ -128,11 +128,11 @@ async def test_what_was_not_asked_for_or_has_no_room_is_the_draft_s_fault(
     """Depth, children and values of a tree; the same fits where there is room for it."""
     async with linked(DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())) as link:
         spec = SessionSpec(PROMPT, 2, SamplingParameters(), 9, max_len, frozenset({0}), frozenset())
-        opening = DraftOpening(link, spec, TokenLog(PROMPT), b"0123456789abcdef", "")
+        opening = DraftOpening(link, spec, TokenLog(PROMPT), b"0123456789abcdef", ALONE)
         with pytest.raises(ProtocolViolation, match=fault):
             opening.proposal(draft_pb.ProposeResponse(proposal=types_pb2.TokenTree(**proposal)), 4, 0, 0, shape)
         right = types_pb2.TokenTree(token_ids=[1, 2, 3], parents=[0, 1, 2], values=[0.5, 0.5, 0.4])
-        fitting = DraftOpening(link, replace(spec, max_len=6), TokenLog(PROMPT), b"1123456789abcdef", "")
+        fitting = DraftOpening(link, replace(spec, max_len=6), TokenLog(PROMPT), b"1123456789abcdef", ALONE)
         found = fitting.proposal(draft_pb.ProposeResponse(proposal=right), 4, 0, 0, TreeShape(3, 1))
         assert len(found.tree) == 3
 
@@ -152,7 +152,7 @@ async def test_times_that_cannot_be_are_the_draft_s_fault(times: dict[str, int])
     """Below nothing, or longer than was waited, but for what clocks differ; they would be learnt from."""
     async with linked(DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel())) as link:
         spec = SessionSpec(PROMPT, 2, SamplingParameters(), 9, 60, frozenset({0}), frozenset())
-        opening = DraftOpening(link, spec, TokenLog(PROMPT), b"0123456789abcdef", "")
+        opening = DraftOpening(link, spec, TokenLog(PROMPT), b"0123456789abcdef", ALONE)
         answer = draft_pb.ProposeResponse(proposal=types_pb2.TokenTree(token_ids=[1]))
         assert opening.proposal(answer, 4, 0, 100).tree.token_ids == (1,)
         answer.times.MergeFrom(types_pb2.ComputeTimes(**times))

@@ -27,7 +27,7 @@ from gateway.rounds.round import (
     Verdict,
 )
 from outrider.parameters import FinishReason
-from outrider.token_tree import TokenTree, TreeShape
+from outrider.token_tree import TokenTree
 
 NUM_TOKENS = 12
 EOS = 0
@@ -97,6 +97,7 @@ class MarkovTarget(Session):
     own_asked: GuessRequest = NO_REQUEST
     bare: frozenset[int] = frozenset()
     halts: int = 0
+    went_on: bool = False
 
     @property
     def drafter(self) -> str:
@@ -195,8 +196,9 @@ class MarkovDraft(Session):
         obstacle = FallbackReason.DRAFT_ABSENT if len(self.log) in self.away else None
         return DraftOutlook(obstacle, self.context_len, self.max_draft_count)
 
-    async def propose(self, draft_count: int, _shape: TreeShape | None = None) -> Proposal:
+    async def propose(self, asked: GuessRequest) -> Proposal:
         """A chain of guesses, or with `branching` a tree that carries a wrong sibling before each of them."""
+        draft_count = asked.count
         if draft_count == 0:
             return NOTHING
         self.asked.append(draft_count)
