@@ -148,9 +148,9 @@ class TargetSessions(SessionStore[TargetState]):
         held = self.table.get(fence.session_id)
         if held is None or held.owner is not owner or isinstance(held, BeamState) or fence.epoch != held.epoch:
             return
-        check_branches(ahead.branches, held.spec, fence.base_len)
         if held.finish_reason is not None or fence.base_len > held.committed_len:
             return
+        check_branches(ahead.branches, held.spec, fence.base_len)
         held.acknowledge(fence.base_len)
         if fence.base_len == held.committed_len:
             held.ahead = ahead

@@ -12,6 +12,7 @@ from gateway.rounds.round import (
     ANY_DRAFT,
     LOOKUP,
     NO_REQUEST,
+    BranchOutcome,
     DrafterId,
     FallbackReason,
     GuessRequest,
@@ -114,6 +115,10 @@ class RoundPlanner:
         self._tells_offer = False
         """Whether all that a lookup finds now was asked for, so that it says what lookups offer."""
         self._halts = self._went_on = False
+        self._num_branches = 0
+        """Branches that were asked for in the round under way."""
+        self._num_asked = 0
+        """And in the round before it."""
 
     def __enter__(self) -> Self:
         self._policy.enter(self._session)
@@ -167,7 +172,7 @@ class RoundPlanner:
         `own` is the drafter that the target has for this session now; another target may have none. `look` are the
         values of what a lookup has found, falling.
         """
-        self._look, self._halts, self._went_on = look, False, went_on
+        self._look, self._halts, self._went_on, self._num_branches = look, False, went_on, 0
         if look and len(log) > log.prompt_len and (outstanding or not self._drafting.merges):
             # Of a fixed number the draft makes them where there is one, and then the target's own drafter.
             is_alone = self._remote is None and not self._is_hosting
@@ -230,13 +235,18 @@ class RoundPlanner:
 
     def observe(self, committed: Round) -> None:
         """Passes a round on to the policy, except for the prompt's own pass, which costs what the prompt costs."""
+        verdict, num_asked = committed.verdict, self._num_asked
+        self._num_asked = self._num_branches
+        if num_asked:
+            missed = BranchOutcome.MISS if verdict.had_branches else BranchOutcome.LATE
+            committed.branches = BranchOutcome.HIT if verdict.is_of_branch else missed
         if not committed.is_first:
             if self._tells_offer:
                 self._policy.costs.offers.add(self._look, len(committed.token_ids))
             if self._halts:
                 self._policy.costs.late.add(self._policy.costs.load, not committed.proposal.tree)
             # What was asked to end a stretch has been asked; a verdict that came before it has not.
-            own = committed.verdict.own
+            own = verdict.own
             unasked = self._unasked and (own is not None or not committed.proposal.tree)
             if own is not None and own.tree.values:
                 asked = self._plain_plan.asked(Place.HOSTED)
@@ -272,8 +282,9 @@ class RoundPlanner:
         count = min(count, room) if shape is None else count
         looked = (GuessRequest(LOOKUP, num_looked),) if self._drafting.merges and num_looked else ()
         can_branch = shape is None and not self._drafting.merges and self._drafting.rule is Rule.MATCH
-        branch_count = self._branches if can_branch else 0
-        asked = GuessRequest(choice.drafter, count, shape, branch_count, self._went_on and branch_count > 0)
+        self._num_branches = self._branches if can_branch else 0
+        went_on = self._went_on and self._num_branches > 0
+        asked = GuessRequest(choice.drafter, count, shape, self._num_branches, went_on)
         return RoundPlan((asked, *looked))
 
     def _hosted_plan(self, choice: Choice, limit: int, is_hosting: bool, is_first: bool) -> RoundPlan:

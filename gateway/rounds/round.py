@@ -78,6 +78,14 @@ class FallbackReason(Enum):
     DRAFT_REFUSED = "draft_refused"
 
 
+class BranchOutcome(Enum):
+    """What came of branches that were asked for during the round before."""
+
+    HIT = "hit"  # the target began the round with one of them
+    MISS = "miss"  # they were there, for other outcomes
+    LATE = "late"  # they were not there when it was known what came
+
+
 @dataclass(frozen=True, slots=True)
 class HopCost:
     """Cost of an answer beside computing: time in the service's queue, time of waiting here, and bytes both ways."""
@@ -140,6 +148,7 @@ class Verdict:
     refused_guesses: bool = False  # the target would not take what was guessed, and decided without it
     prompt_row_count: int = 0  # rows among row_count that read prompts
     is_of_branch: bool = False  # its own proposal is that of a branch
+    had_branches: bool = False  # the target had some, or was sent some, for what it had to come to
 
     def about(self, proposal: Proposal) -> Proposal:
         """Proposal that it is about: the one that was sent, unless the target had its own or would not take it."""
@@ -159,6 +168,7 @@ class Round:
     round_us: int = 0
     gap_us: int = 0  # since the commit before it, what the client took included
     is_first: bool = False  # the prompt's own pass
+    branches: BranchOutcome | None = None  # None where none were asked for
 
     @property
     def draft_count(self) -> int:

@@ -102,10 +102,13 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         fence.session_id, fence.epoch, fence.base_len = self._session_id, self._epoch, base_len
         self.send(message)
 
-    def went_on(self, response: pb.VerifyResponse) -> bool:
-        """Whether the target is at the verdict after this one by itself, or will be as soon as branches reach it."""
-        is_ahead = response.fence.base_len == self._ahead_len
-        return is_ahead and (response.verdict.goes_on or self._is_plain_on_miss)
+    def is_ahead(self, response: pb.VerifyResponse) -> bool:
+        """Whether branches were handed on for what comes after a verdict."""
+        return response.fence.base_len == self._ahead_len
+
+    def goes_on(self, response: pb.VerifyResponse) -> bool:
+        """Whether the target is at the verdict after this one by itself, or will be when these branches reach it."""
+        return response.verdict.goes_on or self._is_plain_on_miss
 
     def allow(self, length: int) -> None:
         """Counts on the target to commit up to a length by itself."""
@@ -254,6 +257,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         """Whether targets have refused no branches of this session."""
         self.went_on = False
         """Whether the target is at the verdict on the log's length by itself."""
+        self._had_branches = False
 
     def run_ahead(self, base_len: int, branches: types_pb2.Branches, drafter: DrafterId) -> None:
         """Hands branches for the verdict on a length on to the target, unless that has been given."""
@@ -291,7 +295,8 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         if response.cached_len != committed_len - 1 and self._num_repairs < MAX_DRIFT_REPAIRS:
             self._has_drifted = True
             self._log_event("cache drift", cached_len=response.cached_len, committed_len=committed_len)
-        self.went_on = opening.went_on(response)
+        had_branches, self._had_branches = self._had_branches, opening.is_ahead(response)
+        self.went_on = self._had_branches and opening.goes_on(response)
         if self.went_on:
             opening.allow(committed_len + 1)
         # Log-probabilities that were not asked for have no reader.
@@ -319,6 +324,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
             own=opening.own_proposal(response),
             refused_guesses=is_left_out or self._num_refused > num_refused,
             is_of_branch=verdict.is_of_branch,
+            had_branches=had_branches,
         )
 
     async def _exchange(
@@ -371,15 +377,17 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
     ) -> tuple[Proposal, GuessRequest]:
         """What is left to be sent when a target has refused guesses; raises the error if it is about anything else."""
         field = error.metadata.get("field", "")
-        if field.startswith(OWN_GUESSES) and self._drafter:
-            self._drafter, own = "", NO_REQUEST
-        elif field.startswith(BRANCHES):
+        if field.startswith(BRANCHES):
+            # They were for the round after this one.
             self.takes_branches = False
+        elif field.startswith(OWN_GUESSES) and self._drafter:
+            self._drafter, own = "", NO_REQUEST
+            self._num_refused += 1
         elif field.startswith(GUESSES) and proposal.tree:
             proposal = NOTHING
+            self._num_refused += 1
         else:
             raise error
-        self._num_refused += 1
         self._log_event("guesses refused", reason=error.message, log_len=len(self._log))
         self._forget()
         return proposal, own

@@ -79,6 +79,8 @@ class RoundFacts:
     new_numerics_id: str = ""
     drafter: str = ""
     """Drafter of the proposal: "hosted" in the target's process; empty for the draft service's own choice."""
+    branches: str = ""
+    """What came of branches that were asked for in the round before, "hit", "miss" or "late"; empty where none were."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1038,6 +1038,7 @@ class RoundFacts(_message.Message):
     TARGET_REOPENS_FIELD_NUMBER: _builtins.int
     NEW_NUMERICS_ID_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
+    BRANCHES_FIELD_NUMBER: _builtins.int
     base_len: _builtins.int
     """Committed length, prompt included, before the round."""
     draft_count: _builtins.int
@@ -1074,6 +1075,10 @@ class RoundFacts(_message.Message):
     """
     drafter: _builtins.str
     """Drafter that made the proposal, where the request or the target named one; empty for the draft service's own choice."""
+    branches: _builtins.str
+    """What came of the branches that were asked for during the round before; empty where none were. "hit": the target began
+    this round with one of them. "miss": they were there, for other outcomes. "late": they were not.
+    """
     def __init__(
         self,
         *,
@@ -1094,10 +1099,11 @@ class RoundFacts(_message.Message):
         target_reopens: _builtins.int = ...,
         new_numerics_id: _builtins.str = ...,
         drafter: _builtins.str = ...,
+        branches: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_count", b"accepted_count", "base_len", b"base_len", "draft_bytes", b"draft_bytes", "draft_compute_us", b"draft_compute_us", "draft_count", b"draft_count", "draft_queue_us", b"draft_queue_us", "draft_wait_us", b"draft_wait_us", "drafter", b"drafter", "evaluated_count", b"evaluated_count", "fallback_reason", b"fallback_reason", "new_numerics_id", b"new_numerics_id", "round_us", b"round_us", "target_reopens", b"target_reopens", "verify_bytes", b"verify_bytes", "verify_compute_us", b"verify_compute_us", "verify_queue_us", b"verify_queue_us", "verify_wait_us", b"verify_wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_count", b"accepted_count", "base_len", b"base_len", "branches", b"branches", "draft_bytes", b"draft_bytes", "draft_compute_us", b"draft_compute_us", "draft_count", b"draft_count", "draft_queue_us", b"draft_queue_us", "draft_wait_us", b"draft_wait_us", "drafter", b"drafter", "evaluated_count", b"evaluated_count", "fallback_reason", b"fallback_reason", "new_numerics_id", b"new_numerics_id", "round_us", b"round_us", "target_reopens", b"target_reopens", "verify_bytes", b"verify_bytes", "verify_compute_us", b"verify_compute_us", "verify_queue_us", b"verify_queue_us", "verify_wait_us", b"verify_wait_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
