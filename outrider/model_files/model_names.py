@@ -8,6 +8,7 @@ hash. Its name is `sim:PRESET`, with options after it as in `sim:h100-1b@accepta
 docs/models.md says what each number stands on.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -117,7 +118,13 @@ SIM_PREFIX = "sim:"
 # What a simulated model stands for: that of Llama 3, in bfloat16. Served are the ids of the embedded tokenizer.
 SIM_VOCAB_SIZE, SIM_CONTEXT_LEN, SIM_ITEM_BYTES = 128_256, 131_072, 2
 # The options after a name, and what they may be.
-SIM_OPTIONS: Mapping[str, tuple[float, float]] = {"acceptance": (0.0, 1.0), "stretch": (0.001, 1000.0)}
+SIM_OPTIONS: Mapping[str, tuple[float, float]] = {
+    "acceptance": (0.0, 1.0),
+    "rows": (0.0, 10.0),
+    "stretch": (0.001, 1000.0),
+}
+# The number of rows that `rows` is about.
+SIM_ROWS = 32
 # Choices of a draft that are distinguished, and the least probability of each, and of all that come after them.
 MAX_RANKS, LEAST_RATE = 8, 0.001
 _SIM_NAME = re.compile(r"(?P<preset>[^@]*)(?:@(?P<options>.*))?", re.DOTALL)
@@ -170,6 +177,8 @@ class SimulatedModel:
     so on, position by position."""
     stretch: float = 1.0
     """Factor of all times."""
+    rows: float = 0.0
+    """Share of its time that memory takes longer for SIM_ROWS rows than for one; it grows with their logarithm."""
 
     @property
     def name(self) -> str:
@@ -210,7 +219,8 @@ class SimulatedModel:
         read_bytes = self.multiplied_parameters * SIM_ITEM_BYTES + self.token_bytes * num_keys
         # Scores and sums of values, two products of a head's size for each key.
         flops = 2 * self.multiplied_parameters * num_rows + 4 * self.shape.num_layers * width * num_scores
-        memory_s = read_bytes / (self.device.bytes_per_s * self.device.bandwidth_share)
+        slower = 1 + self.rows * math.log(num_rows, SIM_ROWS)
+        memory_s = slower * read_bytes / (self.device.bytes_per_s * self.device.bandwidth_share)
         arithmetic_s = flops / (self.device.flops * self.device.flops_share)
         return self.stretch * (max(memory_s, arithmetic_s) + self.device.launch_s)
 
@@ -218,7 +228,7 @@ class SimulatedModel:
         """A copy with one KEY=VALUE of the name `model`. Raises ModelRefused."""
         option = _SIM_OPTION.fullmatch(text)
         if option is None or option["key"] not in SIM_OPTIONS:
-            kinds = " and ".join(f"{key}=NUMBER" for key in SIM_OPTIONS)
+            kinds = ", ".join(f"{key}=NUMBER" for key in SIM_OPTIONS)
             raise ModelRefused(f"{model} has {text!r} behind @; there may be {kinds}, separated by commas", model=model)
         key, given = option["key"], option["value"]
         values = tuple(map(float, given.split("+")))
@@ -228,13 +238,15 @@ class SimulatedModel:
         limit = ""
         if not all(low <= each <= high for each in values):
             limit = f"in [{low:g}, {high:g}]"
-        elif key == "stretch" and len(values) > 1:
+        elif key != "acceptance" and len(values) > 1:
             limit = "one number"
         elif len(values) > 1 and not are_ranks:
             limit = f"at most {MAX_RANKS} falling numbers from {LEAST_RATE:g} on, together {1 - LEAST_RATE:g} at most"
         if limit:
             raise ModelRefused(f"{model}: {key} is {given}, but must be {limit}", model=model)
-        return replace(self, acceptance=values) if key == "acceptance" else replace(self, stretch=values[0])
+        if key == "acceptance":
+            return replace(self, acceptance=values)
+        return replace(self, stretch=values[0]) if key == "stretch" else replace(self, rows=values[0])
 
 
 def _shown(option: float | tuple[float, ...]) -> str:

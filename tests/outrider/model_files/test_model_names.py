@@ -102,7 +102,7 @@ def simulated(model: str) -> SimulatedModel:
         "h100-8b",
         "h100-70b",
         "h100-1b@acceptance=0.8",
-        "h100-1b@acceptance=0,stretch=4",
+        "h100-1b@acceptance=0,rows=0.15,stretch=4",
         "h100-600m@acceptance=0.7+0.1",
     ],
 )
@@ -134,7 +134,7 @@ def test_other_models_are_not_simulated() -> None:
         ("sim:", "is no simulated model; there are sim:h100-8b, sim:h100-70b, sim:h100-1b, sim:h100-600m"),
         ("sim:h100-7b", "is no simulated model; there are sim:h100-8b, sim:h100-70b, sim:h100-1b, sim:h100-600m"),
         ("sim:h100-8b/x@stretch=2", "is no simulated model"),
-        ("sim:h100-8b@", "has '' behind @; there may be acceptance=NUMBER and stretch=NUMBER, separated by commas"),
+        ("sim:h100-8b@", "has '' behind @; there may be acceptance=NUMBER, rows=NUMBER, stretch=NUMBER, separated by"),
         ("sim:h100-8b@stretch=2,", "has '' behind @"),
         ("sim:h100-8b@speed=2", "has 'speed=2' behind @"),
         ("sim:h100-8b@stretch=-1", "has 'stretch=-1' behind @"),
@@ -148,6 +148,8 @@ def test_other_models_are_not_simulated() -> None:
         ("sim:h100-1b@acceptance=0.9+0.0005", "but must be at most 8 falling numbers from 0.001 on"),
         ("sim:h100-1b@acceptance=0.9+", "has 'acceptance=0.9+' behind @"),
         ("sim:h100-1b@stretch=2+1", "stretch is 2+1, but must be one number"),
+        ("sim:h100-1b@rows=0.1+0.2", "rows is 0.1+0.2, but must be one number"),
+        ("sim:h100-1b@rows=11", "rows is 11, but must be in [0, 10]"),
     ],
 )
 def test_wrong_simulated_names_are_refused(model: str, words: str) -> None:
@@ -185,6 +187,14 @@ def test_few_rows_take_the_time_of_their_bytes() -> None:
     weights, keys = 2 * 7_504_924_672, 1000 * 131_072
     expected = (weights + keys) / (0.77 * 3.35e12) + 0.0005
     assert SIM_PRESETS["h100-8b"].step_s(4, 1000, 4000) == pytest.approx(expected, rel=1e-12)
+
+
+def test_each_doubling_of_rows_may_cost_memory_the_same_share() -> None:
+    """With rows=0.13 thirty-two rows read 1.13 times as long as one, and four 1.052 times; the launch is none of it."""
+    model, launch = simulated("sim:h100-8b@rows=0.13"), 0.0005
+    alone = SIM_PRESETS["h100-8b"].step_s(1, 0, 0) - launch
+    for rows, factor in ((1, 1.0), (4, 1.052), (32, 1.13)):
+        assert model.step_s(rows, 0, 0) == pytest.approx(factor * alone + launch, rel=1e-12)
 
 
 def test_many_rows_take_the_time_of_their_products() -> None:
