@@ -10,12 +10,12 @@ block is over.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from http.client import HTTPException
-from itertools import pairwise
+from itertools import count, islice, pairwise
 from typing import NamedTuple
 from urllib.parse import urlencode
 from urllib.request import urlopen
@@ -161,70 +161,85 @@ class Driver:
     metrics: Mapping[str, str]
     api_key: str | None = field(default=None, repr=False)
     tls: Tls | None = None
+    settings: Mapping[str, Speculation] = field(default_factory=dict)
+    """Settings by their names; by default those of the plan."""
+    numbers: Iterator[int] = field(default_factory=count)
+    """Numbers of the requests, of which no other driver of the same models must have any."""
     models: dict[str, str] = field(default_factory=dict)
-    """Names of the served models by process, as far as `run` has read them."""
+    """Names of the served models by process, as far as they have been read."""
     _calls: list[GenerateCall] = field(default_factory=list)
-    _num_asked: int = 0
     _terms: Terms = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.settings = self.settings or self.plan.settings
 
     async def run(self) -> list[Block]:
         """Measures all blocks. Raises what the gateway answers, PeerLost without /metrics, and NothingToMeasure."""
-        plan, settings, blocks = self.plan, list(self.plan.settings), []
+        plan, settings, blocks = self.plan, list(self.settings), []
+        async with self.connected():
+            note("Warming up.")
+            for setting in settings:
+                await self.warm_up(setting)
+                await self.block(plan.temperatures[0], max(plan.streams), setting, 0)
+            for turn in range(plan.turns):
+                note(f"Turn {turn + 1} of {plan.turns}.")
+                for temperature in plan.temperatures:
+                    for streams in plan.streams:
+                        for setting in rotated(settings, turn):
+                            blocks.append(await self.block(temperature, streams, setting, turn))
+            note("Asking some of it again without speculation.")
+            for block in blocks:
+                if block.setting != PLAIN:
+                    for answer in block.answers[-CHECKED:]:
+                        block.plain[answer.number] = await self.plain_tokens(answer, block.temperature)
+        return blocks
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """Keeps the connections that all requests share. Raises PeerLost without /metrics."""
         samples = await asyncio.gather(*(scrape(place, MODEL) for place in self.metrics.values()))
         for process, found in zip(self.metrics, samples, strict=True):
             self.models.update((process, sample.labels["model_name"]) for sample in found)
         caller = Caller(self.address, None, None, self.api_key, self.tls)
         self._terms = caller.terms({})
         async with AsyncExitStack() as exits:
-            for _ in range(plan.connections):
+            for _ in range(self.plan.connections):
                 # Else channels to one address would share one connection.
                 own = (("grpc.use_local_subchannel_pool", 1),)
                 channel = await exits.enter_async_context(open_channel(self.address, caller.files, own))
                 # Without a deserializer messages stay bytes.
                 serialize = pb.GenerateRequest.SerializeToString
                 self._calls.append(channel.unary_stream(METHOD, request_serializer=serialize))
-            note("Warming up.")
-            for setting in settings:
-                # Alone and whole, so that a refusal is about what was asked for.
-                request = self._request(self._num_asked, plan.temperatures[0], setting, plan.tokens)
-                self._num_asked += 1
-                async for _ in self._messages(self._calls[0], request):
-                    pass
-                await self._block(plan.temperatures[0], max(plan.streams), setting, 0)
-            for turn in range(plan.turns):
-                note(f"Turn {turn + 1} of {plan.turns}.")
-                for temperature in plan.temperatures:
-                    for streams in plan.streams:
-                        for setting in rotated(settings, turn):
-                            blocks.append(await self._block(temperature, streams, setting, turn))
-            note("Asking some of it again without speculation.")
-            for block in blocks:
-                if block.setting != PLAIN:
-                    await self._check(block)
-        return blocks
+            yield
 
-    async def _check(self, block: Block) -> None:
-        """Asks for some of a block's answers once more, in plain decoding."""
-        for answer in block.answers[-CHECKED:]:
-            request = self._request(answer.number, block.temperature, PLAIN, len(answer.token_ids))
-            messages = [each async for each in self._messages(self._calls[0], request)]
-            block.plain[answer.number] = read_answer(answer.number, 0.0, messages).token_ids
+    async def warm_up(self, setting: str) -> None:
+        """Asks one request, alone and whole, so that a refusal is about what was asked for."""
+        plan = self.plan
+        request = self._request(next(self.numbers), plan.temperatures[0], self.settings[setting], plan.tokens)
+        async for _ in self._messages(self._calls[0], request):
+            pass
 
-    async def _block(self, temperature: float, streams: int, setting: str, turn: int) -> Block:
-        count = max(streams * self.plan.requests, LEAST_REQUESTS)
+    async def plain_tokens(self, answer: LoadAnswer, temperature: float) -> list[int]:
+        """Tokens of the same request in plain decoding, as many as the answer has."""
+        request = self._request(answer.number, temperature, Speculation(enabled=False), len(answer.token_ids))
+        messages = [each async for each in self._messages(self._calls[0], request)]
+        return read_answer(answer.number, 0.0, messages).token_ids
+
+    async def block(self, temperature: float, streams: int, setting: str, turn: int) -> Block:
+        """Measures one setting under one load. Raises what the gateway answers, and NothingToMeasure."""
         # These were not asked before: what was answered before is remembered, and would be guessed.
-        first, self._num_asked = self._num_asked, self._num_asked + count
-        numbers, waiting = iter(range(first, first + count)), set(range(first, first + streams))
+        asked = list(islice(self.numbers, max(streams * self.plan.requests, LEAST_REQUESTS)))
+        places, waiting = iter(enumerate(asked, 1)), set(asked[:streams])
         all_run, one_ended = asyncio.Event(), asyncio.Event()
         found: list[tuple[int, float, list[tuple[float, bytes]]]] = []
 
         async def stream(call: GenerateCall) -> None:
             # All streams take from the same numbers, so that none idles long before the last.
-            for number in numbers:
+            for place, number in places:
                 tokens = self.plan.tokens
                 if number in waiting:
-                    tokens = max(1, tokens * (number - first + 1) // streams)
-                request, messages = self._request(number, temperature, setting, tokens), []
+                    tokens = max(1, tokens * place // streams)
+                request, messages = self._request(number, temperature, self.settings[setting], tokens), []
                 asked_s = time.perf_counter()
                 async for message in self._messages(call, request):
                     messages.append(message)
@@ -261,7 +276,7 @@ class Driver:
         except grpc.aio.AioRpcError as error:
             raise self._terms.failure(error) from None
 
-    def _request(self, number: int, temperature: float, setting: str, tokens: int) -> pb.GenerateRequest:
+    def _request(self, number: int, temperature: float, speculation: Speculation, tokens: int) -> pb.GenerateRequest:
         return generate_request(
             fresh_prompt(number),
             {
@@ -269,7 +284,7 @@ class Driver:
                 "ignore_eos": True,
                 "temperature": temperature,
                 "seed": self.plan.seed + number,
-                "speculation": self.plan.settings[setting],
+                "speculation": speculation,
             },
         )
 

@@ -1,0 +1,119 @@
+"""`python -m bench.pair`: what run-ahead is worth over a network, with real services and simulated devices.
+
+Every figure is of devices that only wait as long as real ones would take. None is shown if any answer is not plain
+decoding's, token for token.
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import typer
+from typer.models import OptionInfo
+
+from bench.pair.campaign import Run, measure
+from bench.pair.devices import PRESETS, Pair
+from bench.pair.report import render
+from bench.pair.settings import HAS_BRANCHES, Kind, PairPlan, settings_of
+from outrider.cli.bench.common import SaveFile, machine, parse_numbers, provenance, revision
+from outrider.cli.options import SHARED_OPTIONS
+from outrider.cli.running import Interrupts, run
+from outrider.errors import InvalidRequest
+from outrider.process import telemetry
+from outrider.process.options import between, grouped, run_app, service_app
+
+app = service_app()
+
+
+def listed(kind: str, words: str) -> OptionInfo:
+    """An option of several values."""
+    return typer.Option(help=words, metavar=f"{kind},...")
+
+
+def counted(words: str, minimum: int, maximum: int) -> OptionInfo:
+    """An option of a number within limits."""
+    return typer.Option(help=words, metavar="N", callback=between(minimum, maximum))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairOptions:
+    """Options: the grid, how often, and where the figures go."""
+
+    pairs: Annotated[str, listed("NAME", f"Targets with a draft of 1B: {', '.join(PRESETS)}.")] = "8b,70b"
+    delays: Annotated[str, listed("MS", "Milliseconds that a way to or from a service takes longer.")] = "0,0.25,1,5"
+    streams: Annotated[str, listed("N", "Numbers of requests side by side.")] = "1,4,16,64"
+    settings: Annotated[str, listed("NAME", f"Ways to serve a pair: {', '.join(Kind)}.")] = ",".join(Kind)
+    draft_counts: Annotated[str, listed("N", "Guesses a round, of each way but plain.")] = "2,3,5,7"
+    branches: Annotated[str, listed("N", "Branches of run-ahead.")] = "32"
+    temperature: Annotated[
+        float, typer.Option(help="Temperature of the requests.", metavar="X", callback=between(0, 2))
+    ] = 0.0
+    tokens: Annotated[int, counted("Tokens a request.", 16, 4096)] = 96
+    requests: Annotated[int, counted("Requests of a stream in a block, which has at least 8.", 2, 1000)] = 2
+    turns: Annotated[int, counted("Passes over the grid.", 1, 1000)] = 3
+    unstretched: Annotated[
+        int,
+        counted(
+            "Streams up to which time is real. More make all devices and ways slower in proportion, and figures are "
+            "divided by that again, so that this host is not what is measured.",
+            1,
+            4096,
+        ),
+    ] = 4
+    save: SaveFile = None
+
+
+@app.command()
+@grouped
+def pair(*, wanted: PairOptions) -> None:
+    """Compares run-ahead with plain, remote and hosted drafting on simulated devices, by network delay and streams."""
+    telemetry.configure_logs("warning")
+    plan = plan_of(wanted)
+
+    async def measuring(interrupts: Interrupts) -> None:
+        conclude(plan, wanted, await measure(plan, interrupts))
+
+    run(measuring, options={**SHARED_OPTIONS, "max_tokens": "--tokens"})
+
+
+def plan_of(wanted: PairOptions) -> PairPlan:
+    """The grid that the options describe. Raises InvalidRequest."""
+    kinds = dict.fromkeys(wanted.settings.split(","))
+    if not kinds.keys() <= set(Kind) or Kind.PLAIN not in kinds:
+        limit = f"of {', '.join(Kind)} with commas between, and {Kind.PLAIN} among them, which all are compared with"
+        raise InvalidRequest("--settings", wanted.settings, limit)
+    counts = parse_numbers("--draft-counts", wanted.draft_counts, int, 1, 16)
+    branches = parse_numbers("--branches", wanted.branches, int, 1, 512)
+    plan = PairPlan(
+        pairs=tuple(dict.fromkeys(wanted.pairs.split(","))),
+        delays_ms=parse_numbers("--delays", wanted.delays, float, 0, 1000),
+        streams=parse_numbers("--streams", wanted.streams, int, 1, 256),
+        settings=tuple(settings_of(map(Kind, kinds), counts, branches)),
+        tokens=wanted.tokens,
+        requests=wanted.requests,
+        turns=wanted.turns,
+        temperature=wanted.temperature,
+        unstretched=wanted.unstretched,
+    )
+    for name in plan.pairs:
+        Pair.named(name)
+    return plan
+
+
+def conclude(plan: PairPlan, wanted: PairOptions, runs: list[Run]) -> None:
+    """Writes every block to the file when there is one, and prints the report."""
+    if wanted.save is not None:
+        document = provenance() | {"simulated": True, "plan": asdict(plan), "runs": [asdict(each) for each in runs]}
+        wanted.save.write_text(json.dumps(document), encoding="utf-8")
+    runs_ahead = HAS_BRANCHES or Kind.RUN_AHEAD not in wanted.settings.split(",")
+    missing = "" if runs_ahead else " This gateway has no --branches, so nothing runs ahead."
+    sys.stdout.write(
+        f"## SIMULATED: what run-ahead is worth\n\n{plan.tokens} tokens a request, temperature {plan.temperature:g}, "
+        f"{plan.turns} turns, settings interleaved; {machine()}; commit {revision() or 'unknown'}.{missing}\n\n"
+        f"{render(plan, runs)}\n"
+    )
+
+
+if __name__ == "__main__":
+    run_app(app)

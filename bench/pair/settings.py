@@ -1,0 +1,88 @@
+"""What is measured: ways to serve a pair, and the grid of loads under which each of them is asked."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from bench.pair.devices import Formula, hosted, plain, remote, run_ahead
+from gateway.settings import GatewaySettings
+from outrider.cli.local_stack import Flags
+from outrider.client import Speculation
+
+
+class Kind(StrEnum):
+    """A way to serve a pair."""
+
+    PLAIN = "plain"
+    REMOTE = "remote"  # draft, wire and target follow one another
+    HOSTED = "hosted"  # the draft is in the target's process, on its device
+    RUN_AHEAD = "run-ahead"  # branches are pushed while the target verifies
+
+
+FORMULAS: Mapping[Kind, Formula] = {
+    Kind.PLAIN: plain,
+    Kind.REMOTE: remote,
+    Kind.HOSTED: hosted,
+    Kind.RUN_AHEAD: run_ahead,
+}
+DRAFTERS = {Kind.REMOTE: "model", Kind.HOSTED: "hosted", Kind.RUN_AHEAD: "model"}
+HAS_BRANCHES = "branches" in {each.name for each in fields(GatewaySettings)}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One way to serve a pair: what a request asks for, and with which options its gateway runs."""
+
+    kind: Kind
+    count: int = 0
+    """Guesses a round; 0 is plain."""
+    branches: int = 0
+
+    @property
+    def name(self) -> str:
+        shown = f"{self.kind}, K = {self.count}" if self.count else str(self.kind)
+        return f"{shown}, B = {self.branches}" if self.branches else shown
+
+    @property
+    def speculation(self) -> Speculation:
+        if not self.count:
+            return Speculation(enabled=False)
+        return Speculation(draft_count=self.count, drafter=DRAFTERS[self.kind])
+
+    @property
+    def gateway_flags(self) -> Flags:
+        return {"--branches": self.branches} if self.branches else {}
+
+
+def settings_of(kinds: Iterable[Kind], counts: Iterable[int], branches: Iterable[int]) -> list[Setting]:
+    """All settings of some kinds; run-ahead with each number of branches, as far as the gateway can do it."""
+    found = []
+    for kind in kinds:
+        if kind is Kind.PLAIN:
+            found.append(Setting(kind))
+        elif kind is not Kind.RUN_AHEAD:
+            found += [Setting(kind, count) for count in counts]
+        elif HAS_BRANCHES:
+            found += [Setting(kind, count, each) for count in counts for each in branches]
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairPlan:
+    """A grid: every setting under every load, `turns` times."""
+
+    pairs: tuple[str, ...]
+    delays_ms: tuple[float, ...]
+    """Milliseconds that each way between the gateway and a service takes longer."""
+    streams: tuple[int, ...]
+    settings: tuple[Setting, ...]
+    tokens: int
+    requests: int
+    turns: int
+    temperature: float
+    unstretched: int
+    """Streams up to which all times are as they are; those of more are stretched in proportion, for the host's sake."""
+
+    def stretch(self, streams: int) -> float:
+        """Factor of all times of devices and network under a load; figures are divided by it."""
+        return max(1.0, streams / self.unstretched)
