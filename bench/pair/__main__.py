@@ -7,10 +7,10 @@ decoding's, token for token.
 import json
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated
 
 import typer
-from typer.models import OptionInfo
 
 from bench.pair.campaign import Run, measure
 from bench.pair.devices import PRESETS, Pair
@@ -26,39 +26,40 @@ from outrider.process.options import between, grouped, run_app, service_app
 app = service_app()
 
 
-def listed(kind: str, words: str) -> OptionInfo:
-    """An option of several values."""
-    return typer.Option(help=words, metavar=f"{kind},...")
-
-
-def counted(words: str, minimum: int, maximum: int) -> OptionInfo:
-    """An option of a number within limits."""
-    return typer.Option(help=words, metavar="N", callback=between(minimum, maximum))
+counted = partial(typer.Option, metavar="N")
+listed = partial(typer.Option, metavar="N,...")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairOptions:
     """Options: the grid, how often, and where the figures go."""
 
-    pairs: Annotated[str, listed("NAME", f"Targets with a draft of 1B: {', '.join(PRESETS)}.")] = "8b,70b"
-    delays: Annotated[str, listed("MS", "Milliseconds that a way to or from a service takes longer.")] = "0,0.25,1,5"
-    streams: Annotated[str, listed("N", "Numbers of requests side by side.")] = "1,4,16,64"
-    settings: Annotated[str, listed("NAME", f"Ways to serve a pair: {', '.join(Kind)}.")] = ",".join(Kind)
-    draft_counts: Annotated[str, listed("N", "Guesses a round, of each way but plain.")] = "2,3,5,7"
-    branches: Annotated[str, listed("N", "Branches of run-ahead.")] = "32"
+    pairs: Annotated[str, listed(help=f"Targets with a draft of 1B: {', '.join(PRESETS)}.", metavar="NAME,...")] = (
+        "8b,70b"
+    )
+    delays: Annotated[
+        str, listed(help="Milliseconds that a way to or from a service takes longer.", metavar="MS,...")
+    ] = "0,0.25,1,5"
+    streams: Annotated[str, listed(help="Numbers of requests side by side.")] = "1,4,16,64"
+    settings: Annotated[str, listed(help=f"Ways to serve a pair: {', '.join(Kind)}.", metavar="NAME,...")] = ",".join(
+        Kind
+    )
+    draft_counts: Annotated[str, listed(help="Guesses a round, of each way but plain.")] = "2,3,5,7"
+    branches: Annotated[str, listed(help="Branches of run-ahead.")] = "32"
     temperature: Annotated[
         float, typer.Option(help="Temperature of the requests.", metavar="X", callback=between(0, 2))
     ] = 0.0
-    tokens: Annotated[int, counted("Tokens a request.", 16, 4096)] = 96
-    requests: Annotated[int, counted("Requests of a stream in a block, which has at least 8.", 2, 1000)] = 2
-    turns: Annotated[int, counted("Passes over the grid.", 1, 1000)] = 3
+    tokens: Annotated[int, counted(help="Tokens a request.", callback=between(16, 4096))] = 96
+    requests: Annotated[
+        int, counted(help="Requests of a stream in a block, which has at least 8.", callback=between(2, 1000))
+    ] = 2
+    turns: Annotated[int, counted(help="Passes over the grid.", callback=between(1, 1000))] = 3
     unstretched: Annotated[
         int,
         counted(
-            "Streams up to which time is real. More make all devices and ways slower in proportion, and figures are "
+            help="Streams up to which time is real. More make all devices and ways slower in proportion, and figures are "
             "divided by that again, so that this host is not what is measured.",
-            1,
-            4096,
+            callback=between(1, 4096),
         ),
     ] = 4
     save: SaveFile = None
