@@ -25,7 +25,6 @@ from outrider.process.options import between, grouped, run_app, service_app
 
 app = service_app()
 
-
 counted = partial(typer.Option, metavar="N")
 listed = partial(typer.Option, metavar="N,...")
 
@@ -57,8 +56,8 @@ class PairOptions:
     unstretched: Annotated[
         int,
         counted(
-            help="Streams up to which time is real. More make all devices and ways slower in proportion, and figures are "
-            "divided by that again, so that this host is not what is measured.",
+            help="Streams up to which time is real. More make all devices and ways slower in proportion, and figures "
+            "are divided by that again, so that this host is not what is measured.",
             callback=between(1, 4096),
         ),
     ] = 4

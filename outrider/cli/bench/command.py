@@ -33,3 +33,9 @@ def rounds(context: typer.Context) -> None:
 def load(context: typer.Context) -> None:
     """Compares a gateway with itself under loads, with numbers of draft tokens by turns: speed, gaps, CPU, answers."""
     run_module("outrider.cli.bench.load", context.args)
+
+
+@app.command(context_settings=PASSING_ON, add_help_option=False)
+def timeline(context: typer.Context) -> None:
+    """Draws when draft, wire and target were busy in some rounds of one answer, as lanes."""
+    run_module("outrider.cli.bench.timeline", context.args)
