@@ -227,11 +227,12 @@ def picture(title: str, rounds: Sequence[Drawn], columns: int, column_us: float)
         for row, value in ((number, each.number), (tokens, each.tokens)):
             text = f"|{value}"
             row[place : place + len(text)] = text
-        # What computes is drawn last, and never hidden.
-        for span in sorted(each.spans, key=lambda span: list(SIGNS).index(span.doing), reverse=True):
-            first = max(0, int(span.start_us / column_us))
-            last = max(first + 1, round(span.end_us / column_us))
-            lanes[span.lane][first:last] = SIGNS[span.doing] * (min(last, columns) - first)
+    # What computes is drawn last, and never hidden.
+    spans = [span for doing in reversed(SIGNS) for each in rounds for span in each.spans if span.doing is doing]
+    for span in spans:
+        first = max(0, int(span.start_us / column_us))
+        last = max(first + 1, round(span.end_us / column_us))
+        lanes[span.lane][first:last] = SIGNS[span.doing] * (min(last, columns) - first)
     rows = [("round", number), *lanes.items(), ("tokens", tokens)]
     total_us = rounds[-1].start_us + rounds[-1].facts.round_us
     count = sum(each.tokens for each in rounds)
