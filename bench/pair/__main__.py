@@ -53,14 +53,15 @@ class PairOptions:
         int, counted(help="Requests of a stream in a block, which has at least 8.", callback=between(2, 1000))
     ] = 2
     turns: Annotated[int, counted(help="Passes over the grid.", callback=between(1, 1000))] = 3
-    unstretched: Annotated[
-        int,
-        counted(
-            help="Streams up to which time is real. More make all devices and ways slower in proportion, and figures "
-            "are divided by that again, so that this host is not what is measured.",
-            callback=between(1, 4096),
+    stretch_per_stream: Annotated[
+        float,
+        typer.Option(
+            help="All devices and ways take longer by so many times the streams, but never shorter, and figures are "
+            "divided by that again, so that this host is not what is measured.",
+            metavar="X",
+            callback=between(0, 100),
         ),
-    ] = 4
+    ] = 0.25
     save: SaveFile = None
 
 
@@ -94,7 +95,7 @@ def plan_of(wanted: PairOptions) -> PairPlan:
         requests=wanted.requests,
         turns=wanted.turns,
         temperature=wanted.temperature,
-        unstretched=wanted.unstretched,
+        stretch_per_stream=wanted.stretch_per_stream,
     )
     for name in plan.pairs:
         Pair.named(name)

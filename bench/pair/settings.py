@@ -80,9 +80,9 @@ class PairPlan:
     requests: int
     turns: int
     temperature: float
-    unstretched: int
-    """Streams up to which all times are as they are; those of more are stretched in proportion, for the host's sake."""
+    stretch_per_stream: float
+    """What all times are multiplied by for each stream, where that makes them longer."""
 
     def stretch(self, streams: int) -> float:
         """Factor of all times of devices and network under a load; figures are divided by it."""
-        return max(1.0, streams / self.unstretched)
+        return max(1.0, streams * self.stretch_per_stream)

@@ -115,9 +115,12 @@ def delayed(links: Sequence[Link]) -> Iterator[list[str]]:
     process.start()
     theirs.close()
     try:
-        if not ours.poll(PATIENCE_S):
-            raise RuntimeError("the proxies did not start")
-        places = iter(ours.recv())
+        try:
+            if not ours.poll(PATIENCE_S):
+                raise EOFError
+            places = iter(ours.recv())
+        except EOFError:
+            raise RuntimeError("the proxies did not start") from None
         yield [next(places) if link.one_way_s else link.upstream for link in links]
     finally:
         ours.close()

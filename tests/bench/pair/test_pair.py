@@ -47,7 +47,9 @@ def test_settings_are_kinds_with_counts_and_branches() -> None:
 
 def test_options_make_a_grid() -> None:
     """What is no way to serve, no pair or no number is refused by its option."""
-    plan = plan_of(PairOptions(pairs="70b", delays="0,0.5", streams="1,64", settings="plain,remote", unstretched=8))
+    plan = plan_of(
+        PairOptions(pairs="70b", delays="0,0.5", streams="1,64", settings="plain,remote", stretch_per_stream=0.125)
+    )
     assert (plan.pairs, plan.delays_ms, plan.streams) == (("70b",), (0.0, 0.5), (1, 64))
     assert (plan.stretch(1), plan.stretch(8), plan.stretch(64)) == (1.0, 1.0, 8.0)
     for options, words in (
