@@ -15,7 +15,7 @@ from bench.pair.devices import Pair
 from bench.pair.settings import PairPlan, Setting
 from bench.pair.wire import Link, delayed
 from outrider.cli.bench.common import TokensDiffer, rotated
-from outrider.cli.bench.load.driver import Block, Driver, LoadPlan
+from outrider.cli.bench.load.driver import Block, Burst, Driver, LoadPlan
 from outrider.cli.local_stack import Flags, Stack, gateway_launch, metrics_address, model_launch
 from outrider.cli.running import Interrupts, note, service_log
 from outrider.client import Speculation
@@ -40,17 +40,17 @@ class Run:
     block: Block
 
     @property
-    def steps(self) -> list[tuple[float, int]]:
-        """Of each message behind an answer's first: seconds since the one before it, and its tokens."""
+    def steps(self) -> list[tuple[float, Burst]]:
+        """Each message behind an answer's first, with the seconds since the one before it."""
         began_s, ended_s = self.block.began.at_s, self.block.ended.at_s
         pairs = ((one, two) for each in self.block.answers for one, two in pairwise(each.bursts))
-        return [(two.at_s - one.at_s, two.tokens) for one, two in pairs if began_s <= two.at_s <= ended_s]
+        return [(two.at_s - one.at_s, two) for one, two in pairs if began_s <= two.at_s <= ended_s]
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens a second of all streams while they decode, by the clock of devices that are not stretched."""
         steps = self.steps
-        seconds, tokens = sum(seconds for seconds, _ in steps), sum(tokens for _, tokens in steps)
+        seconds, tokens = sum(seconds for seconds, _ in steps), sum(burst.tokens for _, burst in steps)
         return self.block.streams * tokens / seconds * self.stretch
 
     @property
@@ -59,6 +59,12 @@ class Run:
         block = self.block
         share = 1 - (block.ended.busy_s["target"] - block.began.busy_s["target"]) / block.seconds
         return 1e3 * share * sum(seconds for seconds, _ in self.steps) / len(self.steps) / self.stretch
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of rounds whose guesses were there before anybody had to wait for the draft."""
+        hits = sum(burst.drafted > 0 and not burst.draft_wait_us for _, burst in self.steps)
+        return hits / len(self.steps)
 
     @property
     def cpus(self) -> dict[str, float]:

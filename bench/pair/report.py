@@ -15,7 +15,8 @@ All devices are SIMULATED, and so is every figure; services, gateway, wire and t
 time in which all streams decode: medians over turns, with quartiles. Of each kind the fastest setting is shown, with
 its guesses a round (K) and branches (B). A ratio is the median of those of the same turn. The formula knows devices and
 the network's way, and no host; share is what was reached of it. Idle is the time of a round in which the target's model
-does not compute: with a hosted draft that draft's steps too. CPUs are what all processes but the proxies kept busy, and
+does not compute: with a hosted draft that draft's steps too. Hits: of all rounds, those with guesses for which nobody
+waited. CPUs are what all processes but the proxies kept busy, and
 in brackets the busiest of them; where that is near 1, it is the host that was measured. Every answer is plain's."""
 
 
@@ -132,9 +133,11 @@ def share(cell: Cell, setting: Setting) -> str:
 
 
 def idle(cell: Cell, setting: Setting) -> str:
-    """Milliseconds in which the target waits, and what a round brings."""
+    """Milliseconds in which the target waits, what a round brings, and how often guesses were there before it."""
     runs = cell.of(setting)
-    return f"{median(run.idle_ms for run in runs):.2f} ms, {mean(t for run in runs for _, t in run.steps):.2f}"
+    tokens = mean(burst.tokens for run in runs for _, burst in run.steps)
+    hits = f", hits {median(run.hit_rate for run in runs):.2f}" if setting.branches else ""
+    return f"{median(run.idle_ms for run in runs):.2f} ms, {tokens:.2f}{hits}"
 
 
 def host(cell: Cell) -> str:

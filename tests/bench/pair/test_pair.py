@@ -26,8 +26,12 @@ LOAD = LoadPlan(
 
 
 def run(setting: Setting, tokens: int, turn: int = 0, *, streams: int = 1, stretch: float = 1.0) -> Run:
-    """Ten seconds of a target that computes for six of them, with a message of so many tokens each second."""
-    answers = [LoadAnswer(0, 0.0, [1, 2], [Burst(1.0 + number, tokens, 3, 3, 2) for number in range(10)])]
+    """Ten seconds of a target that computes for six of them, with a message of so many tokens each second.
+
+    For the guesses of each third one somebody has waited.
+    """
+    bursts = [Burst(1.0 + number, tokens, 3, 3, 2, 500 * (number % 3 == 0)) for number in range(10)]
+    answers = [LoadAnswer(0, 0.0, [1, 2], bursts)]
     clocks = [Clocks(at_s, {"gateway": at_s * 0.25, "client": at_s * 0.5}, {"target": at_s * 0.6}) for at_s in (0, 10)]
     block = Block(0.0, streams, setting.name, turn, clocks[0], clocks[1], answers)
     return Run("8b", 1.0, setting, stretch, block)
@@ -69,6 +73,7 @@ def test_figures_are_of_devices_that_are_not_stretched() -> None:
     assert run(PLAIN, 2, streams=4, stretch=16).tokens_per_s == pytest.approx(128.0)
     assert run(PLAIN, 2).idle_ms == pytest.approx(400.0)
     assert run(PLAIN, 2, stretch=16).idle_ms == pytest.approx(25.0)
+    assert run(AHEAD, 2).hit_rate == pytest.approx(2 / 3)
     assert run(PLAIN, 2, stretch=16).cpus == {"gateway": 0.25, "client": 0.5}
 
 
@@ -93,6 +98,7 @@ def test_a_report_says_that_it_is_simulated() -> None:
     assert "SIMULATED" in report
     assert "over the best other" not in report
     assert "| 1.50 (1.50 to 1.50) | 1.50 (1.50 to 1.50) |" in render(plan, [run(PLAIN, 2), run(FAST, 4), run(AHEAD, 6)])
+    assert "400.00 ms, 6.00, hits 0.67 |" in render(plan, [run(PLAIN, 2), run(FAST, 4), run(AHEAD, 6)])
     assert [cell.streams for cell in cells_of(replace(plan, streams=(1, 4)), [])] == [1, 4]
 
 
