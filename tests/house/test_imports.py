@@ -147,6 +147,7 @@ PROGRAMS = {
     "outrider.client": (),
     "outrider.cli.app": (),
     "outrider.cli.bench.load.__main__": (),
+    "outrider.cli.bench.timeline": (),
     "outrider.datastore.command": ("gateway",),
     "gateway.__main__": ("gateway",),
     "gateway.server": ("gateway",),

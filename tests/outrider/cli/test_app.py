@@ -23,6 +23,7 @@ from outrider.cli import main
 from outrider.cli.bench.load.__main__ import app as bench_load
 from outrider.cli.bench.rounds.__main__ import app as bench_rounds
 from outrider.cli.bench.speed import app as bench_speed
+from outrider.cli.bench.timeline import app as bench_timeline
 from outrider.datastore.command import app as datastore
 from outrider.errors import OutriderError
 from outrider.parameters import MAX_STOPS
@@ -50,6 +51,7 @@ COMMANDS = dict(walk(typer.main.get_command(commands)))
 COMMANDS["bench", "rounds"] = typer.main.get_command(bench_rounds)
 COMMANDS["bench", "speed"] = typer.main.get_command(bench_speed)
 COMMANDS["bench", "load"] = typer.main.get_command(bench_load)
+COMMANDS["bench", "timeline"] = typer.main.get_command(bench_timeline)
 COMMANDS.update(walk(typer.main.get_command(datastore), ("datastore",)))
 COMMANDS["certs",] = typer.main.get_command(certs)
 EACH = pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
@@ -335,6 +337,7 @@ def test_an_option_without_an_effect_is_refused(told: Told, line: str, idle: str
         ("nope", "No such command 'nope'."),
         ("bench nope", "No such command 'nope'."),
         ("bench load --nope", "No such option: --nope"),
+        ("bench timeline --nope", "No such option: --nope"),
         ("version --json=3", "Option '--json' does not take a value."),
     ],
 )
