@@ -1,23 +1,24 @@
 """The report of a grid as Markdown: speeds, what the formulas say of them, and what the target and the host did."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import mean, median
 
 from bench.pair.campaign import Run
-from bench.pair.devices import Load, Pair
+from bench.pair.devices import ACCEPTANCE, Load, Pair, hit_rate
 from bench.pair.settings import FORMULAS, Kind, PairPlan, Setting
 from outrider.cli.bench.common import Spread, markdown, spread
 
 SYMBOLS = """\
 All devices are SIMULATED, and so is every figure; services, gateway, wire and their CPU are real. Tokens/s are of the
-time in which all streams decode: medians over turns, with quartiles. Of each kind the fastest setting is shown, with
-its guesses a round (K) and branches (B). A ratio is the median of those of the same turn. The formula knows devices and
-the network's way, and no host; share is what was reached of it. Idle is the time of a round in which the target's model
-does not compute: with a hosted draft that draft's steps too. Hits: of all rounds, those with guesses for which nobody
-waited. CPUs are what all processes but the proxies kept busy, and
-in brackets the busiest of them; where that is near 1, it is the host that was measured. Every answer is plain's."""
+time in which all streams decode: medians over turns, with quartiles. Of plain, remote and hosted the fastest setting is
+shown, with its guesses a round (K), and of run-ahead each, with its branches (B). A ratio is the median of those of the
+same turn. The formula knows devices and the network's way, and no host; share is what was reached of it. Idle is the
+time of a round in which the target's model does not compute: with a hosted draft that draft's steps too. Hits: of all
+rounds, those with guesses for which nobody waited, and what the draft's chances would give. CPUs are what all processes
+but the proxies kept busy, and in brackets the busiest: where that is near 1, it is the host that was measured. Stretch:
+how much slower all devices and ways were meanwhile. Every answer is plain's."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ class Cell:
         kinds = dict.fromkeys(setting.kind for setting in speeds)
         return {kind: max((each for each in speeds if each.kind is kind), key=speeds.__getitem__) for kind in kinds}
 
+    @property
+    def shown(self) -> list[Setting]:
+        """The fastest setting of each kind, and all that run ahead."""
+        ahead = dict.fromkeys(run.setting for run in self.runs if run.setting.kind is Kind.RUN_AHEAD)
+        return [*(each for kind, each in self.best.items() if kind is not Kind.RUN_AHEAD), *ahead]
+
     def ratio(self, one: Kind, *others: Kind) -> Spread | None:
         """Tokens/s of the fastest setting of a kind over the fastest of other kinds, by turns; None without one."""
         found = [self.best[each] for each in others if each in self.best]
@@ -79,69 +86,38 @@ def render(plan: PairPlan, runs: Sequence[Run]) -> str:
     """Tables of a grid, and what their figures mean."""
     cells = cells_of(plan, runs)
     kinds = [kind for kind in Kind if kind in cells[0].best]
-    before = [kind for kind in kinds if kind is not Kind.RUN_AHEAD]
+    others = [kind for kind in kinds if kind is not Kind.RUN_AHEAD]
     head = ["pair", "one way", "streams"]
-    ahead = (
-        ("over the best other", lambda cell: cell.ratio(Kind.RUN_AHEAD, *before)),
-        ("over remote", lambda cell: cell.ratio(Kind.RUN_AHEAD, Kind.REMOTE)),
-    )
-    ratios: tuple[tuple[str, Callable[[Cell], Spread | None]], ...] = ahead if Kind.RUN_AHEAD in kinds else ()
-    speeds = markdown(
-        [*head, *(f"{kind}, tokens/s" for kind in kinds), *(name for name, _ in ratios)],
-        [
-            [
-                *cell.head,
-                *(f"{fastest(cell, kind)}: {speed(cell, cell.best[kind]).show('.0f')}" for kind in kinds),
-                *("-" if (ratio := of(cell)) is None else ratio.show(".2f") for _, of in ratios),
-            ]
-            for cell in cells
-        ],
-    )
-    formulas = markdown(
-        [*head, *(f"{kind}, by formula and share" for kind in kinds)],
-        [[*cell.head, *(share(cell, cell.best[kind]) for kind in kinds)] for cell in cells],
-    )
-    costs = markdown(
-        [*head, *(f"{kind}, idle and tokens a round" for kind in kinds), "CPUs", "stretch"],
-        [
-            [
-                *cell.head,
-                *(idle(cell, cell.best[kind]) for kind in kinds),
-                host(cell),
-                f"{plan.stretch(cell.streams):g}",
-            ]
-            for cell in cells
-        ],
-    )
-    return "\n\n".join((speeds, formulas, costs, SYMBOLS))
+    ratios: dict[str, list[Kind]] = {}
+    if Kind.RUN_AHEAD in kinds:
+        ratios = {"over the best other": others, "over remote": [Kind.REMOTE]}
+    speeds = []
+    for cell in cells:
+        found = [cell.ratio(Kind.RUN_AHEAD, *each) for each in ratios.values()]
+        fastest = [f"{speed(cell, cell.best[kind])}, {cell.best[kind].shown}" for kind in kinds]
+        speeds.append([*cell.head, *fastest, *("-" if each is None else each.show(".2f") for each in found)])
+    parts = ("setting", "formula, tokens/s", "share", "tokens a round", "idle, ms", "hits", "CPUs", "stretch")
+    rows = [[*cell.head, *details(cell, setting)] for cell in cells for setting in cell.shown]
+    first = markdown([*head, *(f"{kind}, tokens/s" for kind in kinds), *ratios], speeds)
+    return "\n\n".join((first, markdown([*head, *parts], rows), SYMBOLS))
 
 
-def fastest(cell: Cell, kind: Kind) -> str:
-    """What the fastest setting of a kind asks for."""
-    return cell.best[kind].name.removeprefix(kind).removeprefix(", ") or "no guesses"
-
-
-def speed(cell: Cell, setting: Setting) -> Spread:
+def speed(cell: Cell, setting: Setting) -> str:
     """Tokens a second over turns."""
-    return spread(run.tokens_per_s for run in cell.of(setting))
+    return spread(run.tokens_per_s for run in cell.of(setting)).show(".0f")
 
 
-def share(cell: Cell, setting: Setting) -> str:
-    """The formula's tokens a second, and the share of it that was reached."""
-    predicted = cell.predicted(setting)
-    return f"{predicted:.0f}, {speed(cell, setting).median / predicted:.2f}"
-
-
-def idle(cell: Cell, setting: Setting) -> str:
-    """Milliseconds in which the target waits, what a round brings, and how often guesses were there before it."""
-    runs = cell.of(setting)
-    tokens = mean(burst.tokens for run in runs for _, burst in run.steps)
-    hits = f", hits {median(run.hit_rate for run in runs):.2f}" if setting.branches else ""
-    return f"{median(run.idle_ms for run in runs):.2f} ms, {tokens:.2f}{hits}"
-
-
-def host(cell: Cell) -> str:
-    """CPUs of all processes and of the busiest, the most that any run had."""
-    busy = max(cell.runs, key=lambda run: sum(run.cpus.values())).cpus
+def details(cell: Cell, setting: Setting) -> Iterator[str]:
+    """What the formula says of a setting under a load, and what the target, the draft and the host did."""
+    runs, predicted = cell.of(setting), cell.predicted(setting)
+    yield setting.name
+    yield f"{predicted:.0f}"
+    yield f"{median(run.tokens_per_s for run in runs) / predicted:.2f}"
+    yield f"{mean(burst.tokens for run in runs for _, burst in run.steps):.2f}"
+    yield f"{median(run.idle_ms for run in runs):.2f}"
+    possible = hit_rate(ACCEPTANCE, setting.count, setting.branches)
+    yield f"{median(run.hit_rate for run in runs):.2f} of {possible:.2f}" if setting.branches else "-"
+    busy = max((run.cpus for run in runs), key=lambda cpus: sum(cpus.values()))
     name = max(busy, key=busy.__getitem__)
-    return f"{sum(busy.values()):.2f} ({name} {busy[name]:.2f})"
+    yield f"{sum(busy.values()):.2f} ({name} {busy[name]:.2f})"
+    yield f"{runs[0].stretch:g}"

@@ -39,9 +39,14 @@ class Setting:
     branches: int = 0
 
     @property
-    def name(self) -> str:
-        shown = f"{self.kind}, K = {self.count}" if self.count else str(self.kind)
+    def shown(self) -> str:
+        """Its numbers."""
+        shown = f"K = {self.count}" if self.count else "no guesses"
         return f"{shown}, B = {self.branches}" if self.branches else shown
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, {self.shown}"
 
     @property
     def speculation(self) -> Speculation:

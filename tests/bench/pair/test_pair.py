@@ -40,7 +40,7 @@ def run(setting: Setting, tokens: int, turn: int = 0, *, streams: int = 1, stret
 def test_settings_are_kinds_with_counts_and_branches() -> None:
     """Only run-ahead has options of the gateway, and is there where the gateway has it."""
     found = settings_of(Kind, (2, 3), (16,))
-    names = ["plain", "remote, K = 2", "remote, K = 3", "hosted, K = 2", "hosted, K = 3"]
+    names = ["plain, no guesses", "remote, K = 2", "remote, K = 3", "hosted, K = 2", "hosted, K = 3"]
     ahead = ["run-ahead, K = 2, B = 16", "run-ahead, K = 3, B = 16"] if HAS_BRANCHES else []
     assert [each.name for each in found] == names + ahead
     assert [each.speculation.drafter for each in found[:5]] == ["", "model", "model", "hosted", "hosted"]
@@ -94,11 +94,14 @@ def test_a_report_says_that_it_is_simulated() -> None:
     plan = plan_of(PairOptions(pairs="8b", delays="1", streams="1", settings="plain,remote", draft_counts="2,3"))
     report = render(plan, [run(PLAIN, 2), run(SLOW, 3), run(FAST, 4)])
     assert report.count("| 8b | 1 ms | 1 |") == 3
-    assert "K = 3: 4 (4 to 4)" in report
+    assert "| 4 (4 to 4), K = 3 |" in report
     assert "SIMULATED" in report
     assert "over the best other" not in report
-    assert "| 1.50 (1.50 to 1.50) | 1.50 (1.50 to 1.50) |" in render(plan, [run(PLAIN, 2), run(FAST, 4), run(AHEAD, 6)])
-    assert "400.00 ms, 6.00, hits 0.67 |" in render(plan, [run(PLAIN, 2), run(FAST, 4), run(AHEAD, 6)])
+    ahead = render(plan, [run(PLAIN, 2), run(FAST, 4), run(AHEAD, 6), run(replace(AHEAD, branches=8), 5)])
+    assert "| 6 (6 to 6), K = 3, B = 32 | 1.50 (1.50 to 1.50) | 1.50 (1.50 to 1.50) |" in ahead
+    assert re.search(
+        r"K = 3, B = 8 \| \d+ \| 0.0\d \| 5.00 \| 400.00 \| 0.67 of 0.\d\d \| 0.75 \(client 0.50\) \|", ahead
+    )
     assert [cell.streams for cell in cells_of(replace(plan, streams=(1, 4)), [])] == [1, 4]
 
 
@@ -128,5 +131,5 @@ def test_the_smallest_grid(tmp_path: Path) -> None:
     kinds = [kind for kind in Kind if HAS_BRANCHES or kind is not Kind.RUN_AHEAD]
     assert re.findall(r"\| ([a-z-]+), tokens/s", done.stdout) == kinds
     assert ("nothing runs ahead" in done.stdout) is not HAS_BRANCHES
-    assert done.stdout.count("| 8b | 0.25 ms | 2 |") == 3
+    assert done.stdout.count("| 8b | 0.25 ms | 2 |") == 1 + len(kinds)
     assert save.stat().st_size > 1000
