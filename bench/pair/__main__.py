@@ -18,6 +18,7 @@ from bench.pair.report import render
 from bench.pair.settings import HAS_BRANCHES, Kind, PairPlan, settings_of
 from outrider.cli.bench.common import SaveFile, machine, parse_numbers, provenance, revision
 from outrider.cli.options import SHARED_OPTIONS
+from outrider.cli.other_work import cpu_times, others_said
 from outrider.cli.running import Interrupts, run
 from outrider.errors import InvalidRequest
 from outrider.process import telemetry
@@ -73,7 +74,9 @@ def pair(*, wanted: PairOptions) -> None:
     plan = plan_of(wanted)
 
     async def measuring(interrupts: Interrupts) -> None:
-        conclude(plan, wanted, await measure(plan, interrupts))
+        before = cpu_times()
+        runs = await measure(plan, interrupts)
+        conclude(plan, wanted, runs, others_said(before, cpu_times()))
 
     run(measuring, options={**SHARED_OPTIONS, "max_tokens": "--tokens"})
 
@@ -102,8 +105,8 @@ def plan_of(wanted: PairOptions) -> PairPlan:
     return plan
 
 
-def conclude(plan: PairPlan, wanted: PairOptions, runs: list[Run]) -> None:
-    """Writes every block to the file when there is one, and prints the report."""
+def conclude(plan: PairPlan, wanted: PairOptions, runs: list[Run], others: str) -> None:
+    """Writes every block to the file when there is one, and prints the report, with what `others` did meanwhile."""
     if wanted.save is not None:
         document = provenance() | {"simulated": True, "plan": asdict(plan), "runs": [asdict(each) for each in runs]}
         wanted.save.write_text(json.dumps(document), encoding="utf-8")
@@ -111,7 +114,7 @@ def conclude(plan: PairPlan, wanted: PairOptions, runs: list[Run]) -> None:
     missing = "" if runs_ahead else " This gateway has no --branches, so nothing runs ahead."
     sys.stdout.write(
         f"## SIMULATED: what run-ahead is worth\n\n{plan.tokens} tokens a request, temperature {plan.temperature:g}, "
-        f"{plan.turns} turns, settings interleaved; {machine()}; commit {revision() or 'unknown'}.{missing}\n\n"
+        f"{plan.turns} turns, settings interleaved; {', '.join(filter(None, (machine(), others)))}; commit {revision() or 'unknown'}.{missing}\n\n"
         f"{render(plan, runs)}\n"
     )
 

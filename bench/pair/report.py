@@ -86,7 +86,7 @@ def render(plan: PairPlan, runs: Sequence[Run]) -> str:
     """Tables of a grid, and what their figures mean."""
     cells = cells_of(plan, runs)
     kinds = [kind for kind in Kind if kind in cells[0].best]
-    others = [kind for kind in kinds if kind is not Kind.RUN_AHEAD]
+    others: list[Kind] = [kind for kind in kinds if kind is not Kind.RUN_AHEAD]
     head = ["pair", "one way", "streams"]
     ratios: dict[str, list[Kind]] = {}
     if Kind.RUN_AHEAD in kinds:
