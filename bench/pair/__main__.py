@@ -18,7 +18,6 @@ from bench.pair.report import render
 from bench.pair.settings import HAS_BRANCHES, Kind, PairPlan, settings_of
 from outrider.cli.bench.common import SaveFile, machine, parse_numbers, provenance, revision
 from outrider.cli.options import SHARED_OPTIONS
-from outrider.cli.other_work import cpu_times, others_said
 from outrider.cli.running import Interrupts, run
 from outrider.errors import InvalidRequest
 from outrider.process import telemetry
@@ -74,9 +73,7 @@ def pair(*, wanted: PairOptions) -> None:
     plan = plan_of(wanted)
 
     async def measuring(interrupts: Interrupts) -> None:
-        before = cpu_times()
-        runs = await measure(plan, interrupts)
-        conclude(plan, wanted, runs, others_said(before, cpu_times()))
+        conclude(plan, wanted, *await measure(plan, interrupts))
 
     run(measuring, options={**SHARED_OPTIONS, "max_tokens": "--tokens"})
 
@@ -105,16 +102,17 @@ def plan_of(wanted: PairOptions) -> PairPlan:
     return plan
 
 
-def conclude(plan: PairPlan, wanted: PairOptions, runs: list[Run], others: str) -> None:
+def conclude(plan: PairPlan, wanted: PairOptions, runs: list[Run], others: list[str]) -> None:
     """Writes every block to the file when there is one, and prints the report, with what `others` did meanwhile."""
     if wanted.save is not None:
         document = provenance() | {"simulated": True, "plan": asdict(plan), "runs": [asdict(each) for each in runs]}
         wanted.save.write_text(json.dumps(document), encoding="utf-8")
     runs_ahead = HAS_BRANCHES or Kind.RUN_AHEAD not in wanted.settings.split(",")
     missing = "" if runs_ahead else " This gateway has no --branches, so nothing runs ahead."
+    host = ", where ".join(filter(None, (machine(), " and ".join(others))))
     sys.stdout.write(
         f"## SIMULATED: what run-ahead is worth\n\n{plan.tokens} tokens a request, temperature {plan.temperature:g}, "
-        f"{plan.turns} turns, settings interleaved; {', '.join(filter(None, (machine(), others)))}; commit {revision() or 'unknown'}.{missing}\n\n"
+        f"{plan.turns} turns, settings interleaved; {host}; commit {revision() or 'unknown'}.{missing}\n\n"
         f"{render(plan, runs)}\n"
     )
 

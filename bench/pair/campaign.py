@@ -17,6 +17,7 @@ from bench.pair.wire import Link, delayed
 from outrider.cli.bench.common import TokensDiffer, rotated
 from outrider.cli.bench.load.driver import Block, Burst, Driver, LoadPlan
 from outrider.cli.local_stack import Flags, Stack, gateway_launch, metrics_address, model_launch
+from outrider.cli.other_work import cpu_times, others_said
 from outrider.cli.running import Interrupts, note, service_log
 from outrider.client import Speculation
 from outrider.model_files.generation_defaults import NONE
@@ -73,9 +74,13 @@ class Run:
         return {name: (ended[name] - began[name]) / self.block.seconds for name in began}
 
 
-async def measure(plan: PairPlan, interrupts: Interrupts) -> list[Run]:
-    """Every block of a grid, in the order in which they ran. Raises TokensDiffer where any answer is not plain's."""
+async def measure(plan: PairPlan, interrupts: Interrupts) -> tuple[list[Run], list[str]]:
+    """Every block of a grid, in the order in which they ran, and what else took this machine's time meanwhile.
+
+    Raises TokensDiffer where any answer is not plain's.
+    """
     runs: list[Run] = []
+    others: dict[str, None] = {}
     numbers = count()
     for name, stretch in product(plan.pairs, dict.fromkeys(map(plan.stretch, plan.streams))):
         pair = Pair.named(name, stretch=stretch)
@@ -84,8 +89,11 @@ async def measure(plan: PairPlan, interrupts: Interrupts) -> list[Run]:
             interrupts.urgent = supervisor.kill
             campaign = Campaign(plan, pair, stretch, numbers, supervisor, exits)
             await campaign.start()
+            before = cpu_times()
             runs += await campaign.run()
-    return runs
+            # While the services are still there, whose own time this is.
+            others[others_said(before, cpu_times())] = None
+    return runs, [each for each in others if each]
 
 
 @dataclass(slots=True)
