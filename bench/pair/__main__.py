@@ -15,13 +15,14 @@ import typer
 from bench.pair.campaign import Run, measure
 from bench.pair.devices import PRESETS, Pair
 from bench.pair.report import render
-from bench.pair.settings import HAS_BRANCHES, Kind, PairPlan, settings_of
+from bench.pair.settings import Kind, PairPlan, settings_of
 from outrider.cli.bench.common import SaveFile, machine, parse_numbers, provenance, revision
 from outrider.cli.options import SHARED_OPTIONS
 from outrider.cli.running import Interrupts, run
 from outrider.errors import InvalidRequest
 from outrider.process import telemetry
 from outrider.process.options import between, grouped, run_app, service_app
+from outrider.rpc.messages.tree import MAX_BRANCHES
 
 app = service_app()
 
@@ -85,7 +86,7 @@ def plan_of(wanted: PairOptions) -> PairPlan:
         limit = f"of {', '.join(Kind)} with commas between, and {Kind.PLAIN} among them, which all are compared with"
         raise InvalidRequest("--settings", wanted.settings, limit)
     counts = parse_numbers("--draft-counts", wanted.draft_counts, int, 1, 16)
-    branches = parse_numbers("--branches", wanted.branches, int, 1, 512)
+    branches = parse_numbers("--branches", wanted.branches, int, 1, MAX_BRANCHES)
     plan = PairPlan(
         pairs=tuple(dict.fromkeys(wanted.pairs.split(","))),
         delays_ms=parse_numbers("--delays", wanted.delays, float, 0, 1000),
@@ -107,12 +108,10 @@ def conclude(plan: PairPlan, wanted: PairOptions, runs: list[Run], others: list[
     if wanted.save is not None:
         document = provenance() | {"simulated": True, "plan": asdict(plan), "runs": [asdict(each) for each in runs]}
         wanted.save.write_text(json.dumps(document), encoding="utf-8")
-    runs_ahead = HAS_BRANCHES or Kind.RUN_AHEAD not in wanted.settings.split(",")
-    missing = "" if runs_ahead else " This gateway has no --branches, so nothing runs ahead."
     host = ", where ".join(filter(None, (machine(), " and ".join(others))))
     sys.stdout.write(
         f"## SIMULATED: what run-ahead is worth\n\n{plan.tokens} tokens a request, temperature {plan.temperature:g}, "
-        f"{plan.turns} turns, settings interleaved; {host}; commit {revision() or 'unknown'}.{missing}\n\n"
+        f"{plan.turns} turns, settings interleaved; {host}; commit {revision() or 'unknown'}.\n\n"
         f"{render(plan, runs)}\n"
     )
 

@@ -61,11 +61,10 @@ class Run:
         share = 1 - (block.ended.busy_s["target"] - block.began.busy_s["target"]) / block.seconds
         return 1e3 * share * sum(seconds for seconds, _ in self.steps) / len(self.steps) / self.stretch
 
-    @property
-    def hit_rate(self) -> float:
-        """Share of rounds whose guesses were there before anybody had to wait for the draft."""
-        hits = sum(burst.drafted > 0 and not burst.draft_wait_us for _, burst in self.steps)
-        return hits / len(self.steps)
+    def came(self, what: str) -> float:
+        """Share of the rounds for which branches were asked of whose branches came what RoundFacts calls so."""
+        found = [burst.branches for _, burst in self.steps if burst.branches]
+        return found.count(what) / max(1, len(found))
 
     @property
     def cpus(self) -> dict[str, float]:

@@ -16,9 +16,10 @@ time in which all streams decode: medians over turns, with quartiles. Of plain, 
 shown, with its guesses a round (K), and of run-ahead each, with its branches (B). A ratio is the median of those of the
 same turn. The formula knows devices and the network's way, and no host; share is what was reached of it. Idle is the
 time of a round in which the target's model does not compute: with a hosted draft that draft's steps too. Hits: of all
-rounds, those with guesses for which nobody waited, and what the draft's chances would give. CPUs are what all processes
-but the proxies kept busy, and in brackets the busiest: where that is near 1, it is the host that was measured. Stretch:
-how much slower all devices and ways were meanwhile. Every answer is plain's."""
+rounds for which there were to be branches, those that the target began with one, and what the draft's chances would
+give; late: those without, because no branches had come yet. CPUs are what all processes but the proxies kept busy, and
+in brackets the busiest: where that is near 1, it is the host that was measured. Stretch: how much slower all devices
+and ways were meanwhile. Every answer is plain's."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def render(plan: PairPlan, runs: Sequence[Run]) -> str:
         found = [cell.ratio(Kind.RUN_AHEAD, *each) for each in ratios.values()]
         fastest = [f"{speed(cell, cell.best[kind])}, {cell.best[kind].shown}" for kind in kinds]
         speeds.append([*cell.head, *fastest, *("-" if each is None else each.show(".2f") for each in found)])
-    parts = ("setting", "formula, tokens/s", "share", "tokens a round", "idle, ms", "hits", "CPUs", "stretch")
+    parts = ("setting", "formula, tokens/s", "share", "tokens a round", "idle, ms", "hits", "late", "CPUs", "stretch")
     rows = [[*cell.head, *details(cell, setting)] for cell in cells for setting in cell.shown]
     first = markdown([*head, *(f"{kind}, tokens/s" for kind in kinds), *ratios], speeds)
     return "\n\n".join((first, markdown([*head, *parts], rows), SYMBOLS))
@@ -116,7 +117,9 @@ def details(cell: Cell, setting: Setting) -> Iterator[str]:
     yield f"{mean(burst.tokens for run in runs for _, burst in run.steps):.2f}"
     yield f"{median(run.idle_ms for run in runs):.2f}"
     possible = hit_rate(ACCEPTANCE, setting.count, setting.branches)
-    yield f"{median(run.hit_rate for run in runs):.2f} of {possible:.2f}" if setting.branches else "-"
+    hits, late = (median(run.came(what) for run in runs) for what in ("hit", "late"))
+    yield f"{hits:.2f} of {possible:.2f}" if setting.branches else "-"
+    yield f"{late:.2f}" if setting.branches else "-"
     busy = max((run.cpus for run in runs), key=lambda cpus: sum(cpus.values()))
     name = max(busy, key=busy.__getitem__)
     yield f"{sum(busy.values()):.2f} ({name} {busy[name]:.2f})"

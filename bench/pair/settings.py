@@ -1,11 +1,10 @@
 """What is measured: ways to serve a pair, and the grid of loads under which each of them is asked."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
 
 from bench.pair.devices import Formula, hosted, plain, remote, run_ahead
-from gateway.settings import GatewaySettings
 from outrider.cli.local_stack import Flags
 from outrider.client import Speculation
 
@@ -26,7 +25,6 @@ FORMULAS: Mapping[Kind, Formula] = {
     Kind.RUN_AHEAD: run_ahead,
 }
 DRAFTERS = {Kind.REMOTE: "model", Kind.HOSTED: "hosted", Kind.RUN_AHEAD: "model"}
-HAS_BRANCHES = "branches" in {each.name for each in fields(GatewaySettings)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +58,14 @@ class Setting:
 
 
 def settings_of(kinds: Iterable[Kind], counts: Iterable[int], branches: Iterable[int]) -> list[Setting]:
-    """All settings of some kinds; run-ahead with each number of branches, as far as the gateway can do it."""
+    """All settings of some kinds; run-ahead with each number of branches."""
     found = []
     for kind in kinds:
         if kind is Kind.PLAIN:
             found.append(Setting(kind))
         elif kind is not Kind.RUN_AHEAD:
             found += [Setting(kind, count) for count in counts]
-        elif HAS_BRANCHES:
+        else:
             found += [Setting(kind, count, each) for count in counts for each in branches]
     return found
 

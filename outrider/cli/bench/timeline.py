@@ -8,7 +8,6 @@ it was under way before: an unasked verdict, or guesses that were made ahead. It
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
@@ -31,12 +30,14 @@ from outrider.cli.bench.common import (
     stack_of,
     timed,
 )
+from outrider.cli.local_stack import Stack
 from outrider.cli.options import INT32_MAX, INT64_MAX, INT64_MIN, SHARED_OPTIONS, parse_draft_count
 from outrider.cli.running import Interrupts, run
 from outrider.client import AsyncClient, RoundFacts, Speculation
 from outrider.errors import InvalidRequest
 from outrider.process import telemetry
-from outrider.process.options import between, grouped
+from outrider.process.options import between, grouped, refuse_together
+from outrider.rpc.messages.tree import MAX_BRANCHES
 
 LEAST_COLUMNS, MOST_COLUMNS = 40, 1000
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -98,6 +99,15 @@ class TimelineOptions:
         ),
     ] = "4"
     drafter: Annotated[str, typer.Option(help="Whose draft tokens. Default: the gateway's choice.")] = ""
+    branches: Annotated[
+        int | None,
+        typer.Option(
+            help="Draw it all again with a gateway that has so many branches, of a stack of its own.",
+            metavar="N",
+            show_default=False,
+            callback=between(1, MAX_BRANCHES),
+        ),
+    ] = None
     skip: Annotated[
         int, typer.Option(help="Rounds before the first that is drawn.", metavar="N", callback=between(0, INT32_MAX))
     ] = 4
@@ -142,19 +152,29 @@ def timeline(
     settings, tls = wanted.settings, connection.tls(next(iter(wanted.address or ()), None))
     for address in wanted.address or ():
         check_asked(address, models, cpus, hosted)
-    stack = None if wanted.address else stack_of(models, cpus, hosted)
+        refuse_together("--address", address, {"--branches": wanted.branches})
+    stacks: dict[str, Stack] = {}
+    if not wanted.address:
+        stack = stack_of(models, cpus, hosted)
+        stacks["in turns"] = stack
+        if wanted.branches:
+            flags = stack.gateway_flags | {"--branches": wanted.branches}
+            stacks[f"{wanted.branches} branches"] = replace(stack, gateway_flags=flags)
 
     async def measuring(interrupts: Interrupts) -> None:
         pictures: list[tuple[str, list[Drawn]]] = []
-        async with AsyncExitStack() as exits:
-            addresses = wanted.address or []
-            if stack is not None:
-                addresses = [(await exits.enter_async_context(served(stack, interrupts))).gateway]
-            for address in addresses:
-                client = await exits.enter_async_context(AsyncClient(address, api_key=connection.api_key, tls=tls))
+
+        async def draw(place: str, address: str) -> None:
+            async with AsyncClient(address, api_key=connection.api_key, tls=tls) as client:
                 for name, speculation in settings.items():
-                    title = f"{address}, {name}" if len(addresses) > 1 else name
+                    title = f"{place}, {name}" if len(stacks) + len(wanted.address or ()) > 1 else name
                     pictures.append((title, await ask(client, wanted, speculation)))
+
+        for address in wanted.address or ():
+            await draw(address, address)
+        for place, stack in stacks.items():
+            async with served(stack, interrupts) as addresses:
+                await draw(place, addresses.gateway)
         conclude(wanted, pictures)
 
     run(measuring, options={**SHARED_OPTIONS, "speculation.draft_count": "--draft-counts"})
@@ -224,8 +244,7 @@ def picture(title: str, rounds: Sequence[Drawn], columns: int, column_us: float)
     lanes = {lane: [" "] * columns for lane in Lane}
     for each in rounds:
         place = int(each.start_us / column_us)
-        for row, value in ((number, each.number), (tokens, each.tokens)):
-            text = f"|{value}"
+        for row, text in ((number, f"|{each.number} {each.facts.branches}"), (tokens, f"|{each.tokens}")):
             row[place : place + len(text)] = text
     # What computes is drawn last, and never hidden.
     spans = [span for doing in reversed(SIGNS) for each in rounds for span in each.spans if span.doing is doing]

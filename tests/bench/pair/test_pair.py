@@ -13,7 +13,7 @@ from support.command_line import scripted_gateway
 from bench.pair.__main__ import PairOptions, plan_of
 from bench.pair.campaign import Run, check
 from bench.pair.report import Cell, cells_of, render
-from bench.pair.settings import HAS_BRANCHES, Kind, Setting, settings_of
+from bench.pair.settings import Kind, Setting, settings_of
 from outrider.cli.bench.common import TokensDiffer
 from outrider.cli.bench.load.driver import Block, Burst, Clocks, Driver, LoadAnswer, LoadPlan
 from outrider.errors import InvalidRequest
@@ -28,9 +28,9 @@ LOAD = LoadPlan(
 def run(setting: Setting, tokens: int, turn: int = 0, *, streams: int = 1, stretch: float = 1.0) -> Run:
     """Ten seconds of a target that computes for six of them, with a message of so many tokens each second.
 
-    For the guesses of each third one somebody has waited.
+    Branches of each third one were late, and the others hits; behind the first message there are three and six.
     """
-    bursts = [Burst(1.0 + number, tokens, 3, 3, 2, 500 * (number % 3 == 0)) for number in range(10)]
+    bursts = [Burst(1.0 + number, tokens, 3, 3, 2, "hit" if number % 3 else "late") for number in range(10)]
     answers = [LoadAnswer(0, 0.0, [1, 2], bursts)]
     clocks = [Clocks(at_s, {"gateway": at_s * 0.25, "client": at_s * 0.5}, {"target": at_s * 0.6}) for at_s in (0, 10)]
     block = Block(0.0, streams, setting.name, turn, clocks[0], clocks[1], answers)
@@ -38,10 +38,10 @@ def run(setting: Setting, tokens: int, turn: int = 0, *, streams: int = 1, stret
 
 
 def test_settings_are_kinds_with_counts_and_branches() -> None:
-    """Only run-ahead has options of the gateway, and is there where the gateway has it."""
+    """Only run-ahead has options of the gateway."""
     found = settings_of(Kind, (2, 3), (16,))
     names = ["plain, no guesses", "remote, K = 2", "remote, K = 3", "hosted, K = 2", "hosted, K = 3"]
-    ahead = ["run-ahead, K = 2, B = 16", "run-ahead, K = 3, B = 16"] if HAS_BRANCHES else []
+    ahead = ["run-ahead, K = 2, B = 16", "run-ahead, K = 3, B = 16"]
     assert [each.name for each in found] == names + ahead
     assert [each.speculation.drafter for each in found[:5]] == ["", "model", "model", "hosted", "hosted"]
     assert [each.speculation.enabled for each in found[:2]] == [False, True]
@@ -73,7 +73,7 @@ def test_figures_are_of_devices_that_are_not_stretched() -> None:
     assert run(PLAIN, 2, streams=4, stretch=16).tokens_per_s == pytest.approx(128.0)
     assert run(PLAIN, 2).idle_ms == pytest.approx(400.0)
     assert run(PLAIN, 2, stretch=16).idle_ms == pytest.approx(25.0)
-    assert run(AHEAD, 2).hit_rate == pytest.approx(2 / 3)
+    assert [run(AHEAD, 2).came(what) for what in ("hit", "late", "miss")] == pytest.approx([2 / 3, 1 / 3, 0])
     assert run(PLAIN, 2, stretch=16).cpus == {"gateway": 0.25, "client": 0.5}
 
 
@@ -100,7 +100,7 @@ def test_a_report_says_that_it_is_simulated() -> None:
     ahead = render(plan, [run(PLAIN, 2), run(FAST, 4), run(AHEAD, 6), run(replace(AHEAD, branches=8), 5)])
     assert "| 6 (6 to 6), K = 3, B = 32 | 1.50 (1.50 to 1.50) | 1.50 (1.50 to 1.50) |" in ahead
     assert re.search(
-        r"K = 3, B = 8 \| \d+ \| 0.0\d \| 5.00 \| 400.00 \| 0.67 of 0.\d\d \| 0.75 \(client 0.50\) \|", ahead
+        r"K = 3, B = 8 \| \d+ \| 0.0\d \| 5.00 \| 400.00 \| 0.67 of 0.\d\d \| 0.33 \| 0.75 \(client 0.50\) \|", ahead
     )
     assert [cell.streams for cell in cells_of(replace(plan, streams=(1, 4)), [])] == [1, 4]
 
@@ -128,8 +128,6 @@ def test_the_smallest_grid(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, check=False, timeout=240, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("## SIMULATED: ")
-    kinds = [kind for kind in Kind if HAS_BRANCHES or kind is not Kind.RUN_AHEAD]
-    assert re.findall(r"\| ([a-z-]+), tokens/s", done.stdout) == [*kinds, "formula"]
-    assert ("nothing runs ahead" in done.stdout) is not HAS_BRANCHES
-    assert done.stdout.count("| 8b | 0.25 ms | 2 |") == 1 + len(kinds)
+    assert re.findall(r"\| ([a-z-]+), tokens/s", done.stdout) == [*Kind, "formula"]
+    assert done.stdout.count("| 8b | 0.25 ms | 2 |") == 1 + len(Kind)
     assert save.stat().st_size > 1000

@@ -88,8 +88,8 @@ class Burst(NamedTuple):
     drafted: int
     evaluated: int
     accepted: int
-    draft_wait_us: int = 0
-    """Microseconds for which the gateway waited for the draft."""
+    branches: str = ""
+    """What came of branches; see RoundFacts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,5 +328,5 @@ def read_answer(number: int, asked_s: float, messages: Sequence[tuple[float, byt
             facts = event.facts
             answer.token_ids.extend(token.token_id for token in event.tokens)
             counts = facts.draft_count, facts.evaluated_count, facts.accepted_count
-            answer.bursts.append(Burst(at_s, len(event.tokens), *counts, facts.draft_wait_us))
+            answer.bursts.append(Burst(at_s, len(event.tokens), *counts, facts.branches))
     return answer

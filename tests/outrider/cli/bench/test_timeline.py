@@ -25,7 +25,7 @@ UNASKED = RoundFacts(verify_wait_us=300, verify_queue_us=100, verify_compute_us=
 HOSTED = RoundFacts(
     draft_compute_us=200, verify_wait_us=1000, verify_compute_us=600, verify_queue_us=100, round_us=1010
 )
-AHEAD = RoundFacts(draft_compute_us=200, verify_wait_us=600, verify_compute_us=700, round_us=620)
+AHEAD = RoundFacts(branches="hit", draft_compute_us=200, verify_wait_us=600, verify_compute_us=700, round_us=620)
 
 
 def test_a_round_in_turns_fills_its_waits() -> None:
@@ -84,6 +84,12 @@ def test_lanes_show_what_was_done_when() -> None:
         " target            ░███████████████████████",
         " tokens |3                           |1",
     ]
+
+
+def test_a_round_says_what_came_of_branches() -> None:
+    """Beside its number, where any were asked for."""
+    lines = picture("K = 2", drawn([(3, IN_TURNS), (1, AHEAD)], 0, 2), 40, 50.0).splitlines()
+    assert lines[1] == "  round |1                           |2 hit"
 
 
 def test_requests_are_long_enough_for_all_rounds() -> None:
