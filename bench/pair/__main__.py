@@ -108,7 +108,7 @@ def conclude(plan: PairPlan, wanted: PairOptions, runs: list[Run], others: list[
     if wanted.save is not None:
         document = provenance() | {"simulated": True, "plan": asdict(plan), "runs": [asdict(each) for each in runs]}
         wanted.save.write_text(json.dumps(document), encoding="utf-8")
-    host = ", where ".join(filter(None, (machine(), " and ".join(others))))
+    host = ", where ".join(filter(None, (machine(), " and then ".join(others))))
     sys.stdout.write(
         f"## SIMULATED: what run-ahead is worth\n\n{plan.tokens} tokens a request, temperature {plan.temperature:g}, "
         f"{plan.turns} turns, settings interleaved; {host}; commit {revision() or 'unknown'}.\n\n"

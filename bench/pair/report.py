@@ -17,9 +17,9 @@ shown, with its guesses a round (K), and of run-ahead each, with its branches (B
 same turn. The formula knows devices and the network's way, and no host; share is what was reached of it. Idle is the
 time of a round in which the target's model does not compute: with a hosted draft that draft's steps too. Hits: of all
 rounds for which there were to be branches, those that the target began with one, and what the draft's chances would
-give; late: those without, because no branches had come yet. CPUs are what all processes but the proxies kept busy, and
-in brackets the busiest: where that is near 1, it is the host that was measured. Stretch: how much slower all devices
-and ways were meanwhile. Every answer is plain's."""
+give behind guesses (behind a plain step it is more); late: those without, because no branches had come yet. CPUs are
+what all processes but the proxies kept busy, and in brackets the busiest: where that is near 1, it is the host that was
+measured. Stretch: how much slower all devices and ways were meanwhile. Every answer is plain's."""
 
 
 @dataclass(frozen=True)
