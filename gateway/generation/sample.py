@@ -142,7 +142,7 @@ async def _rounds(
     async with aclosing(decoded) as rounds:
         try:
             async for committed in rounds:
-                yield committed, planner.choice
+                yield committed, planner.observed_choice
         except GrammarRefused as error:
             raise error if constraint is None else constraint.refused(error) from None
         except NoTokenLeft as error:

@@ -106,8 +106,10 @@ class RoundPlanner:
         self._max_len = max_len
         self._max_draft_count = max_draft_count
         self._next: Choice | None = None
-        self.choice = Choice(0)
-        """What the last round came from; all rounds of a stretch come from the same."""
+        self.choice = self.observed_choice = Choice(0)
+        """What the round that was planned last, and the one that was observed last, come from. All rounds of a stretch
+        come from the same.
+        """
         self._plain_plan = RoundPlan()
         self._unasked = False
         self._look: Sequence[float] = ()
@@ -235,6 +237,7 @@ class RoundPlanner:
 
     def observe(self, committed: Round) -> None:
         """Passes a round on to the policy, except for the prompt's own pass, which costs what the prompt costs."""
+        self.observed_choice = self.choice
         verdict, num_asked = committed.verdict, self._num_asked
         self._num_asked = self._num_branches
         if num_asked:

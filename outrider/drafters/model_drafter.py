@@ -120,12 +120,15 @@ class DraftTask(EndingTask):
     """The session's part in what guesses its guesses, where there is such a thing."""
     base_len: int = field(init=False)
     """Committed tokens that the guesses build on."""
+    ends: frozenset[int] = field(init=False)
+    """Tokens that end the request."""
     draw_input: DrawInput = field(init=False)
     """Input of its next forward, and parameters of the draws after it."""
     guesses: list[Guess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.base_len = len(self.session)
+        self.ends = frozenset((*self.spec.eos_token_ids, *self.spec.stop_token_ids))
         self.draw_input = DrawInput(Feed(self.session), self.spec)
 
     @property
@@ -162,7 +165,7 @@ class DraftTask(EndingTask):
         end = 0
         if not self.needs_distribution:
             for number, guess in enumerate(guesses, start=1):
-                if guess.token_id in self.spec.eos_token_ids or guess.token_id in self.spec.stop_token_ids:
+                if guess.token_id in self.ends:
                     end = number
                     break
         if self.draft_count:

@@ -186,18 +186,13 @@ def _children(runner: ModelRunner, tasks: Sequence[GrownTask], scores: Tensor, p
     rows = zip(owners, token_ids, shares.tolist(), logprobs, strict=True)
     return [
         [
-            Child(token_id, share, is_end(task.spec, token_id), logprob)
+            Child(token_id, share, token_id in task.ends, logprob)
             for token_id, share, logprob in zip(own_ids, own_shares, own_logprobs, strict=False)
             # What has no score at all is not a guess.
             if share
         ]
         for task, own_ids, own_shares, own_logprobs in rows
     ]
-
-
-def is_end(spec: SessionSpec, token_id: int) -> bool:
-    """Whether a token ends the request."""
-    return token_id in spec.eos_token_ids or token_id in spec.stop_token_ids
 
 
 class DrawnNode(NamedTuple):
@@ -251,7 +246,7 @@ class DrawnTask(DraftTask):
     def child_places(self, number: int) -> list[int]:
         """Rows of the shape below a node. After an end there are none, where shapes may depend on what was drawn."""
         node = self.nodes[number]
-        if not self.needs_distribution and is_end(self.spec, node.guess.token_id):
+        if not self.needs_distribution and node.guess.token_id in self.ends:
             return []
         return [place for place, parent in enumerate(self.parents, start=1) if parent == node.place]
 

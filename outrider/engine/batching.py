@@ -338,7 +338,7 @@ def _leaf_lists(tree: TokenTree, slots: Slots, stop: int, skipped: int) -> tuple
     Also where in them the list of each row after the skipped ones begins.
     """
     lists: list[Slots] = []
-    row_starts, num_keys = [-1] * len(tree), 0
+    row_starts, num_keys, committed = [-1] * len(tree), 0, slots[:stop]
     for leaf in tree.leaves():
         if leaf <= skipped:
             continue
@@ -346,6 +346,6 @@ def _leaf_lists(tree: TokenTree, slots: Slots, stop: int, skipped: int) -> tuple
         for row in path:
             if row_starts[row - 1] < 0:
                 row_starts[row - 1] = num_keys
-        lists.append(np.append(slots[:stop], slots[[stop + row - 1 for row in path]]))
-        num_keys += len(lists[-1])
+        lists += committed, slots[[stop + row - 1 for row in path]]
+        num_keys += stop + len(path)
     return lists, row_starts[skipped:]

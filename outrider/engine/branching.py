@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from outrider.engine.growth import ROOT, Child, Node
 from outrider.token_tree import Branch, TokenTree
 
-OUTCOME_CHILDREN = 16
-"""Tokens of one place that may be the target's own."""
+OUTCOME_CHILDREN = 8
+"""Tokens of one place that may be the target's own: more would hardly ever be among the likeliest outcomes."""
 
 
 class Branching:
