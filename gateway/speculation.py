@@ -11,7 +11,7 @@ target may have a drafter in its own process: then it is asked to make the propo
 or none within such a stretch.
 
 While the target verifies, the draft may run ahead: it guesses on for what may come of it, and the target, to which that
-is handed on, begins with what fits by itself. Then a round is nobody's message, and the draft hears how the log goes on.
+is handed on, begins with what fits by itself. Then a round needs no message, and the draft hears how the log goes on.
 
 The draft may fail in any way: then its proposal is empty and says why. The target may be lost, and its session goes on
 with another one; only when there is none for too long does `verify` raise, and the request ends.

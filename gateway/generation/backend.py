@@ -152,6 +152,13 @@ class Backend:
             for lane, name in enumerate(names)
         ]
 
+    def branches_for(self, request: CheckedRequest, drafting: Drafting) -> int:
+        """Most branches that the draft of a request makes: none of several drafts, nor of one that makes none."""
+        seats = self.drafts_for(request, drafting)
+        infos = [(replicas.info, seat.drafter) for replicas, seat in seats if len(seats) == 1]
+        able = any(info is not None and info.makes_branches(drafter, drafting.rule) for info, drafter in infos)
+        return self.branches if able and drafting.shape is None else 0
+
     def _behind(self, name: str) -> Replicas:
         """The draft of that name, or else the first one, which has a drafter of that name."""
         return self.drafts[name if name in self.drafts else next(iter(self.drafts))]

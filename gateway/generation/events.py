@@ -108,7 +108,7 @@ def round_facts(committed: Round) -> dict[str, Any]:
         "verify_bytes": verdict.hop.num_bytes,
         "target_reopens": verdict.reopens,
         "drafter": proposal.drafter.name,
-        "branches": None if committed.branches is None else committed.branches.value,
+        "branches": None if committed.ahead is None else committed.ahead.outcome.value,
     }
 
 

@@ -184,8 +184,8 @@ def decode(
     drafting = backend.drafting(request, target)
     spec = replace(request.spec, seed=noise_seed(request, drafting), trace_context=telemetry.carrier())
     log, session_id = TokenLog(spec.token_ids), secrets.token_bytes(16)
-    policy, most = backend.policy(target), target.max_draft_count
-    planner = RoundPlanner(policy, request.draft_count, spec.max_len, most, drafting, backend.branches)
+    policy, most, branches = backend.policy(target), target.max_draft_count, backend.branches_for(request, drafting)
+    planner = RoundPlanner(policy, request.draft_count, spec.max_len, most, drafting, branches)
     timeouts, model_hash = backend.target_timeouts, target.model_hash
     hosted = drafting.at(Place.HOSTED)
     verifying = RemoteTargetSession(
@@ -199,9 +199,8 @@ def decode(
         )
         for replicas, seat in backend.drafts_for(request, drafting)
     ]
-    if backend.branches:
-        for session in sessions:
-            session.on_branches = verifying.run_ahead
+    if branches:
+        sessions[0].on_branches = verifying.run_ahead
     lookup = backend.lookup_for(request, drafting, target.max_draft_count)
     draft = (sessions[0] if len(sessions) == 1 else DraftTeam(sessions)) if sessions else AbsentDraftSession()
     return planner, speculate(log, planner, verifying, draft, lookup)

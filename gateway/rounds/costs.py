@@ -18,7 +18,18 @@ from gateway.rounds.by_load import ByLoad
 from gateway.rounds.choice import GuessCandidate, LookupCosts
 from gateway.rounds.offers import FLOORS, LookupOffers
 from gateway.rounds.plain import PlainCosts
-from gateway.rounds.round import ANY_DRAFT, LOOKUP, DrafterId, GuessRequest, Makes, Place, Proposal, Round
+from gateway.rounds.round import (
+    ANY_DRAFT,
+    LOOKUP,
+    AheadRound,
+    BranchOutcome,
+    DrafterId,
+    GuessRequest,
+    Makes,
+    Place,
+    Proposal,
+    Round,
+)
 from gateway.rounds.tuning import PolicyTuning
 from outrider.estimates.acceptance import MAX_DRAFT_COUNT, MAX_TREE_ROWS, AcceptanceRates, TreeGains
 from outrider.estimates.row_costs import Average, RowCosts
@@ -32,7 +43,7 @@ class DrafterEstimates:
         self.counts = counts
         """Numbers of guesses that are looked at."""
         self.acceptance = AcceptanceRates()
-        self.gains = None if makes is Makes.CHAIN else TreeGains()
+        self.gains = TreeGains() if makes is Makes.TREE else None
         self.levels = RowCosts()  # by the guesses of a tree that were asked for, the forwards that they took
         self.has_depths = False  # whether trees are asked for with a depth, which then is their forwards
         self.depths: dict[int, int] = {}  # the best one by the guesses that are asked for
@@ -47,6 +58,8 @@ class DrafterEstimates:
         # Of trees by the forwards that made them too.
         self.round_us: defaultdict[tuple[int, int], ByLoad] = defaultdict(ByLoad)
         self.is_unasked = False  # its rounds come without a message from here, but for the first of a stretch
+        self.hits = ByLoad()  # share of rounds that began with a branch
+        self.round_tokens: defaultdict[int, ByLoad] = defaultdict(ByLoad)  # of rounds after branches, by K
 
     def tokens(self, own: AcceptanceRates | None = None) -> list[float]:
         """Tokens that a round with K guesses is expected to commit, by K; `own` are the rates of one session."""
@@ -100,8 +113,14 @@ class RoundCosts:
         """Estimates of a drafter, which begin when it is first asked about."""
         estimates = self.drafters.get(drafter)
         if estimates is None:
-            counts = self._tuning.chain_counts if drafter.makes is Makes.CHAIN else self._tuning.tree_counts
+            counts = self._tuning.tree_counts if drafter.makes is Makes.TREE else self._tuning.chain_counts
             estimates = self.drafters[drafter] = DrafterEstimates(counts, drafter.makes, self.verify_us)
+            if drafter.makes is Makes.AHEAD:
+                # Its guesses are those of the same drafter's chains.
+                chains = self.of(drafter._replace(makes=Makes.CHAIN))
+                estimates.acceptance, estimates.step_us = chains.acceptance, chains.step_us
+                estimates.overhead_us = chains.overhead_us
+                return estimates
             estimates.step_us.begin(self._measured.get((drafter.name, drafter.place), {}))
         return estimates
 
@@ -133,6 +152,8 @@ class RoundCosts:
         if not draft_count:
             return self.plain.token_us(load, self.num_rounds)
         estimates = self.of(drafter)
+        if drafter.makes is Makes.AHEAD:
+            return self._ahead_us(estimates, draft_count)
         share, overhead_us = self._share(estimates), self._overhead_us(estimates)
         width = 1.0 if estimates.gains is None else max(1.0, estimates.width.mean)
         step_us = estimates.step_us.at(max(width, share * load * width))
@@ -154,6 +175,34 @@ class RoundCosts:
             # How long such a round took here says nothing, because its verdict may have waited for its reader.
             return model_us
         return estimates.round_us[draft_count, levels].blend(load, model_us, self.num_rounds, self._tuning)
+
+    def is_plain_on_miss(self, drafter: DrafterId, draft_count: int) -> bool:
+        """Whether a target does better to go on with a plain token than to wait for guesses, where no branch fits.
+
+        Among others it has a forward to make anyway.
+        """
+        estimates = self.of(drafter)
+        lost_us = self.verify_us.at(1.0) * (1 - 1 / max(estimates.tokens()[draft_count], 1.0))
+        wait_us = draft_count * estimates.step_us.at(1.0) + self._overhead_us(estimates)
+        return self.load > 1 or lost_us < wait_us
+
+    def _ahead_us(self, estimates: DrafterEstimates, draft_count: int) -> float:
+        """Expected microseconds in which a drafter that runs ahead brings what K guesses bring.
+
+        On a hit a round takes the target's forward, or as long as branches take, all steps of them and the ways. Else
+        the draft guesses first. What such rounds have taken and brought in fact, misses too, counts the more, the more
+        of them there were.
+        """
+        load, tuning = self.load, self._tuning
+        verify_us, overhead_us = self._shared_us(estimates, draft_count), self._overhead_us(estimates)
+        rows = min(tuning.branch_rows, load * MAX_TREE_ROWS)
+        hit_us = max(verify_us, (draft_count + 1) * estimates.step_us.at(rows) + overhead_us)
+        miss_us = verify_us + draft_count * estimates.step_us.at(load) + overhead_us
+        hits, tokens = estimates.hits.at(load, tuning.first_hits), estimates.tokens()[draft_count]
+        model_us = hits * hit_us + (1 - hits) * miss_us
+        taken_us = estimates.round_us[draft_count, 0].blend(load, model_us, self.num_rounds, tuning)
+        brought = estimates.round_tokens[draft_count].blend(load, tokens, self.num_rounds, tuning)
+        return max(taken_us * tokens / max(brought, 1.0), 1.0)
 
     def verified_us(self, proposal: Proposal, count: int) -> float:
         """Expected microseconds of a round with so many rows of a proposal, now that its drafter has been paid."""
@@ -252,8 +301,11 @@ class RoundCosts:
         has_waited = bool(verdict.hop.queue_us) and self._rounds_since_prompt <= self.load
         if self._rounds_since_prompt and not has_waited:
             self._rows.add(rows)
-            self.plain.observe(committed, self.load, self.num_rounds, unasked=unasked)
-            if proposal.tree and proposal.drafter != LOOKUP:
+            if committed.ahead is not None:
+                self._observe_ahead(committed, committed.ahead, is_usual=2 * num_drafting >= num_sessions)
+            else:
+                self.plain.observe(committed, self.load, self.num_rounds, unasked=unasked)
+            if committed.ahead is None and proposal.tree and proposal.drafter != LOOKUP:
                 own_rows = num_drafting * committed.draft_count + max(num_sessions, 1)
                 share = rows * max(num_sessions, 1) / (own_rows * self.load)
                 # What one session finds among others that decode plainly is not what all would find, and neither is
@@ -262,6 +314,14 @@ class RoundCosts:
                 self._observe_draft(committed, share, unasked=unasked, is_usual=is_usual)
         self._observe_acceptance(committed, session)
         self.num_rounds += 1
+
+    def _observe_ahead(self, committed: Round, ahead: AheadRound, *, is_usual: bool) -> None:
+        """Learns what came of branches, and what such rounds take and bring while most sessions have some."""
+        estimates = self.of(ahead.drafter)
+        estimates.hits.add(self.load, ahead.outcome is BranchOutcome.HIT, self.num_rounds)
+        if is_usual:
+            estimates.round_us[ahead.draft_count, 0].add(self.load, max(committed.round_us, 1), self.num_rounds)
+            estimates.round_tokens[ahead.draft_count].add(self.load, len(committed.token_ids), self.num_rounds)
 
     def _observe_acceptance(self, committed: Round, session: SessionEstimates | None) -> None:
         """Learns how many guesses of a drafter are accepted."""

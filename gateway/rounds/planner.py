@@ -12,6 +12,7 @@ from gateway.rounds.round import (
     ANY_DRAFT,
     LOOKUP,
     NO_REQUEST,
+    AheadRound,
     BranchOutcome,
     DrafterId,
     FallbackReason,
@@ -117,10 +118,8 @@ class RoundPlanner:
         self._tells_offer = False
         """Whether all that a lookup finds now was asked for, so that it says what lookups offer."""
         self._halts = self._went_on = False
-        self._num_branches = 0
-        """Branches that were asked for in the round under way."""
-        self._num_asked = 0
-        """And in the round before it."""
+        self._asked = self._asked_before = NO_REQUEST
+        """Guesses with branches that were asked for in the round under way, and in the one before."""
 
     def __enter__(self) -> Self:
         self._policy.enter(self._session)
@@ -174,7 +173,7 @@ class RoundPlanner:
         `own` is the drafter that the target has for this session now; another target may have none. `look` are the
         values of what a lookup has found, falling.
         """
-        self._look, self._halts, self._went_on, self._num_branches = look, False, went_on, 0
+        self._look, self._halts, self._went_on, self._asked = look, False, went_on, NO_REQUEST
         if look and len(log) > log.prompt_len and (outstanding or not self._drafting.merges):
             # Of a fixed number the draft makes them where there is one, and then the target's own drafter.
             is_alone = self._remote is None and not self._is_hosting
@@ -229,6 +228,8 @@ class RoundPlanner:
             parts = [self._policy.costs.valued(each) for each in (*(drafted.parts or (drafted,)), found)]
             whole = merged(parts, rule, self._max_draft_count, asked.count)
             proposal = replace(whole, drafter=self._remote or LOOKUP)
+        if asked.branch_count and proposal is drafted:
+            proposal = replace(proposal, is_ahead=True)
         if proposal.tree.values and proposal.drafter != LOOKUP:
             self._policy.costs.observe_tree(proposal, asked)
             if self._draft_count is None and not rule.needs_distributions:
@@ -238,11 +239,12 @@ class RoundPlanner:
     def observe(self, committed: Round) -> None:
         """Passes a round on to the policy, except for the prompt's own pass, which costs what the prompt costs."""
         self.observed_choice = self.choice
-        verdict, num_asked = committed.verdict, self._num_asked
-        self._num_asked = self._num_branches
-        if num_asked:
+        verdict, before = committed.verdict, self._asked_before
+        self._asked_before = self._asked
+        if before.branch_count:
             missed = BranchOutcome.MISS if verdict.had_branches else BranchOutcome.LATE
-            committed.branches = BranchOutcome.HIT if verdict.is_of_branch else missed
+            outcome = BranchOutcome.HIT if verdict.is_of_branch else missed
+            committed.ahead = AheadRound(before.drafter, before.count, outcome)
         if not committed.is_first:
             if self._tells_offer:
                 self._policy.costs.offers.add(self._look, len(committed.token_ids))
@@ -284,10 +286,12 @@ class RoundPlanner:
         # A tree is limited in depth by the room, and its drafter sees to that.
         count = min(count, room) if shape is None else count
         looked = (GuessRequest(LOOKUP, num_looked),) if self._drafting.merges and num_looked else ()
-        can_branch = shape is None and not self._drafting.merges and self._drafting.rule is Rule.MATCH
-        self._num_branches = self._branches if can_branch else 0
-        went_on = self._went_on and self._num_branches > 0
-        asked = GuessRequest(choice.drafter, count, shape, self._num_branches, went_on)
+        asked = GuessRequest(choice.drafter, count, shape)
+        ahead = choice.drafter._replace(makes=Makes.AHEAD)
+        if count and ahead in self._remotes and (choice.drafter == ahead or self._draft_count is not None):
+            branch_count = min(self._branches, max(1, tuning.branch_rows // self._policy.costs.load))
+            plain_on_miss = self._policy.costs.is_plain_on_miss(ahead, count)
+            asked = self._asked = GuessRequest(ahead, count, None, branch_count, plain_on_miss, self._went_on)
         return RoundPlan((asked, *looked))
 
     def _hosted_plan(self, choice: Choice, limit: int, is_hosting: bool, is_first: bool) -> RoundPlan:
@@ -319,12 +323,13 @@ class RoundPlanner:
         """
         if drafter is None:
             return ()
-        chain, tree = (drafter._replace(makes=each) for each in Makes)
+        chain, tree, ahead = (drafter._replace(makes=each) for each in Makes)
         if self._drafting.rule.needs_distributions:
             return (chain,)
         if self._drafting.merges or (drafter == tree and self._drafting.shape is not None):
             return (tree,)
-        return (chain, tree) if drafter == tree and self._draft_count is None else (chain,)
+        further = (ahead,) if self._branches and drafter.place is Place.REMOTE else ()
+        return (chain, tree, *further) if drafter == tree and self._draft_count is None else (chain, *further)
 
     def _plain(self, plain_budget: int, reason: FallbackReason | None = None, is_first: bool = False) -> RoundPlan:
         self._plain_plan = RoundPlan((), plain_budget, reason)

@@ -24,10 +24,11 @@ class Place(StrEnum):
 
 
 class Makes(StrEnum):
-    """Kind of proposals: chains and trees cost and bring different things."""
+    """Kind of proposals, which cost and bring different things."""
 
     CHAIN = "chain"
     TREE = "tree"
+    AHEAD = "ahead"  # chains, with branches for what comes after them
 
 
 class DrafterId(NamedTuple):
@@ -45,14 +46,16 @@ ANY_DRAFT, LOOKUP = DrafterId(), DrafterId("lookup", Place.LOOKUP)
 class GuessRequest:
     """Request for guesses of one drafter: how many, and in which shape, None for a chain.
 
-    For `branch_count` outcomes of their verification it is to guess on meanwhile. Where the target went on by itself,
-    these guesses are under verification already, and only branches are wanted.
+    For `branch_count` outcomes of their verification it is to guess on meanwhile; after another one the target goes on
+    with a plain token if plain_on_miss says so. Where it went on by itself, these guesses are under verification
+    already, and only branches are wanted.
     """
 
     drafter: DrafterId = ANY_DRAFT
     count: int = 0
     shape: TreeShape | None = None
     branch_count: int = 0
+    plain_on_miss: bool = False
     went_on: bool = False
 
 
@@ -86,6 +89,14 @@ class BranchOutcome(Enum):
     LATE = "late"  # they were not there when it was known what came
 
 
+class AheadRound(NamedTuple):
+    """How a round began before which branches were asked for: of which drafter, of so many guesses each."""
+
+    drafter: DrafterId
+    draft_count: int
+    outcome: BranchOutcome
+
+
 @dataclass(frozen=True, slots=True)
 class HopCost:
     """Cost of an answer beside computing: time in the service's queue, time of waiting here, and bytes both ways."""
@@ -110,6 +121,7 @@ class Proposal:
     drafter: DrafterId = ANY_DRAFT  # that made it
     sources: tuple[str, ...] = ()  # who made each row, where several drafters did
     parts: tuple["Proposal", ...] = ()  # of several drafters, of which it was or will be made
+    is_ahead: bool = False  # branches were asked for with it, or it is that of one
 
     def source(self, row: int) -> str:
         """Name of what made a row, counted from 1."""
@@ -118,7 +130,8 @@ class Proposal:
     @property
     def learner(self) -> DrafterId:
         """Drafter that is to learn from it: of trees, which have values, another one than of chains."""
-        return self.drafter._replace(makes=Makes.TREE if self.tree.values else Makes.CHAIN)
+        chain = Makes.AHEAD if self.is_ahead else Makes.CHAIN
+        return self.drafter._replace(makes=Makes.TREE if self.tree.values else chain)
 
 
 NOTHING = Proposal()
@@ -168,7 +181,7 @@ class Round:
     round_us: int = 0
     gap_us: int = 0  # since the commit before it, what the client took included
     is_first: bool = False  # the prompt's own pass
-    branches: BranchOutcome | None = None  # None where none were asked for
+    ahead: AheadRound | None = None  # None where no branches were asked for
 
     @property
     def draft_count(self) -> int:

@@ -90,6 +90,10 @@ class PolicyTuning:
     least_share: float = 0.5
     """Least share of all rows in one forward: a target that waits for groups which are almost there serves two in
     turn; more do not last."""
+    branch_rows: int = 128
+    """Branches of all sessions together: more rows than that cost an accelerator more than one."""
+    first_hits: float = 0.8
+    """Share of outcomes that branches are expected to be there for, before any was seen."""
     most_share: float = 1.25
     """Share of them above which a forward has rows that are no drafter's."""
     one_group: float = 0.8

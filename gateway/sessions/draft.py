@@ -44,7 +44,7 @@ from outrider.errors import (
     PeerLost,
     ProtocolViolation,
 )
-from outrider.parameters import Rule, SessionSpec
+from outrider.parameters import SessionSpec
 from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
 from outrider.rpc.errors import session_error_from
@@ -63,8 +63,8 @@ MAX_REASON_LEN = 400  # of a draft's own words in the log
 log = structlog.get_logger()
 
 
-OnBranches = Callable[[int, types_pb2.Branches, DrafterId], None]
-"""Takes branches for the verdict on a length, and who made them."""
+OnBranches = Callable[[int, types_pb2.Branches, GuessRequest], None]
+"""Takes branches for the verdict on a length, and what they were asked for with."""
 
 
 class DrafterSeat(NamedTuple):
@@ -102,16 +102,14 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         self._log = token_log
         self._seat = seat
         self._vocabulary_size = info.vocabulary_size
-        rule = spec.acceptance.rule
-        usual = next((name for name, rules in info.drafters.items() if rule in rules), "")
-        self._makes_branches = rule is Rule.MATCH and (seat.drafter or usual) in info.branch_drafters
+        self._makes_branches = info.makes_branches(seat.drafter, spec.acceptance.rule)
         self.on_branches: OnBranches | None = None
         self._asked = (0, 0)  # epoch and length of the last request
-        self._is_told = False  # the last request has no reader for its proposal
+        self._request = NO_REQUEST
 
     def ask(self, fence: types_pb2.Fence, asked: GuessRequest) -> None:
         """Opens the session, or sends the tokens that the draft does not know."""
-        self._asked, self._is_told = (fence.epoch, fence.base_len), asked.went_on
+        self._asked, self._request = (fence.epoch, fence.base_len), asked
         if self.known_len == 0:
             session, parts = opening_of(self._spec, self._log)
             seat = self._seat
@@ -138,8 +136,8 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         if message.HasField("branches"):
             # Nothing of them is read here, and they have no say in what the log becomes.
             if (fence.epoch, fence.base_len) == asked and self.on_branches is not None:
-                self.on_branches(fence.base_len, message.branches, DrafterId(self._seat.name))
-        elif self._is_told and message.HasField("proposal"):
+                self.on_branches(fence.base_len, message.branches, self._request)
+        elif self._request.went_on and message.HasField("proposal"):
             if (fence.epoch, fence.base_len) == asked and 0 <= message.cached_len <= fence.base_len:
                 self.cached_len = message.cached_len
         elif (fence.epoch, fence.base_len) >= asked or (message.HasField("error") and fence.epoch == asked[0]):

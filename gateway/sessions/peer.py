@@ -101,6 +101,11 @@ class ModelInfo:
     row_costs: Mapping[int, int] = field(default_factory=dict)  # microseconds of its forwards, by their rows
     drafter_costs: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # of its drafters' models
 
+    def makes_branches(self, drafter: str, rule: Rule) -> bool:
+        """Whether a drafter, or with an empty name the usual one of a rule, makes branches under it."""
+        usual = next((name for name, rules in self.drafters.items() if rule in rules), "")
+        return rule is Rule.MATCH and (drafter or usual) in self.branch_drafters
+
 
 class ServicePeer:
     """Channel, handshake and stream of one service."""

@@ -86,18 +86,15 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         self._largest_limit = 0  # that it was ever given: what is taken back, it may have used before it knew
         self._early: dict[int, pb.VerifyResponse] = {}
         self._ahead_len = 0  # length of the verdict after which branches may follow
-        self._ahead = DrafterId()  # who made them
-        self._is_plain_on_miss = False
+        self._ahead = NO_REQUEST  # with what they were asked for
 
-    def run_ahead(
-        self, base_len: int, branches: types_pb2.Branches, drafter: DrafterId, *, plain_on_miss: bool
-    ) -> None:
+    def run_ahead(self, base_len: int, branches: types_pb2.Branches, asked: GuessRequest) -> None:
         """Hands branches on, with which the target may give the verdict after the one on a length."""
-        self._ahead_len, self._ahead, self._is_plain_on_miss = base_len, drafter, plain_on_miss
+        self._ahead_len, self._ahead = base_len, asked
         # How far it takes the target nobody has read; but it is one verdict, and no guess lies beyond the usual.
         self._largest_limit = max(self._largest_limit, base_len + self._max_own_count + 2)
         message = pb.VerifyRequest(branches=branches)
-        message.branches.plain_on_miss = plain_on_miss
+        message.branches.plain_on_miss = asked.plain_on_miss
         fence = message.fence
         fence.session_id, fence.epoch, fence.base_len = self._session_id, self._epoch, base_len
         self.send(message)
@@ -108,7 +105,7 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
 
     def goes_on(self, response: pb.VerifyResponse) -> bool:
         """Whether the target is at the verdict after this one by itself, or will be when these branches reach it."""
-        return response.verdict.goes_on or self._is_plain_on_miss
+        return response.verdict.goes_on or self._ahead.plain_on_miss
 
     def allow(self, length: int) -> None:
         """Counts on the target to commit up to a length by itself."""
@@ -190,14 +187,15 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
             tree = tree_from(response.verdict.proposal, self.vocabulary_size, self._max_own_count, with_logprobs=wanted)
         except InvalidRequest as error:
             raise ProtocolViolation(f"{self.peer} named a malformed proposal of its own: {error.message}") from None
-        times = response.draft_times
+        times, is_ahead = response.draft_times, response.verdict.is_of_branch
         return Proposal(
             tree,
             compute_us=times.compute_us,
             forward_count=times.forward_count,
             row_count=times.row_count,
             caught_up_count=response.caught_up_count,
-            drafter=self._ahead if response.verdict.is_of_branch else DrafterId(self.drafter, Place.HOSTED),
+            drafter=self._ahead.drafter if is_ahead else DrafterId(self.drafter, Place.HOSTED),
+            is_ahead=is_ahead,
         )
 
     def end(self, fence: types_pb2.Fence) -> None:
@@ -259,11 +257,11 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         """Whether the target is at the verdict on the log's length by itself."""
         self._had_branches = False
 
-    def run_ahead(self, base_len: int, branches: types_pb2.Branches, drafter: DrafterId) -> None:
+    def run_ahead(self, base_len: int, branches: types_pb2.Branches, asked: GuessRequest) -> None:
         """Hands branches for the verdict on a length on to the target, unless that has been given."""
         opening = self._opening
         if opening is not None and base_len == len(self._log) and self.takes_branches and not opening.is_opening:
-            opening.run_ahead(base_len, branches, drafter, plain_on_miss=opening.link.session_count > 1)
+            opening.run_ahead(base_len, branches, asked)
 
     @property
     def outstanding(self) -> int:

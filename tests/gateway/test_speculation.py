@@ -57,7 +57,7 @@ class Request:
         return rounds
 
 
-OWN, OWN_TREES = (DrafterId("own", Place.HOSTED, makes) for makes in Makes)
+OWN, OWN_TREES = (DrafterId("own", Place.HOSTED, makes) for makes in (Makes.CHAIN, Makes.TREE))
 SHAPED = Drafting((OWN_TREES,), TreeShape())
 
 

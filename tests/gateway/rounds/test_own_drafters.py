@@ -26,7 +26,7 @@ from outrider.parameters import Rule
 from outrider.token_tree import TokenTree, TreeShape
 
 AWAY = DraftOutlook(FallbackReason.DRAFT_ABSENT)
-OWN, OWN_TREES = (DrafterId("own", Place.HOSTED, makes) for makes in Makes)
+OWN, OWN_TREES = (DrafterId("own", Place.HOSTED, makes) for makes in (Makes.CHAIN, Makes.TREE))
 
 
 def planner_of(draft_count: int | None, *remote: DrafterId) -> RoundPlanner:
