@@ -22,8 +22,6 @@ from outrider.v1.draft_service_pb2_grpc import DraftServiceServicer, add_DraftSe
 
 # A request has few drafts. Their lanes, of which each has many, stay within the 64 bits of a key.
 MAX_LANE = 2**16 - 1
-# A verification of a minute is none that a draft should hurry for.
-MAX_TIME_US = 60_000_000
 
 
 class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftServiceServicer):  # type: ignore[misc]
@@ -72,8 +70,7 @@ class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftService
             if isinstance(message, pb.DraftOpen):
                 return Wanted(draft_count, arrived_ns, search=search)
             branch_count = check_range("advance.branch_count", message.branch_count, 0, MAX_BRANCHES)
-            time_us = check_range("advance.branch_time_us", message.branch_time_us, 0, MAX_TIME_US)
-            return Wanted(draft_count, arrived_ns, None, search, branch_count, time_us, message.went_on)
+            return Wanted(draft_count, arrived_ns, None, search, branch_count, message.went_on)
         if isinstance(message, pb.DraftAdvance) and message.branch_count:
             raise InvalidRequest("advance.branch_count", message.branch_count, "0 together with advance.shape")
         if search is not None:

@@ -63,8 +63,6 @@ class Wanted(NamedTuple):
     search: Search | None = None
     branch_count: int = 0
     """Number of branches that are to follow the chain."""
-    branch_time_us: int = 0
-    """Microseconds after its arrival at which branches are to be there, shorter ones if need be; 0 for any time."""
     went_on: bool = False
     """Whether the target has gone on by itself: with what a branch had for these tokens, or plainly."""
 
@@ -180,10 +178,8 @@ class ModelState(DraftState):
 
     def _branching_task(self, wanted: Wanted, room: int, left: Left | None, ends: Ends) -> BranchingTask:
         # What the target verifies after a miss is nothing but its own token.
-        count = trunk_len = min(wanted.draft_count, room)
-        if wanted.went_on:
-            trunk_len = 0 if left is None else min(left.growth.branch_len, count)
-        limits = (trunk_len, count, wanted.branch_count, room)
+        count = min(wanted.draft_count, room)
+        limits = (0 if wanted.went_on and left is None else count, count, wanted.branch_count, room)
         growth, rows = left.growth_for(*limits) if left is not None else (Branching(*limits), {})
         self.branching = BranchingTask(
             session=self.session,
@@ -193,7 +189,6 @@ class ModelState(DraftState):
             meter=Meter(wanted.arrived_ns),
             growth=growth,
             computed=rows,
-            due_ns=wanted.arrived_ns + 1000 * wanted.branch_time_us if wanted.branch_time_us else None,
             scale=self.known.scales.of(self.spec),
             **ends._asdict(),
         )

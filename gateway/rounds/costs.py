@@ -186,11 +186,6 @@ class RoundCosts:
         wait_us = draft_count * estimates.step_us.at(1.0) + self._overhead_us(estimates)
         return self.load > 1 or lost_us < wait_us
 
-    def branch_time_us(self, drafter: DrafterId, draft_count: int) -> int:
-        """Microseconds in which a draft has to make branches, so that they are there when the target's forward ends."""
-        estimates = self.of(drafter)
-        return max(int(self._shared_us(estimates, draft_count) - self._overhead_us(estimates)), 0)
-
     def _ahead_us(self, estimates: DrafterEstimates, draft_count: int) -> float:
         """Expected microseconds in which a drafter that runs ahead brings what K guesses bring.
 

@@ -290,14 +290,8 @@ class RoundPlanner:
         ahead = choice.drafter._replace(makes=Makes.AHEAD)
         if count and ahead in self._remotes and (choice.drafter == ahead or self._draft_count is not None):
             branch_count = min(self._branches, max(1, tuning.branch_rows // self._policy.costs.load))
-            asked = self._asked = GuessRequest(
-                ahead,
-                count,
-                branch_count=branch_count,
-                branch_time_us=self._policy.costs.branch_time_us(ahead, count),
-                plain_on_miss=self._policy.costs.is_plain_on_miss(ahead, count),
-                went_on=self._went_on,
-            )
+            plain_on_miss = self._policy.costs.is_plain_on_miss(ahead, count)
+            asked = self._asked = GuessRequest(ahead, count, None, branch_count, plain_on_miss, self._went_on)
         return RoundPlan((asked, *looked))
 
     def _hosted_plan(self, choice: Choice, limit: int, is_hosting: bool, is_first: bool) -> RoundPlan:

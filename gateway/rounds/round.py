@@ -46,16 +46,15 @@ ANY_DRAFT, LOOKUP = DrafterId(), DrafterId("lookup", Place.LOOKUP)
 class GuessRequest:
     """Request for guesses of one drafter: how many, and in which shape, None for a chain.
 
-    For `branch_count` outcomes of their verification it is to guess on meanwhile, within branch_time_us if that is
-    known; after another outcome the target goes on with a plain token if plain_on_miss says so. Where the target went
-    on by itself, these guesses are under verification already, and only branches are wanted.
+    For `branch_count` outcomes of their verification it is to guess on meanwhile; after another one the target goes on
+    with a plain token if plain_on_miss says so. Where it went on by itself, these guesses are under verification
+    already, and only branches are wanted.
     """
 
     drafter: DrafterId = ANY_DRAFT
     count: int = 0
     shape: TreeShape | None = None
     branch_count: int = 0
-    branch_time_us: int = 0
     plain_on_miss: bool = False
     went_on: bool = False
 

@@ -126,7 +126,7 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
             if asked.shape is not None:
                 advance.shape.CopyFrom(shape_message(asked.shape))
             elif self.on_branches is not None and self._makes_branches:
-                advance.branch_count, advance.branch_time_us = asked.branch_count, asked.branch_time_us
+                advance.branch_count = asked.branch_count
             self.send(message)
         self.known_len = len(self._log)
 

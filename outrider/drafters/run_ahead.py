@@ -5,9 +5,8 @@ them, until the gateway says what came of the chain. What was computed for that 
 beginning, and stays cached; everything else is dropped. Runs on the device thread.
 """
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple, Self
 
@@ -29,10 +28,6 @@ class BranchingTask(GrownTask):
     """Rows that the session's tree has of an earlier task, by node; none at first."""
     on_found: Callable[[Self, TokenTree | list[Branch]], None]
     """Called with the chain, and later with the branches; before `on_done`."""
-    due_ns: int | None = None
-    """Time on time.perf_counter_ns at which branches, shorter ones if need be, are to be handed on; None for any."""
-    stepped_ns: int = field(default_factory=time.perf_counter_ns)
-    """When its last step ended."""
     has_chain: bool = False
     """Whether the chain was handed on."""
     has_branches: bool = False
@@ -53,11 +48,6 @@ class BranchingTask(GrownTask):
     def go_on(self) -> None:
         if self.growth.is_trunk_done:
             self._hand_on()
-        now_ns = time.perf_counter_ns()
-        step_ns, self.stepped_ns = now_ns - self.stepped_ns, now_ns
-        if self.due_ns is not None and self.growth.grown_len and now_ns + step_ns > self.due_ns:
-            # With another step they would be late.
-            self.growth.cut()
         if self.growth.are_branches_done and not self.has_branches:
             self.has_branches = True
             self.on_found(self, self.growth.branches(with_logprobs=self.wants_logprob))

@@ -33,8 +33,7 @@ class Branching:
         self.trunk = [ROOT]
         """The trunk's nodes, the root first."""
         self._trunk_len = trunk_len
-        self.branch_len = branch_len
-        """Guesses of each branch at most."""
+        self._branch_len = branch_len
         self._max_branches = max_branches
         self._room = room
         # What may follow each node that is computed, the likeliest first; and of that what has become a node.
@@ -55,15 +54,6 @@ class Branching:
         """Whether no branch can become longer."""
         return self._branches is not None and not any(map(self._can_grow, self._branches))
 
-    @property
-    def grown_len(self) -> int:
-        """Guesses that the longest branch has."""
-        return max(map(len, self._branches or ()), default=1) - 1
-
-    def cut(self) -> None:
-        """No branch becomes longer than the longest is."""
-        self.branch_len = self.grown_len
-
     def frontier(self) -> list[int]:
         """The nodes that are to be computed next, whose children are wanted; none when there is nothing to be done."""
         end = self.trunk[-1]
@@ -82,7 +72,7 @@ class Branching:
                 self.trunk.append(self._node(number, ranked[0]))
             return
         for branch in self._branches:
-            if branch[-1] == number and ranked and len(branch) <= self.branch_len:
+            if branch[-1] == number and ranked and len(branch) <= self._branch_len:
                 branch.append(self._node(number, ranked[0]))
 
     def tree(self, *, with_logprobs: bool = False) -> TokenTree:
@@ -167,7 +157,7 @@ class Branching:
         return number
 
     def _can_grow(self, branch: list[int]) -> bool:
-        return len(branch) <= self.branch_len and self._is_open(branch[-1])
+        return len(branch) <= self._branch_len and self._is_open(branch[-1])
 
     def _is_open(self, number: int) -> bool:
         """Whether it is not known yet what may follow a node, and something may."""

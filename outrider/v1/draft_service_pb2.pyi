@@ -199,7 +199,6 @@ class DraftAdvance(_message.Message):
     BEAMS_FIELD_NUMBER: _builtins.int
     BRANCH_COUNT_FIELD_NUMBER: _builtins.int
     WENT_ON_FIELD_NUMBER: _builtins.int
-    BRANCH_TIME_US_FIELD_NUMBER: _builtins.int
     draft_count: _builtins.int
     """Draft tokens wanted, in [0, max_draft_count]."""
     branch_count: _builtins.int
@@ -209,10 +208,6 @@ class DraftAdvance(_message.Message):
     went_on: _builtins.bool
     """Whether the target is at the next verdict already, by the branch for these tokens if there was one, and plainly if
     not. Then the branches are for that verdict, and the proposal is what it verifies.
-    """
-    branch_time_us: _builtins.int
-    """Microseconds from here on after which branches are likely to be late, 0 where that is not known: then shorter ones are
-    worth more than whole ones.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -237,11 +232,10 @@ class DraftAdvance(_message.Message):
         beams: _types_pb2.LiveBeams | None = ...,
         branch_count: _builtins.int = ...,
         went_on: _builtins.bool = ...,
-        branch_time_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "branch_count", b"branch_count", "branch_time_us", b"branch_time_us", "draft_count", b"draft_count", "shape", b"shape", "token_ids", b"token_ids", "went_on", b"went_on"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "branch_count", b"branch_count", "draft_count", b"draft_count", "shape", b"shape", "token_ids", b"token_ids", "went_on", b"went_on"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
