@@ -9,7 +9,6 @@ from gateway.rounds.round import (
     AheadRound,
     BranchOutcome,
     DrafterId,
-    GuessRequest,
     HopCost,
     Makes,
     Place,
@@ -66,10 +65,9 @@ def round_after(outcome: BranchOutcome | None, count: int, round_us: int, sessio
 
 
 def test_a_fixed_count_runs_ahead() -> None:
-    """With as many branches as the gateway allows, and as long as the target's forward leaves."""
+    """With as many branches as the gateway allows."""
     asked = planner_of(3).plan(log_of(9), 0, DraftOutlook()).asked(Place.REMOTE)
     assert (asked.drafter, asked.count, asked.branch_count, asked.went_on) == (AHEAD, 3, 16, False)
-    assert asked.branch_time_us == VERIFY_US - WAYS_US
     went_on = planner_of(3).plan(log_of(9), 0, DraftOutlook(), went_on=True).asked(Place.REMOTE)
     assert went_on.went_on
 
