@@ -1,6 +1,8 @@
 """`python -m draft_service`: see --help."""
 
-from outrider.process.imports import uncollected
+from outrider.process.imports import poll_inline, uncollected
+
+poll_inline()
 
 with uncollected():
     from draft_service.server import DraftSettings, start

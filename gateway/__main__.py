@@ -2,7 +2,9 @@
 
 from pkgutil import resolve_name
 
-from outrider.process.imports import uncollected
+from outrider.process.imports import poll_inline, uncollected
+
+poll_inline()
 
 with uncollected():
     from gateway.settings import GatewaySettings

@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
-from outrider.process.imports import uncollected
+from outrider.process.imports import poll_inline, uncollected
+
+poll_inline()
 
 with uncollected():
     from gateway.server import start

@@ -1,6 +1,8 @@
 """`python -m target_service`: see --help."""
 
-from outrider.process.imports import uncollected
+from outrider.process.imports import poll_inline, uncollected
+
+poll_inline()
 
 with uncollected():
     from outrider.process.options import grouped, run_app, service_app

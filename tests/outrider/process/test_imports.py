@@ -1,10 +1,36 @@
-"""Imports at the start of a process, which the collector leaves alone."""
+"""What comes before the imports at the start of a process, and the collector, which leaves these alone."""
 
 import gc
+import os
+import subprocess
+import sys
+from textwrap import dedent
 
 import pytest
 
-from outrider.process.imports import uncollected
+from outrider.process import imports
+from outrider.process.imports import EXPERIMENTS, INLINE_POLLING, poll_inline, uncollected
+
+# gRPC reads its experiments with the first connection.
+CONNECTION = dedent("""
+    from outrider.process.imports import poll_inline
+    poll_inline()
+
+    import asyncio
+    import os
+    import grpc
+
+    async def connect():
+        server = grpc.aio.server()
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            await channel.channel_ready()
+        await server.stop(None)
+        print(os.environ["GRPC_EXPERIMENTS"])
+
+    asyncio.run(connect())
+""")
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -22,3 +48,25 @@ def test_the_collector_looks_at_nothing_that_was_imported(fails: bool) -> None:
     assert not any(each is kept for each in gc.get_objects())
     gc.unfreeze()
     assert any(each is kept for each in gc.get_objects())
+
+
+def test_the_installed_grpc_knows_what_it_is_told() -> None:
+    """What it does not know it says on stderr, which is for the log alone."""
+    environment = {name: value for name, value in os.environ.items() if name != EXPERIMENTS}
+    ran = subprocess.run(
+        [sys.executable, "-c", CONNECTION], capture_output=True, text=True, env=environment, check=True
+    )
+    assert (ran.stdout.strip(), ran.stderr) == (INLINE_POLLING, "")
+
+
+@pytest.mark.parametrize(("release", "named"), [("1.85.1", "operator's"), ("1.86.0", None)])
+def test_neither_an_operator_nor_another_release_is_told(
+    monkeypatch: pytest.MonkeyPatch, release: str, named: str | None
+) -> None:
+    # Both, so that the variable is again what it was.
+    monkeypatch.setenv(EXPERIMENTS, named or "")
+    if named is None:
+        monkeypatch.delenv(EXPERIMENTS)
+    monkeypatch.setattr(imports, "version", lambda _name: release)
+    poll_inline()
+    assert os.environ.get(EXPERIMENTS) == named
