@@ -39,6 +39,7 @@ class ClientWriter:
         self._stall_s = stall_s
         self._messages: deque[Message] = deque()
         self._writing: asyncio.Task[None] | None = None
+        self._wanted: asyncio.Future[None] | None = None
         self._moved: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -63,10 +64,12 @@ class ClientWriter:
         if len(self._messages) >= MAX_LEAVING:
             await self._move()
         self._messages.append(message)
-        if self._writing is None or self._writing.done():
-            if self._writing is not None:
-                self._writing.result()
+        if self._writing is None:
             self._writing = asyncio.create_task(self._write(), name="client writer")
+        elif self._writing.done():
+            self._writing.result()
+        elif self._wanted is not None and not self._wanted.done():
+            self._wanted.set_result(None)
 
     async def flush(self) -> None:
         """Waits until all messages have left; raises as `write`."""
@@ -85,12 +88,17 @@ class ClientWriter:
             raise ClientStalled(f"The client read nothing for {self._stall_s:g} seconds") from None
 
     async def _write(self) -> None:
-        """Writes what is there; a task does it, because the next round does not wait for it."""
+        """Writes what comes; a task does it, because the next round does not wait for it."""
         try:
-            while self._messages:
-                await self._context.write(self._messages[0])
-                self._messages.popleft()
-                self._wake()
+            while True:
+                # What the next round has to say to a service goes first, because that is waited for.
+                await asyncio.sleep(0)
+                while self._messages:
+                    await self._context.write(self._messages[0])
+                    self._messages.popleft()
+                    self._wake()
+                self._wanted = asyncio.get_running_loop().create_future()
+                await self._wanted
         finally:
             self._wake()
 
