@@ -22,7 +22,7 @@ from gateway.rounds.round import FallbackReason, Round, TokenOrigin
 from gateway.sessions.peer import ROLLBACK_S
 from outrider.errors import OutriderError
 from outrider.parameters import FinishReason
-from outrider.process.metrics import Figures, Tally
+from outrider.process.metrics import Count, Figures, Tally
 
 PREFIX = "outrider_"
 # What happens in a round takes between tens of microseconds and some seconds; half of it is below 10 ms.
@@ -75,6 +75,7 @@ class GatewayMetrics:
         self.drafts = counter(name + "drafts", "Verdicts on at least one draft token.")
         self.draft_tokens = counter(name + "draft_tokens", "Draft tokens that were proposed to the target.")
         self.accepted_tokens = counter(name + "accepted_tokens", "Draft tokens that the target accepted.")
+        self._positions: list[Count] = []
         self._accepted_at = counters(
             name + "accepted_tokens_per_pos", "Accepted draft tokens by their position in a proposal.", "position"
         )
@@ -194,8 +195,10 @@ class GatewayMetrics:
                 self._drafted[drafter or USUAL_DRAFTER].total += drafted
                 self._kept[drafter or USUAL_DRAFTER].total += accepted
             # The accepted rows of a tree are one path, so that their number is the depth to which it goes.
-            for position in range(committed.accepted_count):
-                self._accepted_at[str(position)].total += 1
+            while len(self._positions) < committed.accepted_count:
+                self._positions.append(self._accepted_at[str(len(self._positions))])
+            for position in self._positions[: committed.accepted_count]:
+                position.total += 1
             self.draft_bytes.total += proposal.hop.num_bytes
             self._rejected_rows += committed.draft_count - committed.accepted_count
         self.dropped_tokens.total += len(committed.token_ids) - len(event.tokens)

@@ -35,14 +35,15 @@ class TokenTree:
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.token_ids):
             raise InvalidRequest("tree.parents", self.parents, f"one entry for each of {len(self.token_ids)} tokens")
-        for name in ("distributions", "logprobs", "values"):
-            entries = getattr(self, name)
-            if entries and len(entries) != len(self.token_ids):
-                limit = f"empty or {len(self.token_ids)} entries"
-                raise InvalidRequest(f"tree.{name}", f"{len(entries)} entries", limit)
+        if self.distributions or self.logprobs or self.values:
+            for name in ("distributions", "logprobs", "values"):
+                entries = getattr(self, name)
+                if entries and len(entries) != len(self.token_ids):
+                    limit = f"empty or {len(self.token_ids)} entries"
+                    raise InvalidRequest(f"tree.{name}", f"{len(entries)} entries", limit)
         is_chain = self.parents == tuple(range(len(self.parents)))
         object.__setattr__(self, "is_chain", is_chain)
-        if is_chain and min(self.token_ids, default=0) >= 0:
+        if is_chain and (not self.token_ids or min(self.token_ids) >= 0):
             # As nearly all are, in every round.
             object.__setattr__(self, "depths", tuple(range(len(self.token_ids) + 1)))
             return

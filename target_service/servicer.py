@@ -94,9 +94,11 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
         verdict.finish_reason = finish_reason_message(answer.finish_reason)
         verdict.goes_on, verdict.is_of_branch = answer.goes_on, answer.is_of_branch
         verdict.evaluated_count, verdict.prefix_len = answer.evaluated_count, answer.prefix_len
-        verdict.beam_steps.extend(map(step_message, answer.beam_steps))
-        verdict.logprobs.extend(map(logprob_message, answer.logprobs))
-        verdict.prompt_logprobs.extend(map(logprob_message, answer.prompt_logprobs))
+        if answer.beam_steps:
+            verdict.beam_steps.extend(map(step_message, answer.beam_steps))
+        if answer.logprobs or answer.prompt_logprobs:
+            verdict.logprobs.extend(map(logprob_message, answer.logprobs))
+            verdict.prompt_logprobs.extend(map(logprob_message, answer.prompt_logprobs))
 
     def _check_lengths(self, spec: SessionSpec, width: int = 0) -> None:
         """Raises InvalidRequest about a request that the model or a message cannot hold, PromptTooLong as the cache."""

@@ -278,9 +278,10 @@ def event_message(event: RoundEvent | CompletionEvent) -> pb.GenerateResponse:
     facts: dict[str, Any] = round_facts(event.committed) if event.committed is not None else {}
     facts["fallback_reason"] = FALLBACKS.get(facts.get("fallback_reason", ""))
     facts["new_numerics_id"] = event.new_numerics_id
+    written = message.facts
     for name, value in facts.items():
         if value:
-            setattr(message.facts, name, value)
+            setattr(written, name, value)
     for prompt_token in event.prompt_tokens:
         message.prompt_tokens.add(
             token_id=prompt_token.token_id,

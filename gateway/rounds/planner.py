@@ -27,7 +27,7 @@ from outrider.parameters import Rule
 from outrider.token_tree import TreeShape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DraftOutlook:
     """Outlook of a draft session now; None where nothing is in the way, or nothing is known."""
 
@@ -36,7 +36,7 @@ class DraftOutlook:
     max_draft_count: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RoundPlan:
     """Plan of a round: guesses to ask for, tokens that the target may commit unasked, and why there is no draft.
 
@@ -50,7 +50,10 @@ class RoundPlan:
 
     def asked(self, place: Place) -> GuessRequest:
         """Request for guesses from a place, for none of them where it is not asked."""
-        return next((each for each in self.guesses if each.drafter.place is place), NO_REQUEST)
+        for each in self.guesses:
+            if each.drafter.place is place:
+                return each
+        return NO_REQUEST
 
     def explain(self, proposal: Proposal) -> Proposal:
         """The proposal, with this plan's reason where it has none of its own."""

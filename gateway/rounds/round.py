@@ -6,7 +6,7 @@ once a round is never changed either, but not frozen, because that makes making 
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
@@ -62,7 +62,7 @@ class GuessRequest:
 NO_REQUEST = GuessRequest()
 
 
-class TokenOrigin(Enum):
+class TokenOrigin(StrEnum):
     """Model or step that said a token first; see generation_service.proto."""
 
     PLAIN = "plain"
@@ -97,8 +97,7 @@ class AheadRound(NamedTuple):
     outcome: BranchOutcome
 
 
-@dataclass(frozen=True, slots=True)
-class HopCost:
+class HopCost(NamedTuple):
     """Cost of an answer beside computing: time in the service's queue, time of waiting here, and bytes both ways."""
 
     queue_us: int = 0
@@ -106,7 +105,10 @@ class HopCost:
     num_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+NO_COST = HopCost()
+
+
+@dataclass(slots=True)
 class Proposal:
     """Guesses of the draft after the last committed token, or the reason why there are none."""
 
@@ -116,7 +118,7 @@ class Proposal:
     forward_count: int = 0  # forwards that this came from
     row_count: int = 0  # of them, those of all sessions
     caught_up_count: int = 0  # committed tokens that the draft had to read before it could guess
-    hop: HopCost = HopCost()
+    hop: HopCost = NO_COST
     drift_repairs: int = 0
     drafter: DrafterId = ANY_DRAFT  # that made it
     sources: tuple[str, ...] = ()  # who made each row, where several drafters did
@@ -131,7 +133,8 @@ class Proposal:
     def learner(self) -> DrafterId:
         """Drafter that is to learn from it: of trees, which have values, another one than of chains."""
         chain = Makes.AHEAD if self.is_ahead else Makes.CHAIN
-        return self.drafter._replace(makes=Makes.TREE if self.tree.values else chain)
+        makes = Makes.TREE if self.tree.values else chain
+        return self.drafter if self.drafter.makes is makes else self.drafter._replace(makes=makes)
 
 
 NOTHING = Proposal()
@@ -151,7 +154,7 @@ class Verdict:
     row_count: int = 0  # of them, those of all sessions
     session_count: int = 0  # sessions on the target
     numerics_id: str = ""
-    hop: HopCost = HopCost()
+    hop: HopCost = NO_COST
     reopens: int = 0  # times that the session had to be opened again for this verdict
     drift_repairs: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()  # of the committed tokens, when asked for
@@ -182,14 +185,12 @@ class Round:
     gap_us: int = 0  # since the commit before it, what the client took included
     is_first: bool = False  # the prompt's own pass
     ahead: AheadRound | None = None  # None where no branches were asked for
+    draft_count: int = field(init=False)
+    accepted_count: int = field(init=False)
 
-    @property
-    def draft_count(self) -> int:
-        return len(self.proposal.tree)
-
-    @property
-    def accepted_count(self) -> int:
-        return len(self.verdict.accepted_rows)
+    def __post_init__(self) -> None:
+        # Asked for ten times a round.
+        self.draft_count, self.accepted_count = len(self.proposal.tree), len(self.verdict.accepted_rows)
 
     @property
     def drift_repairs(self) -> int:

@@ -152,7 +152,7 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         while True:
             response = await self.read(max(0.0, until_s - loop.time()))
             answered = (response.fence.epoch, response.fence.base_len)
-            if response.HasField("error") and fence.epoch == response.fence.epoch:
+            if answered[0] == asked[0] and response.HasField("error"):
                 raise session_error_from(response.error)
             if answered == asked:
                 if not 0 <= response.cached_len <= fence.base_len:
@@ -201,6 +201,7 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
             row_count=times.row_count,
             caught_up_count=caught_up_count,
             hop=HopCost(times.queue_us, wait_us, self.take_bytes()),
+            drafter=DrafterId(self._seat.name),
         )
 
     def _fault_of(self, tree: TokenTree, shape: TreeShape) -> str:
@@ -308,7 +309,6 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
             opening, response = await self._exchange(asked, started_s + timeout_s)
             wait_us = int(1e6 * (clock_s() - started_s))
             proposal = opening.proposal(response, asked.count, catch_up_count, wait_us, asked.shape)
-            proposal = replace(proposal, drafter=DrafterId(self._seat.name))
         except asyncio.CancelledError:
             self._fault(FallbackReason.DRAFT_LATE)
             raise

@@ -9,7 +9,7 @@ a session that leaves only takes its mailbox away.
 
 import asyncio
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Generic, TypeVar
@@ -68,9 +68,10 @@ class Link:
         self._frame_type = frame_type
         self._service = service
         self._mailboxes: dict[bytes, Mailbox[Any]] = {}
-        self._outgoing: deque[tuple[Request, int]] = deque()
+        # By session, and their bytes.
+        self._outgoing: deque[tuple[bytes, Request, int]] = deque()
         # Sessions whose opens are long, in the order of these, and what each has to say from then on.
-        self._long: dict[bytes, deque[tuple[Request, int]]] = {}
+        self._long: dict[bytes, deque[Request]] = {}
         self._wanted: asyncio.Future[None] | None = None
         self._is_closing = False
         self._has_left = False  # a frame reached a connection
@@ -84,13 +85,13 @@ class Link:
     def send(self, session_id: bytes, messages: Sequence[Request]) -> int:
         """Puts messages of a session on their way, in order; more than one for a long open. Returns their bytes."""
         self._answers_due += 2 * len(messages)
-        sized = [(message, message.ByteSize()) for message in messages]
-        if session_id in self._long or len(sized) > 1:
-            self._long.setdefault(session_id, deque()).extend(sized)
+        sizes = [message.ByteSize() for message in messages]
+        if session_id in self._long or len(sizes) > 1:
+            self._long.setdefault(session_id, deque()).extend(messages)
         else:
-            self._outgoing += sized
+            self._outgoing.append((session_id, messages[0], sizes[0]))
         self._wake()
-        return sum(size for _, size in sized)
+        return sum(sizes)
 
     def detach(self, session_id: bytes, mailbox: "Mailbox[Any]", close: Request) -> None:
         """Ends a session: its answers go nowhere, and what it still had to say is not said."""
@@ -144,18 +145,18 @@ class Link:
         A gateway that was held up for a moment has that many acknowledgements for a session that needs no answers.
         """
         messages: list[Request] = []
-        num_bytes, counts = 0, Counter[bytes]()
-        while self._outgoing and (not messages or num_bytes + self._outgoing[0][1] <= FRAME_BYTES):
-            message, size = self._outgoing[0]
-            counts[message.fence.session_id] += 1
-            if counts[message.fence.session_id] > MAX_OF_SESSION:
+        num_bytes, counts = 0, dict[bytes, int]()
+        while self._outgoing:
+            session_id, message, size = self._outgoing[0]
+            count = counts.get(session_id, 0)
+            if count == MAX_OF_SESSION or (messages and num_bytes + size > FRAME_BYTES):
                 break
             self._outgoing.popleft()
             messages.append(message)
-            num_bytes += size
+            counts[session_id], num_bytes = count + 1, num_bytes + size
         if self._long:
             session_id, pieces = next(iter(self._long.items()))
-            messages.append(pieces.popleft()[0])
+            messages.append(pieces.popleft())
             if not pieces:
                 del self._long[session_id]
         return self._frame_type(requests=messages)  # type: ignore[arg-type]

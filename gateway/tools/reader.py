@@ -8,6 +8,7 @@ Of white space, only that around reasoning and calls is left out.
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from gateway.tools.bodies import CallBody, Schema, XmlBody, new_body
 from gateway.tools.formats import Body, CallSyntax, ToolFormat
@@ -276,14 +277,13 @@ class AnswerReader:
 def joined(deltas: Collection[Delta]) -> tuple[Delta, ...]:
     """Deltas with those joined that go on in one piece."""
     found: list[Delta] = []
-    for delta in deltas:
-        match (found[-1] if found else None), delta:
-            case ContentDelta(before), ContentDelta(text):
-                found[-1] = ContentDelta(before + text)
-            case ReasoningDelta(before), ReasoningDelta(text):
-                found[-1] = ReasoningDelta(before + text)
-            case _:
-                found.append(delta)
+    for kind, run in groupby(deltas, type):
+        if kind is ContentDelta:
+            found.append(ContentDelta("".join([each.text for each in run if isinstance(each, ContentDelta)])))
+        elif kind is ReasoningDelta:
+            found.append(ReasoningDelta("".join([each.text for each in run if isinstance(each, ReasoningDelta)])))
+        else:
+            found += run
     return tuple(found)
 
 

@@ -87,7 +87,7 @@ class OpenParts:
         self._num_tokens -= len(self._parts.pop(session_id, (None, ()))[1])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Arrived(Generic[RequestT]):
     """A message that has come, on time.perf_counter_ns."""
 

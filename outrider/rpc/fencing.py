@@ -5,7 +5,6 @@ and an answer that was overtaken need no handling of their own.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -14,8 +13,7 @@ from outrider.errors import InvalidRequest
 SESSION_ID_LEN = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
+class Fence(NamedTuple):
     """Session that a message belongs to, its epoch, and the committed length that the message builds on."""
 
     session_id: bytes

@@ -385,7 +385,7 @@ async def test_a_fault_of_this_side_ends_the_link_and_no_request(side: str) -> N
             await request.round()
             before = peer.link()
             if side == "writer":
-                before._outgoing.append((object(), 0))  # type: ignore[arg-type]
+                before._outgoing.append((b"", object(), 0))  # type: ignore[arg-type]
             else:
                 other = await life.enter_async_context(Request(peer, 2))
                 before._mailboxes = {name: Broken() for name in (request.session_id, other.session_id)}  # type: ignore[misc]
