@@ -9,7 +9,7 @@ is a table over its rows and no line: it is a staircase on CPUs, and flat up to 
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from operator import mul
@@ -61,7 +61,7 @@ class DrafterEstimates:
         self.hits = ByLoad()  # share of rounds that began with a branch
         self.round_tokens: defaultdict[int, ByLoad] = defaultdict(ByLoad)  # of rounds after branches, by K
 
-    def tokens(self, own: AcceptanceRates | None = None) -> list[float]:
+    def tokens(self, own: AcceptanceRates | None = None) -> Sequence[float]:
         """Tokens that a round with K guesses is expected to commit, by K; `own` are the rates of one session."""
         if self.gains is None:
             return (own or self.acceptance).tokens()

@@ -53,27 +53,50 @@ class AcceptanceRates:
     def __init__(self, prior: "AcceptanceRates | None" = None) -> None:
         self._prior = prior
         self._depths = [GuessTally() for _ in range(MAX_DRAFT_COUNT)]
+        self._num_changes = 0
+        # What was asked for last, which is asked for more often than it changes, and the version that it is of.
+        self._rates: list[float] = []
+        self._tokens: list[float] = []
+        self._known_version = -1
+
+    @property
+    def version(self) -> int:
+        """Number that grows with whatever is learnt that these rates depend on."""
+        return self._num_changes + (0 if self._prior is None else self._prior.version)
 
     def observe(self, accepted_count: int, evaluated_count: int) -> None:
         """Adds a chain of which so many guesses were tested, and so many of these accepted."""
+        self._num_changes += 1
         for depth, tally in enumerate(self._depths[:evaluated_count]):
             tally.add(1, depth < accepted_count)
 
     def renew(self) -> None:
         """Marks what was learnt as old: the next tests weigh as much as all before them."""
+        self._num_changes += 1
         for tally in self._depths:
             tally.fade(FIRST_WEIGHT)
 
     @property
-    def rates(self) -> list[float]:
+    def rates(self) -> Sequence[float]:
         """The rate at each depth, given that all guesses before it are accepted."""
+        self._renew_known()
+        return self._rates
+
+    def _renew_known(self) -> None:
+        version = self.version
+        if version == self._known_version:
+            return
         priors = None if self._prior is None else self._prior.rates
         rates, last = [], FIRST_RATE
         for depth, tally in enumerate(self._depths):
             prior, weight = (last, FIRST_WEIGHT) if priors is None else (priors[depth], POOL_WEIGHT)
             last = min(tally.share(prior, weight), HIGHEST)
             rates.append(last)
-        return rates
+        tokens, reached = [1.0], 1.0
+        for rate in rates:
+            reached *= rate
+            tokens.append(tokens[-1] + reached)
+        self._rates, self._tokens, self._known_version = rates, tokens, version
 
     @property
     def num_tested(self) -> float:
@@ -94,13 +117,10 @@ class AcceptanceRates:
         tested, accepted = sum(each.tested for each in self._depths), sum(each.accepted for each in self._depths)
         return min(GuessTally(MEMORY, tested, accepted).share(FIRST_RATE, FIRST_WEIGHT), HIGHEST)
 
-    def tokens(self) -> list[float]:
+    def tokens(self) -> Sequence[float]:
         """Tokens that a round with K guesses is expected to commit, for K in [0, MAX_DRAFT_COUNT]."""
-        tokens, reached = [1.0], 1.0
-        for rate in self.rates:
-            reached *= rate
-            tokens.append(tokens[-1] + reached)
-        return tokens
+        self._renew_known()
+        return self._tokens
 
 
 class TreeGains:

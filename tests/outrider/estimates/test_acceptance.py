@@ -70,3 +70,17 @@ def test_a_renewed_rate_follows_a_few_tests() -> None:
             rates.observe(1, 1)
     assert old.rates[0] < 0.2
     assert renewed.rates[0] > 0.4
+
+
+def test_rates_follow_whatever_is_learnt() -> None:
+    """A session's are of its own tests and of the pool's, however often they were asked for before."""
+    pool = AcceptanceRates()
+    session = AcceptanceRates(pool)
+    for _ in range(8):
+        pool.observe(3, 3)
+    seen = [session.rates[0]]
+    for learns in (lambda: pool.observe(3, 3), lambda: session.observe(0, 1), pool.renew, lambda: pool.observe(0, 1)):
+        learns()
+        seen.append(session.rates[0])
+        assert session.tokens()[1] == 1 + seen[-1]
+    assert len(set(seen)) == len(seen)
