@@ -19,7 +19,7 @@ from outrider.client.events import AnswerBuilder, event_from
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 
-NAMES = {"new_numerics_id": "cuda", "drafter": "hosted"}
+NAMES = {"new_numerics_id": "cuda", "drafter": "hosted", "branches": "hit"}
 
 
 def test_samples_in_order_whatever_came_first() -> None:
