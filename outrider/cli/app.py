@@ -293,6 +293,7 @@ def _stack(
         draft_port=machine.draft_port,
         target_port=machine.target_port,
         draft_dtype=models.draft_dtype,
+        branches=machine.branches,
         workers=machine.workers,
         api_keys=machine.api_keys,
     )

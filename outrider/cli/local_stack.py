@@ -43,6 +43,10 @@ def port_error(port: int, host: str = HOST) -> OSError | None:
     return None
 
 
+# Of a draft with a device of its own, which can work while the target does.
+OWN_DEVICE_BRANCHES = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Stack:
     """Settings that the three processes are started with; a port of 0 takes a free one.
@@ -73,6 +77,8 @@ class Stack:
     """Tokens that the cache of each service holds; None leaves that to the service."""
     context_len: int | None = None
     """Most tokens of a session; None takes what the target reads."""
+    branches: int | None = None
+    """Branches that a draft makes; None takes 16 where it has a device of its own, else the gateway's own default."""
     workers: int | None = None
     """Processes of the gateway; None takes the gateway's own default."""
     api_keys: str | None = None
@@ -80,6 +86,11 @@ class Stack:
     prefix_cache: bool = True
     offline: bool = False
     """Downloads nothing: a hub id that is not on this machine is refused."""
+
+    @property
+    def has_two_devices(self) -> bool:
+        """Whether the draft has a device of its own."""
+        return self.draft is not None and self.device != self.draft_device
 
     @property
     def shares_device(self) -> bool:
@@ -149,6 +160,7 @@ def gateway_launch(stack: Stack, target_address: str, draft_address: str | None)
         "--tokenizer": stack.target,
         # A user who starts a stack by hand wants to look at it with grpcurl.
         "--reflection": True,
+        "--branches": OWN_DEVICE_BRANCHES if stack.branches is None and stack.has_two_devices else stack.branches,
         "--workers": stack.workers,
         "--api-keys": stack.api_keys,
         "--log-level": "warning",

@@ -32,7 +32,7 @@ from outrider.parameters import (
 from outrider.process.children import HOST, MAX_WORKERS
 from outrider.process.options import between, flag_of, grouped, listed, options_of, refuse_together
 from outrider.rpc.channels import check_address, is_loopback
-from outrider.rpc.messages.tree import MAX_SUPPORT
+from outrider.rpc.messages.tree import MAX_BRANCHES, MAX_SUPPORT
 from outrider.rpc.tls import Tls
 
 DEFAULTS_VARIABLE = "OUTRIDER_GENERATION_DEFAULTS"
@@ -402,6 +402,16 @@ class MachineOptions:
     ] = None
     threads: Threads = None
     draft_threads: Annotated[int, _count(_machine, "Compute threads of the draft.", minimum=1, maximum=MAX_THREADS)] = 1
+    branches: Annotated[
+        Count,
+        _count(
+            _machine,
+            "Outcomes of a verification that the draft prepares guesses for meanwhile. Default: 16 where its device is "
+            "another one than the target's, else none.",
+            minimum=0,
+            maximum=MAX_BRANCHES,
+        ),
+    ] = None
     workers: Annotated[
         Count,
         _count(_machine, "Processes of the gateway, on the same ports. Default: 1.", minimum=1, maximum=MAX_WORKERS),

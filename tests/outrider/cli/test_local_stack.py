@@ -96,6 +96,20 @@ def test_command_lines() -> None:
     assert gateway[gateway.index("--workers") + 1] == "3"
 
 
+def test_a_draft_with_a_device_of_its_own_runs_ahead() -> None:
+    """Unless the user says otherwise; on one device only where the user says so."""
+
+    def words(**settings: Any) -> list[str]:
+        command = gateway_launch(replace(PAIR, **settings), "127.0.0.1:7", "127.0.0.1:8").command
+        place = command.index("--branches") if "--branches" in command else len(command)
+        return list(command[place : place + 2])
+
+    two = {"device": "cuda:0", "draft_device": "cuda:1"}
+    assert (words(), words(branches=4), words(**two)) == ([], ["--branches", "4"], ["--branches", "16"])
+    assert words(**two, branches=0) == ["--branches", "0"]
+    assert words(device="cuda:0", draft=None) == []
+
+
 def test_the_draft_may_have_a_dtype_and_a_top_n_of_its_own() -> None:
     """It takes the target's dtype and its own default unless an option says otherwise; the target hears of neither."""
     stack = replace(PAIR, dtype="float32")
