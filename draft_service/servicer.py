@@ -71,8 +71,8 @@ class DraftServicer(LinkServicer[pb.ProposeRequest, DraftSessions], DraftService
                 return Wanted(draft_count, arrived_ns, search=search)
             branch_count = check_range("advance.branch_count", message.branch_count, 0, MAX_BRANCHES)
             return Wanted(draft_count, arrived_ns, None, search, branch_count, message.went_on)
-        if isinstance(message, pb.DraftAdvance) and message.branch_count:
-            raise InvalidRequest("advance.branch_count", message.branch_count, "0 together with advance.shape")
+        if isinstance(message, pb.DraftAdvance) and (message.branch_count or message.went_on):
+            raise InvalidRequest(f"{action}.shape", "present", "absent together with branch_count or went_on")
         if search is not None:
             raise InvalidRequest(f"{action}.shape", "present", "absent for a beam search, which has a shape of its own")
         shape = shape_from(message.shape, f"{action}.shape")

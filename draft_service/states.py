@@ -95,9 +95,13 @@ class DraftState(SessionState[Task]):
         """Raises InvalidRequest about a message that asks for what the session's drafter does not make."""
         if wanted.search is not None:
             raise InvalidRequest("advance.beams", "present", WHERE_BEAMS)
-        if wanted.branch_count and not self.makes_branches:
-            limit = "0 but for chains of the model under the rule match"
-            raise InvalidRequest("advance.branch_count", wanted.branch_count, limit)
+        self.check_branches(wanted)
+
+    def check_branches(self, wanted: Wanted) -> None:
+        """Raises InvalidRequest about branches that the session's drafter does not make."""
+        for name, value, none in (("branch_count", wanted.branch_count, "0"), ("went_on", wanted.went_on, "false")):
+            if value and not self.makes_branches:
+                raise InvalidRequest(f"advance.{name}", value, f"{none} but for chains of the model under match")
 
     @property
     def makes_branches(self) -> bool:
@@ -178,7 +182,7 @@ class ModelState(DraftState):
 
     def _branching_task(self, wanted: Wanted, room: int, left: Left | None, ends: Ends) -> BranchingTask:
         # What the target verifies after a miss is nothing but its own token.
-        count = min(wanted.draft_count, room)
+        self.learn, count = None, min(wanted.draft_count, room)
         limits = (0 if wanted.went_on and left is None else count, count, wanted.branch_count, room)
         growth, rows = left.growth_for(*limits) if left is not None else (Branching(*limits), {})
         self.branching = BranchingTask(
@@ -218,6 +222,7 @@ class BeamDraftState(DraftState):
     def check(self, wanted: Wanted, base_len: int) -> None:
         if wanted.search is None:
             raise InvalidRequest("advance.beams", "absent", WHERE_BEAMS)
+        self.check_branches(wanted)
         length = self.spec.prompt_len + wanted.search.output_len
         if base_len != length:
             raise InvalidRequest("fence.base_len", base_len, f"{length}, a prompt and its beams")

@@ -155,16 +155,22 @@ def write_branches(message: pb.Branches, branches: Sequence[Branch]) -> None:
         message.branches.add(**branch._asdict())
 
 
-def branches_from(message: pb.Branches, vocabulary_size: int, max_rows: int) -> list[Branch]:
-    """Branches of at most so many guesses each; raises InvalidRequest."""
-    check_count("branches.branches", len(message.branches), MAX_BRANCHES, "branches")
-    found = []
+def branches_from(
+    message: pb.Branches, vocabulary_size: int, max_rows: int, max_branches: int = MAX_BRANCHES
+) -> list[Branch]:
+    """Branches of at most so many guesses each, no two for one outcome; raises InvalidRequest."""
+    check_count("branches.branches", len(message.branches), max_branches, "branches")
+    found, outcomes = [], set[tuple[int, int]]()
     for number, each in enumerate(message.branches):
         field = f"branches.branches.{number}"
         accepted_count = check_range(f"{field}.accepted_count", each.accepted_count, 0, max_rows)
         next_token_id = check_range(f"{field}.next_token_id", each.next_token_id, 0, vocabulary_size - 1)
         if not 1 <= len(each.token_ids) <= max_rows:
             raise InvalidRequest(f"{field}.token_ids", f"{len(each.token_ids)} ids", f"1 to {max_rows} ids")
+        if (accepted_count, next_token_id) in outcomes:
+            outcome = f"{next_token_id} after {accepted_count} rows"
+            raise InvalidRequest(f"{field}.next_token_id", outcome, "an outcome that no branch before it has")
+        outcomes.add((accepted_count, next_token_id))
         token_ids = check_token_ids(f"{field}.token_ids", each.token_ids, vocabulary_size)
         logprobs = _logprobs_from(field, each.logprobs, len(token_ids))
         found.append(Branch(accepted_count, next_token_id, token_ids, logprobs))
