@@ -146,8 +146,10 @@ class TargetSessions(SessionStore[TargetState]):
         Branches of another epoch or of a length that the session has passed are old, and dropped.
         """
         held = self.table.get(fence.session_id)
-        if held is None or held.owner is not owner or isinstance(held, BeamState) or fence.epoch != held.epoch:
+        if held is None or held.owner is not owner or fence.epoch != held.epoch:
             return
+        if isinstance(held, BeamState):
+            raise InvalidRequest("branches", "present", "absent for a beam search")
         if held.finish_reason is not None or fence.base_len > held.committed_len:
             return
         check_branches(ahead.branches, held.spec, fence.base_len)

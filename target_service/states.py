@@ -299,9 +299,9 @@ def check_branches(branches: Sequence[Branch], spec: SessionSpec, base_len: int)
     if branches and spec.acceptance.rule is not Rule.MATCH:
         limit = f"absent under the rule {spec.acceptance.rule}"
         raise InvalidRequest("branches.branches", f"{len(branches)} branches", limit)
+    room = spec.max_len - base_len
     for number, branch in enumerate(branches):
-        # The outcome itself may lie past the end: then it will not be the one.
-        room = spec.max_len - base_len - branch.accepted_count - 1
-        if len(branch.token_ids) > max(room, 0):
-            count = f"{len(branch.token_ids)} ids"
-            raise InvalidRequest(f"branches.branches.{number}.token_ids", count, f"at most {room} here, up to max_len")
+        depth = branch.accepted_count + 1 + len(branch.token_ids)
+        if depth > room:
+            field, limit = f"branches.branches.{number}", f"at most {room} deep here, up to max_len"
+            raise InvalidRequest(field, f"{depth} tokens deep", limit)

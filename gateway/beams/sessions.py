@@ -4,7 +4,8 @@ from typing import cast
 
 from gateway.beams.record import BeamRecord
 from gateway.rounds.round import GuessRequest, Proposal, Verdict
-from gateway.sessions.draft import DrafterSeat, DraftOpening, RemoteDraftSession
+from gateway.sessions.draft import RemoteDraftSession
+from gateway.sessions.draft_opening import DrafterSeat, DraftOpening
 from gateway.sessions.link import opening_of
 from gateway.sessions.peer import ServicePeer
 from gateway.sessions.target import RemoteTargetSession, TargetOpening

@@ -12,7 +12,7 @@ from gateway.rounds.explanation import Outlook, compared, explained
 from gateway.rounds.planner import Drafting, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import ANY_DRAFT, LOOKUP, DrafterId, Makes, Place
-from gateway.sessions.draft import DrafterSeat
+from gateway.sessions.draft_opening import DrafterSeat
 from gateway.sessions.peer import ModelInfo
 from gateway.sessions.replicas import Replicas, Targets
 from gateway.sessions.session import DraftDeadline, TargetTimeouts

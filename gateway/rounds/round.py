@@ -6,7 +6,7 @@ once a round is never changed either, but not frozen, because that makes making 
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
@@ -230,7 +230,10 @@ class TokenLog:
         One that came too late counts as none. Raises ProtocolViolation for a verdict that cannot be about it, or after
         which the request cannot go on.
         """
-        proposal = verdict.about(proposal)
+        hop, proposal = proposal.hop, verdict.about(proposal)
+        if proposal is verdict.own and hop.num_bytes:
+            # It came by way of the draft's hop, where it is that of a branch.
+            proposal = replace(proposal, hop=HopCost(num_bytes=hop.num_bytes))
         if proposal.tree and not verdict.evaluated_count:
             # The target had gone on unasked, and gave this verdict before it knew of any guess.
             proposal = NOTHING

@@ -8,7 +8,6 @@ from support.services.stepped_draft import PROMPT, SPEC, Draft, assert_like_fres
 
 from draft_service.states import Search, Wanted
 from outrider.drafters.model_drafter import MODEL, SAMPLED
-from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest
 from outrider.parameters import Acceptance, Rule, SessionSpec
 from outrider.rpc.fencing import Fence

@@ -12,7 +12,8 @@ from gateway.lookup.guesses import LookupGuesses, LookupSources
 from gateway.rounds.planner import Drafting, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import LOOKUP, DrafterId, FallbackReason, Round, TokenLog
-from gateway.sessions.draft import AbsentDraftSession, DrafterSeat, RemoteDraftSession
+from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
+from gateway.sessions.draft_opening import DrafterSeat
 from gateway.sessions.draft_team import DraftTeam
 from gateway.sessions.peer import ModelInfo, ServicePeer
 from gateway.sessions.replicas import Replicas

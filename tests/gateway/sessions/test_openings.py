@@ -8,7 +8,7 @@ from support.services.markov import NUM_TOKENS, MarkovModel
 from support.services.markov_services import DraftServicer, TargetServicer, linked
 
 from gateway.rounds.round import NOTHING, DrafterId, GuessRequest, Place, TokenLog
-from gateway.sessions.draft import ALONE, DraftOpening
+from gateway.sessions.draft_opening import ALONE, DraftOpening
 from gateway.sessions.target import TargetOpening
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec
