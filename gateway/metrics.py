@@ -90,6 +90,7 @@ class GatewayMetrics:
         self.outcomes = {origin: outcomes[outcome] for origin, outcome in OUTCOMES.items()}
         fallbacks = counters("fallback_rounds", "Rounds that were to be speculative and had no draft.", "reason")
         self.fallbacks = {reason: fallbacks[reason.value] for reason in FallbackReason}
+        self._branches = counters("branches", "Rounds for which branches were asked, by what came of them.", "outcome")
         wire_bytes = counters("wire_bytes", "Bytes of the messages of sessions, both ways.", "peer")
         self.draft_bytes, self.target_bytes = wire_bytes["draft"], wire_bytes["target"]
         self.reopens = counter("target_reopens", "Sessions that were opened again on a target.")
@@ -181,6 +182,11 @@ class GatewayMetrics:
     def _count(self, event: RoundEvent, committed: Round) -> None:
         proposal, verdict = committed.proposal, committed.verdict
         self.target_bytes.total += verdict.hop.num_bytes
+        if proposal.tree or committed.ahead is not None:
+            # Where a draft runs ahead, a round may have its messages and no proposal.
+            self.draft_bytes.total += proposal.hop.num_bytes
+        if committed.ahead is not None:
+            self._branches[committed.ahead.outcome.value].total += 1
         if proposal.fallback_reason is not None:
             self.fallbacks[proposal.fallback_reason].total += 1
             self.fallback_outcome.total += 1
@@ -199,7 +205,6 @@ class GatewayMetrics:
                 self._positions.append(self._accepted_at[str(len(self._positions))])
             for position in self._positions[: committed.accepted_count]:
                 position.total += 1
-            self.draft_bytes.total += proposal.hop.num_bytes
             self._rejected_rows += committed.draft_count - committed.accepted_count
         self.dropped_tokens.total += len(committed.token_ids) - len(event.tokens)
         self.reopens.total += verdict.reopens

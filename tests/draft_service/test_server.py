@@ -214,6 +214,38 @@ async def test_bad_advances_end_their_own_session_only(token_ids: list[int], fie
     await other.close(1)
 
 
+BAD_BRANCHES = {
+    "branch_count": draft_pb.DraftAdvance(draft_count=2, branch_count=-1),
+    "branch_count ": draft_pb.DraftAdvance(draft_count=2, branch_count=65),
+    "shape": draft_pb.DraftAdvance(draft_count=2, shape=pb.TreeShape(max_depth=2), branch_count=1),
+    "shape ": draft_pb.DraftAdvance(draft_count=2, shape=pb.TreeShape(max_depth=2), went_on=True),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BRANCHES)
+async def test_bad_requests_for_branches_are_refused_by_name(name: str, client: DraftClient) -> None:
+    """With field, value and limit; another session on the link goes on, and one that asks again gets its branches."""
+    other = client.beside()
+    for each in (client, other):
+        await each.open(spec_of(PROMPT, eos=()), 2)
+        await each.guesses()
+    message = BAD_BRANCHES[name]
+    message.token_ids[:] = [3]
+    await client.send(client.request(client.fence(1, 7), advance=message))
+    with pytest.raises(InvalidRequest) as caught:
+        await client.read()
+    assert caught.value.metadata["field"] == f"advance.{name.strip()}"
+    assert caught.value.metadata.keys() >= {"value", "limit"}
+    right = draft_pb.DraftAdvance(token_ids=[3], draft_count=2, branch_count=3)
+    await other.send(other.request(other.fence(1, 7), advance=right))
+    assert len(await other.guesses()) == 2
+    branches = (await other.read()).branches.branches
+    assert 0 < len(branches) <= 3
+    assert all(0 < len(each.token_ids) <= 2 for each in branches)
+    await other.close(1)
+    assert (await client.info()).session_count == 0
+
+
 async def test_a_full_pool_refuses_one_session(tmp_path: Path) -> None:
     """The session ends with CacheFull; the gateway then goes on without a draft for it, and the link for the others."""
     folder = write_tiny_model(tmp_path / "tiny", "llama", vocab_size=257)

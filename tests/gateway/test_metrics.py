@@ -16,7 +16,7 @@ from support.services.markov_services import WORDS, MarkovStack, Mischief, marko
 from gateway.generation.events import CompletionEvent, OutputToken, RoundEvent
 from gateway.generation.request import CheckedRequest
 from gateway.metrics import GatewayMetrics
-from gateway.rounds.round import DrafterId, FallbackReason, HopCost, Proposal, TokenOrigin
+from gateway.rounds.round import BranchOutcome, DrafterId, FallbackReason, HopCost, Proposal, TokenOrigin
 from outrider.errors import InvalidRequest, Overloaded, PeerLost
 from outrider.parameters import FinishReason
 from outrider.process.metrics import new_registry
@@ -86,6 +86,18 @@ def test_rounds_are_counted_as_vllm_counts_them() -> None:
     assert found["fallback_rounds_total draft_late"] == 1
     assert found["generation_tokens_total"] == 9
     assert (found["wire_bytes_total draft"], found["wire_bytes_total target"]) == (120, 420)
+
+
+def test_branches_are_counted_by_what_came_of_them() -> None:
+    """And the draft's bytes of such a round, which may have no proposal; a round without branches is in no series."""
+    events = [round_event([PLAIN]), *(round_event([PLAIN]) for _ in range(6))]
+    for event, outcome in zip(events[1:], [*BranchOutcome, *BranchOutcome], strict=True):
+        event.committed.branches = outcome
+    found = counted(*events)
+    assert {key: value for key, value in found.items() if key.startswith("branches_total")} == {
+        f"branches_total {outcome}": 2 for outcome in ("hit", "miss", "late")
+    }
+    assert found["wire_bytes_total draft"] == 180
 
 
 def test_each_drafter_has_its_part_of_what_was_drafted() -> None:

@@ -131,6 +131,11 @@ SESSION = pb.OpenSession(
 PART = pb.OpenPart(token_ids=SESSION.token_ids[:2])
 PARTED = pb.OpenSession(token_ids=SESSION.token_ids[2:], part_len=2, prompt_len=5, max_len=60)
 
+BRANCHES = pb.Branches(
+    branches=[pb.Branch(accepted_count=count, next_token_id=4, token_ids=[5, 6]) for count in (0, 1)],
+    plain_on_miss=True,
+)
+
 
 def fence(base_len: int, epoch: int = 1) -> pb.Fence:
     """A fence of the one session that garbage is about."""
@@ -146,6 +151,8 @@ def target_messages() -> list[Message]:
         request(fence=fence(6), step=step),
         request(fence=fence(6, epoch=2), step=step),
         request(fence=fence(7), acknowledge=target_pb.Acknowledge(plain_budget=2)),
+        request(fence=fence(5), branches=BRANCHES),
+        request(fence=fence(6), branches=BRANCHES),
         request(fence=fence(5), ping=pb.Ping()),
         request(fence=fence(5), part=PART),
         request(fence=fence(5, epoch=3), part=PART),
@@ -161,6 +168,11 @@ def draft_messages() -> list[Message]:
         request(fence=fence(5), open=draft_pb.DraftOpen(session=SESSION, draft_count=3, drafter="model")),
         request(fence=fence(6), advance=draft_pb.DraftAdvance(token_ids=[8], draft_count=2)),
         request(fence=fence(6, epoch=2), advance=draft_pb.DraftAdvance(token_ids=[8, 9], draft_count=2)),
+        request(fence=fence(6), advance=draft_pb.DraftAdvance(token_ids=[8], draft_count=2, branch_count=4)),
+        request(
+            fence=fence(8),
+            advance=draft_pb.DraftAdvance(token_ids=[8, 9], draft_count=2, branch_count=4, went_on=True),
+        ),
         request(fence=fence(5), ping=pb.Ping()),
         request(fence=fence(5), part=PART),
         request(fence=fence(5, epoch=3), part=PART),

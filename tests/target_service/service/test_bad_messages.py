@@ -26,6 +26,11 @@ def opening(fence: pb.Fence | None = None, **step: object) -> target_pb.VerifyRe
     )
 
 
+def branching(*branches: pb.Branch) -> target_pb.VerifyRequest:
+    """Branches for the verdict after PROMPT."""
+    return target_pb.VerifyRequest(fence=fenced(), branches=pb.Branches(branches=branches))
+
+
 def changed(change: Callable[[pb.OpenSession], None]) -> target_pb.VerifyRequest:
     """An open with another session message."""
     request = opening()
@@ -66,6 +71,25 @@ BAD_MESSAGES = {
     "part with all tokens": target_pb.VerifyRequest(fence=fenced(), part=pb.OpenPart(token_ids=PROMPT)),
 }
 BAD_MESSAGES["no distributions under ratio"].open.session.rule = pb.ACCEPTANCE_RULE_RATIO
+BRANCH = pb.Branch(accepted_count=1, next_token_id=7, token_ids=[8, 9])
+BAD_MESSAGES |= {
+    f"branch with {name}": branching(BRANCH, pb.Branch(**{"accepted_count": 2, "token_ids": [8], **fields}))
+    for name, fields in {
+        "a negative count": {"accepted_count": -1},
+        "too many accepted": {"accepted_count": 65},
+        "a negative next token": {"next_token_id": -1},
+        "a next token id": {"next_token_id": 4096},
+        "no guess": {"token_ids": []},
+        "too many guesses": {"token_ids": [1] * 65},
+        "a token id": {"token_ids": [1, 4096]},
+        "a negative token id": {"token_ids": [-1]},
+        "one log-probability too many": {"logprobs": [-1.0, -1.0]},
+        "a log-probability above 0": {"logprobs": [0.5]},
+        "a log-probability that is no number": {"logprobs": [float("nan")]},
+        "the outcome of another": {"accepted_count": 1, "next_token_id": 7},
+    }.items()
+}
+BAD_MESSAGES["branches"] = branching(*(pb.Branch(next_token_id=each, token_ids=[1]) for each in range(65)))
 # What an open's proposal has to fit is only looked at where the open is taken; one that comes again is answered again.
 REPEATED_OPENS = {"depth", "distributions under match", "no distributions under ratio"}
 BAD_MESSAGES["depth"].open.step.proposal.token_ids.extend([1, 2, 3])
