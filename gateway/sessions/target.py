@@ -321,7 +321,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
             prefix_len=verdict.prefix_len,
             own=opening.own_proposal(response),
             refused_guesses=is_left_out or self._num_refused > num_refused,
-            is_of_branch=verdict.is_of_branch,
+            is_of_branch=verdict.is_of_branch and bool(verdict.proposal.token_ids),
             had_branches=had_branches,
         )
 
