@@ -50,8 +50,12 @@ async def tokens(stub: GenerationServiceStub, **fields: object) -> tuple[list[in
     return said, message.completion.speculation
 
 
-async def test_a_draft_killed_in_the_middle_of_a_round_is_not_noticed() -> None:
+@pytest.mark.parametrize("branches", ["0", "16"])
+async def test_a_draft_killed_in_the_middle_of_a_round_is_not_noticed(
+    branches: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tokens are those of plain decoding, no error is seen, and the same request speculates again afterwards."""
+    monkeypatch.setenv("OUTRIDER_BRANCHES", branches)
     async with served() as (stub, supervisor):
         plain, _ = await tokens(stub, draft_count=0)
         said: list[int] = []
@@ -79,8 +83,10 @@ async def eventually_speculates(stub: GenerationServiceStub) -> tuple[list[int],
                 return said, figures
 
 
-async def test_a_frozen_draft_costs_one_deadline() -> None:
+@pytest.mark.parametrize("branches", ["0", "16"])
+async def test_a_frozen_draft_costs_one_deadline(branches: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that is stopped, not dead, misses its deadline; the request ends with the tokens of plain decoding."""
+    monkeypatch.setenv("OUTRIDER_BRANCHES", branches)
     async with served() as (stub, supervisor):
         plain, _ = await tokens(stub, draft_count=0)
         said: list[int] = []

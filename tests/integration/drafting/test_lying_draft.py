@@ -75,7 +75,7 @@ async def lied() -> AsyncIterator[Lied]:
         lying_draft(stack.draft.address) as (draft, address),
     ):
         settings = GatewaySettings(
-            stack.target.address, str(TARGET), address, listen="127.0.0.1:0", rest_listen="", **HASTY
+            stack.target.address, str(TARGET), address, listen="127.0.0.1:0", rest_listen="", branches=4, **HASTY
         )
         gateway = await start(settings)
         try:

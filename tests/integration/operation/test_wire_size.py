@@ -5,14 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.stack import Answer, running_stack
+from support.stack import PATIENT, Answer, running_stack
 
-from bench.acceptance.runs import hop_bytes
+from bench.acceptance.runs import INSTANCE_ID, NUMERICS_ID, SESSION_ID, TIMES, hop_bytes
 from outrider.cli.bench.common import OPENINGS
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, WEIGHT_SUM, quantise
 from outrider.parameters import DraftDistribution
-from outrider.token_tree import TokenTree
+from outrider.rpc.fencing import Fence
+from outrider.rpc.messages.round import fence_message, times_message
+from outrider.rpc.messages.tree import tree_message, write_branches, write_tree
+from outrider.token_tree import Branch, TokenTree
+from outrider.v1 import draft_service_pb2 as draft_pb
+from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2
 
 LIMIT_BYTES = 2048
@@ -25,9 +30,11 @@ MANY_TOKENS, MANY_POSITIONS = 152_000, 131_072
 TWO_BYTES, THREE_BYTES = 1 << 7, 1 << 14
 
 
-async def hops(rule: "types_pb2.AcceptanceRule.ValueType", **fields: Any) -> list[tuple[int, int, int]]:
+async def hops(
+    rule: "types_pb2.AcceptanceRule.ValueType", gateway: dict[str, Any] | None = None, **fields: Any
+) -> list[tuple[int, int, int]]:
     """Draft count and bytes of both hops of all rounds of some requests but their openings, with the embedded pair."""
-    async with running_stack() as stack:
+    async with running_stack(gateway=gateway) as stack:
 
         async def answer(seed: int, text: str) -> Answer:
             return await stack.generate(text=text, seed=seed, rule=rule, draft_count=DRAFT_COUNT, **fields)
@@ -75,6 +82,48 @@ def test_the_default_distribution_fits_with_a_large_vocabulary() -> None:
     """Whatever its weights; a distribution of half as many tokens again would not."""
     assert largest_hop(worst_distribution(DEFAULT_TOP_N)) <= LIMIT_BYTES
     assert largest_hop(worst_distribution(DEFAULT_TOP_N * 3 // 2)) > LIMIT_BYTES
+
+
+def ahead_bytes(branch_count: int, draft_count: int) -> int:
+    """Bytes of both hops of a round with branches, each message in a frame of its own: the most that ids can take."""
+    chain, many = TokenTree.chain([MANY_TOKENS - 1] * draft_count), types_pb2.Branches(plain_on_miss=True)
+    # Of the outcomes of a chain only those without a row accepted have no number of them.
+    write_branches(many, [Branch(draft_count, MANY_TOKENS - 1, chain.token_ids)] * branch_count)
+    fence = fence_message(Fence(SESSION_ID, 9, MANY_POSITIONS - 1))
+    answer: dict[str, Any] = {"fence": fence, "cached_len": MANY_POSITIONS - 1, "times": times_message(TIMES)}
+    sender: dict[str, Any] = {"instance_id": INSTANCE_ID, "numerics_id": NUMERICS_ID}
+    tokens = [MANY_TOKENS - 1] * (draft_count + 1)
+    advance = draft_pb.DraftAdvance(token_ids=tokens, draft_count=draft_count, branch_count=branch_count, went_on=True)
+    verdict = target_pb.Verdict(accepted_rows=range(1, draft_count + 1), next_token_id=tokens[0], goes_on=True)
+    verdict.evaluated_count, verdict.is_of_branch = draft_count, True
+    write_tree(verdict.proposal, chain)
+    asking = [
+        draft_pb.DraftServiceLinkRequest(requests=[draft_pb.ProposeRequest(fence=fence, advance=advance)]),
+        target_pb.TargetServiceLinkRequest(requests=[target_pb.VerifyRequest(fence=fence, branches=many)]),
+    ]
+    proposed = draft_pb.ProposeResponse(**answer, proposal=tree_message(chain))
+    branched = draft_pb.ProposeResponse(**answer, branches=many)
+    answering = [
+        *(draft_pb.DraftServiceLinkResponse(responses=[each], **sender) for each in (proposed, branched)),
+        target_pb.TargetServiceLinkResponse(responses=[target_pb.VerifyResponse(**answer, verdict=verdict)], **sender),
+    ]
+    return sum(each.ByteSize() for each in (*asking, *answering))
+
+
+def test_branches_of_thirty_two_outcomes_fit_with_a_large_vocabulary() -> None:
+    """Of five guesses each, both hops together; of eight half of them do, and all need less than twice as much."""
+    assert ahead_bytes(32, DRAFT_COUNT) <= LIMIT_BYTES
+    assert ahead_bytes(16, 8) <= LIMIT_BYTES
+    assert LIMIT_BYTES < ahead_bytes(32, 8) < 2 * LIMIT_BYTES
+
+
+@pytest.mark.slow
+async def test_a_round_that_runs_ahead_stays_within_two_kilobytes() -> None:
+    """Both hops together under the default rule, with 32 branches of five guesses, and branches do travel."""
+    ahead = {**PATIENT, "branches": 32, "lookup": False}
+    found = await hops(types_pb2.ACCEPTANCE_RULE_MATCH, gateway=ahead, temperature=1.0, max_tokens=32, ignore_eos=True)
+    assert max(draft_bytes + verify_bytes for _, draft_bytes, verify_bytes in found) <= LIMIT_BYTES
+    assert max(min(each[1:]) for each in found) > 2 * PLAIN_LIMIT_BYTES
 
 
 # Rows, each with its own parent, of a chain, of siblings, and of two levels.
