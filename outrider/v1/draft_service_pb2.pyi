@@ -207,7 +207,8 @@ class DraftAdvance(_message.Message):
     """
     went_on: _builtins.bool
     """Whether the target is at the next verdict already, by the branch for these tokens if there was one, and plainly if
-    not. Then the branches are for that verdict, and the proposal is what it verifies.
+    not. Then the branches are for that verdict, and the proposal is what it verifies. Refused as branch_count is; neither
+    goes with shape or beams.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -125,7 +125,10 @@ class VerifyRequest(_message.Message):
 
     @_builtins.property
     def branches(self) -> _types_pb2.Branches:
-        """Proposals for what comes after the verdict on base_len. Never answered; each message allows one more verdict."""
+        """Proposals for what comes after the verdict on base_len. Never answered; each message allows one more verdict, and of
+        several for one base_len the last one that comes before that verdict counts. Only under the rule `match`, not for a
+        beam search, and no deeper than max_len; else refused.
+        """
 
     def __init__(
         self,
