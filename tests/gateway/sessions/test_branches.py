@@ -108,6 +108,19 @@ async def test_branches_past_the_end_of_a_request_are_the_draft_s_fault() -> Non
         assert "at most 3 tokens deep here" in await here.fault()
 
 
+async def test_an_answer_that_nobody_waits_for_proves_a_draft_well() -> None:
+    """Where the target has gone on by itself, a session on trial would else keep all others from the draft."""
+    async with asked(went_on=True) as here:
+        breaker = here.opening.peer.breaker
+        for _ in range(9):
+            breaker.failed(SESSION, TimeoutError())
+        assert breaker.is_open
+        fence = types_pb2.Fence(session_id=SESSION, epoch=1, base_len=2)
+        here.opening.put(draft_pb.ProposeResponse(fence=fence, proposal=types_pb2.TokenTree(), cached_len=2))
+        assert not breaker.is_open
+        assert here.opening.cached_len == 2
+
+
 Change = Callable[[target_pb.VerifyResponse], None]
 
 

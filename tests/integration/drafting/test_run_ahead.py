@@ -7,7 +7,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,7 @@ async def test_no_token_depends_on_branches() -> None:
             for count in ({"draft_count": 4}, {"draft_count": 1}, {}):
                 results = await answers(stack, OPENINGS[:4], **count, **case)
                 assert by_sample(results) == plain, (name, count)
+                assert not any(each.facts.target_reopens for result in results for each in result.rounds)
                 counted += outcomes(results)
             alone = await answers(stack, OPENINGS[:1], draft_count=4, **case)
             assert by_sample(alone) == plain[:1], name
@@ -159,12 +160,13 @@ async def test_a_frozen_draft_is_waited_for_at_its_deadline_alone() -> None:
         fields = {**COMMON, "text": OPENINGS[0], "seed": 3, "ignore_eos": True, "max_tokens": 120}
         plain = (await stack.generate(**fields, draft_count=0)).token_ids
         ended = after_the_draft(stack)
-        call, rounds = stack.call(request_of(**fields, draft_count=4)), []
-        while not any(each.facts.branches == "hit" for each in rounds):
-            rounds.append((await call.read()).round)
-        ended.set()
-        async with held(stack.draft):
-            rounds += [message.round async for message in call]
+        rounds: list[pb.Round] = []
+        async with AsyncExitStack() as frozen:
+            async for message in stack.call(request_of(**fields, draft_count=4)):
+                rounds.append(message.round)
+                if message.round.facts.branches == "hit" and not ended.is_set():
+                    ended.set()
+                    await frozen.enter_async_context(held(stack.draft))
     assert [token.token_id for each in rounds for token in each.tokens] == list(plain)
     late = [each.facts for each in rounds if each.facts.fallback_reason == pb.FALLBACK_REASON_DRAFT_LATE]
     assert late
