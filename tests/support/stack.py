@@ -5,8 +5,9 @@ Many requests at a time run through it, and transformers says what the target al
 
 import asyncio
 import secrets
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from gateway.server import RunningGateway
 from gateway.server import start as start_gateway
 from gateway.settings import GatewaySettings
 from outrider.client import AsyncClient
+from outrider.errors import NotReady
 from outrider.rpc.channels import open_channel
 from outrider.rpc.errors import error_from
 from outrider.rpc.tls import TlsFiles
@@ -230,6 +232,23 @@ async def running_stack(
         await stack.quiet()
     finally:
         await stack.close()
+
+
+def after_the_draft(stack: RunningStack) -> threading.Event:
+    """Lets the target begin no step while the draft has something to compute, until the event is set."""
+    worker, draft, ended = stack.target.worker, stack.draft, threading.Event()
+    advance = worker._advance
+
+    def advance_after(tasks: Sequence[Any]) -> bool:
+        with suppress(NotReady):
+            while not ended.is_set() and any(not (task.done or task.stopped) for task in draft.worker._active):
+                ran = threading.Event()
+                draft.worker.post(ran.set)
+                ran.wait(0.1)
+        return advance(tasks)  # type: ignore[no-any-return]
+
+    worker._advance = advance_after
+    return ended
 
 
 AT_A_TIME = 16

@@ -4,10 +4,9 @@ The target begins no step before the draft has nothing left to do, so that branc
 """
 
 import asyncio
-import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ import pytest
 from support.basics import held
 from support.models.tiny_models import TARGET, TRAINED
 from support.services.lying_draft import Manner, lying_draft
-from support.stack import PATIENT, Answer, RunningStack, answers, request_of, running_stack, token_ids
+from support.stack import PATIENT, Answer, RunningStack, after_the_draft, answers, request_of, running_stack, token_ids
 
 from gateway.server import start as start_gateway
 from gateway.settings import GatewaySettings
 from outrider.cli.bench.common import OPENINGS
-from outrider.errors import NotReady
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
@@ -41,23 +39,6 @@ CASES: dict[str, dict[str, Any]] = {
     "truncated": {"top_k": 50, "top_p": 0.95, "min_p": 0.02, "temperature": 0.7},
     "short": {"max_tokens": 7, "ignore_eos": True},
 }
-
-
-def after_the_draft(stack: RunningStack) -> threading.Event:
-    """Lets the target begin no step while the draft has something to compute, until the event is set."""
-    worker, draft, ended = stack.target.worker, stack.draft, threading.Event()
-    advance = worker._advance
-
-    def advance_after(tasks: Sequence[Any]) -> bool:
-        with suppress(NotReady):
-            while not ended.is_set() and any(not (task.done or task.stopped) for task in draft.worker._active):
-                ran = threading.Event()
-                draft.worker.post(ran.set)
-                ran.wait(0.1)
-        return advance(tasks)  # type: ignore[no-any-return]
-
-    worker._advance = advance_after
-    return ended
 
 
 @asynccontextmanager

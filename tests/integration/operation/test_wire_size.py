@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.stack import PATIENT, Answer, running_stack
+from support.stack import PATIENT, Answer, after_the_draft, running_stack
 
 from bench.acceptance.runs import INSTANCE_ID, NUMERICS_ID, SESSION_ID, TIMES, hop_bytes
 from outrider.cli.bench.common import OPENINGS
@@ -35,6 +35,8 @@ async def hops(
 ) -> list[tuple[int, int, int]]:
     """Draft count and bytes of both hops of all rounds of some requests but their openings, with the embedded pair."""
     async with running_stack(gateway=gateway) as stack:
+        if gateway is not None:
+            after_the_draft(stack)
 
         async def answer(seed: int, text: str) -> Answer:
             return await stack.generate(text=text, seed=seed, rule=rule, draft_count=DRAFT_COUNT, **fields)
