@@ -64,7 +64,7 @@ class GatewayMetrics:
     """Counts what a frontend's Observer gets: speculation and times by the round, and what users feel by the sample."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.registry, self._rejected_rows = registry, 0
+        self.registry, self._rejected_rows, self._positions = registry, 0, list[Count]()
         figures = Figures(PREFIX)
         counter, counters, histogram = figures.counter, figures.counters, figures.histogram
 
@@ -75,7 +75,6 @@ class GatewayMetrics:
         self.drafts = counter(name + "drafts", "Verdicts on at least one draft token.")
         self.draft_tokens = counter(name + "draft_tokens", "Draft tokens that were proposed to the target.")
         self.accepted_tokens = counter(name + "accepted_tokens", "Draft tokens that the target accepted.")
-        self._positions: list[Count] = []
         self._accepted_at = counters(
             name + "accepted_tokens_per_pos", "Accepted draft tokens by their position in a proposal.", "position"
         )

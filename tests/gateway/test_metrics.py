@@ -16,7 +16,7 @@ from support.services.markov_services import WORDS, MarkovStack, Mischief, marko
 from gateway.generation.events import CompletionEvent, OutputToken, RoundEvent
 from gateway.generation.request import CheckedRequest
 from gateway.metrics import GatewayMetrics
-from gateway.rounds.round import BranchOutcome, DrafterId, FallbackReason, HopCost, Proposal, TokenOrigin
+from gateway.rounds.round import AheadRound, BranchOutcome, DrafterId, FallbackReason, HopCost, Proposal, TokenOrigin
 from outrider.errors import InvalidRequest, Overloaded, PeerLost
 from outrider.parameters import FinishReason
 from outrider.process.metrics import new_registry
@@ -92,7 +92,7 @@ def test_branches_are_counted_by_what_came_of_them() -> None:
     """And the draft's bytes of such a round, which may have no proposal; a round without branches is in no series."""
     events = [round_event([PLAIN]), *(round_event([PLAIN]) for _ in range(6))]
     for event, outcome in zip(events[1:], [*BranchOutcome, *BranchOutcome], strict=True):
-        event.committed.branches = outcome
+        event.committed.ahead = AheadRound(DrafterId(), 4, outcome)
     found = counted(*events)
     assert {key: value for key, value in found.items() if key.startswith("branches_total")} == {
         f"branches_total {outcome}": 2 for outcome in ("hit", "miss", "late")
