@@ -6,6 +6,7 @@ A session's class is chosen when it is opened. Everything here runs on the devic
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from draft_service.tasks import HostedTask, Task
@@ -13,7 +14,7 @@ from outrider.beams import LiveBeam
 from outrider.drafters.beam_drafter import BeamDraftTask
 from outrider.drafters.drafter import Drafter, GuessLimits, HostedSession
 from outrider.drafters.model_drafter import MODEL, DraftTask, Inner, Learn, noise_of
-from outrider.drafters.run_ahead import BranchingTask, Left, settle
+from outrider.drafters.run_ahead import BranchingTask, DrawnBranchingTask, Left, settle
 from outrider.drafters.scales import Experience
 from outrider.drafters.tree_drafter import as_tree
 from outrider.engine.beams import Beams
@@ -23,7 +24,6 @@ from outrider.errors import InvalidRequest, OutriderError
 from outrider.estimates.timing import Meter
 from outrider.model_service.outbox import SessionAnswer
 from outrider.model_service.session_state import SessionState
-from outrider.parameters import Rule
 from outrider.token_tree import Branch, TokenTree, TreeShape
 
 WHERE_BEAMS = "present where the session was opened with beams, and only there"
@@ -101,7 +101,7 @@ class DraftState(SessionState[Task]):
         """Raises InvalidRequest about branches that the session's drafter does not make."""
         for name, value, none in (("branch_count", wanted.branch_count, "0"), ("went_on", wanted.went_on, "false")):
             if value and not self.makes_branches:
-                raise InvalidRequest(f"advance.{name}", value, f"{none} but for chains of the model under match")
+                raise InvalidRequest(f"advance.{name}", value, f"{none} but for chains of a model, not under typical")
 
     @property
     def makes_branches(self) -> bool:
@@ -141,8 +141,7 @@ class ModelState(DraftState):
 
     @property
     def makes_branches(self) -> bool:
-        rule = self.spec.acceptance.rule
-        return rule is Rule.MATCH and noise_of(self.drafter, rule) is Purpose.TOKEN
+        return self.spec.acceptance.rule.runs_ahead
 
     def commit(self, base_len: int, token_ids: Sequence[int]) -> None:
         made = self.reply and self.reply.content
@@ -150,7 +149,8 @@ class ModelState(DraftState):
             self.learn(made, token_ids)
         last, self.branching = self.branching, None
         if last is not None and base_len == last.base_len == len(self.session):
-            self.known.scales.learn(self.spec, last.growth.tree(), token_ids)
+            if last.learn is not None:
+                last.learn(last.growth.tree(), token_ids)
             self.left = settle(last, token_ids)
         else:
             DraftState.commit(self, base_len, token_ids)
@@ -181,21 +181,31 @@ class ModelState(DraftState):
         return task
 
     def _branching_task(self, wanted: Wanted, room: int, left: Left | None, ends: Ends) -> BranchingTask:
-        # What the target verifies after a miss is nothing but its own token.
-        self.learn, count = None, min(wanted.draft_count, room)
-        limits = (0 if wanted.went_on and left is None else count, count, wanted.branch_count, room)
+        count = trunk_len = min(wanted.draft_count, room)
+        if wanted.went_on:
+            # What the target verifies is a branch, as it was handed on, or nothing but its own token.
+            trunk_len = left.guess_count if left is not None else 0
+        limits = trunk_len, count, wanted.branch_count, room
         growth, rows = left.growth_for(*limits) if left is not None else (Branching(*limits), {})
-        self.branching = BranchingTask(
-            session=self.session,
-            spec=self.spec,
-            noise=Purpose.TOKEN,
-            draft_count=count,
-            meter=Meter(wanted.arrived_ns),
-            growth=growth,
-            computed=rows,
-            scale=self.known.scales.of(self.spec),
+        noise, known = noise_of(self.drafter, self.spec.acceptance.rule), self.known
+        common: dict[str, Any] = {
+            "session": self.session,
+            "spec": self.spec,
+            "noise": noise,
+            "draft_count": count,
+            "meter": Meter(wanted.arrived_ns),
+            "lane": self.lane,
+            "growth": growth,
+            "computed": rows,
             **ends._asdict(),
-        )
+        }
+        if noise is Purpose.TOKEN:
+            learn = partial(known.scales.learn, self.spec)
+            self.branching = BranchingTask(**common, learn=learn, scale=known.scales.of(self.spec))
+        else:
+            learn = partial(known.ranks.learn, self.spec, noise)
+            self.branching = DrawnBranchingTask(**common, learn=learn, rate=known.ranks.of(self.spec, noise)[0])
+        self.learn = None
         return self.branching
 
     def free_parts(self) -> None:

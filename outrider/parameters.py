@@ -168,6 +168,11 @@ class Rule(StrEnum):
         """Whether the output follows the target's own distribution."""
         return self not in {Rule.LENIENT, Rule.TYPICAL}
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a target may begin a round with a branch, which changes nothing that its law rests on."""
+        return self is not Rule.TYPICAL
+
 
 class Acceptance(Parameters):
     """A rule and its settings, which hold for the rule of their name only."""

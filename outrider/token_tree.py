@@ -110,6 +110,8 @@ class Branch(NamedTuple):
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
     """The draft's log-probability of each guess, where the request asks."""
+    distributions: tuple[DraftDistribution, ...] = ()
+    """What each guess was drawn from, where the rule needs it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class Ahead(NamedTuple):
         outcome = len(verdict.accepted_rows), verdict.next_token_id
         for branch in self.branches:
             if outcome == (branch.accepted_count, branch.next_token_id):
-                return TokenTree.chain(branch.token_ids, logprobs=branch.logprobs)
+                return TokenTree.chain(branch.token_ids, branch.distributions, branch.logprobs)
         return EMPTY if self.plain_on_miss else None
 
 
@@ -287,21 +287,26 @@ def check_proposal(tree: TokenTree, spec: SessionSpec, base_len: int) -> None:
     room, depth = spec.max_len - base_len, max(tree.depths)
     if depth > room:
         raise InvalidRequest("proposal", f"{depth} tokens deep", f"at most {room} deep here, up to max_len")
-    rule, num_distributions = spec.acceptance.rule, len(tree.distributions)
-    if num_distributions and not rule.needs_distributions:
-        raise InvalidRequest("proposal.distributions", f"{num_distributions} entries", f"empty under the rule {rule}")
-    if rule.needs_distributions and len(tree) > num_distributions:
-        raise InvalidRequest("proposal.distributions", "empty", f"one entry for each row under the rule {rule}")
+    _check_distributions("proposal", len(tree), len(tree.distributions), spec.acceptance.rule)
 
 
 def check_branches(branches: Sequence[Branch], spec: SessionSpec, base_len: int) -> None:
-    """Raises InvalidRequest unless branches fit the request: its rule, and no guess past its end."""
-    if branches and spec.acceptance.rule is not Rule.MATCH:
-        limit = f"absent under the rule {spec.acceptance.rule}"
-        raise InvalidRequest("branches.branches", f"{len(branches)} branches", limit)
-    room = spec.max_len - base_len
+    """Raises InvalidRequest unless branches fit the request: what its rule needs, and no guess past its end."""
+    rule, room = spec.acceptance.rule, spec.max_len - base_len
+    if branches and not rule.runs_ahead:
+        raise InvalidRequest("branches.branches", f"{len(branches)} branches", f"absent under the rule {rule}")
     for number, branch in enumerate(branches):
+        field = f"branches.branches.{number}"
         depth = branch.accepted_count + 1 + len(branch.token_ids)
         if depth > room:
-            field, limit = f"branches.branches.{number}", f"at most {room} deep here, up to max_len"
-            raise InvalidRequest(field, f"{depth} tokens deep", limit)
+            raise InvalidRequest(field, f"{depth} tokens deep", f"at most {room} deep here, up to max_len")
+        _check_distributions(field, len(branch.token_ids), len(branch.distributions), rule)
+
+
+def _check_distributions(field: str, num_rows: int, num_distributions: int, rule: Rule) -> None:
+    """Raises InvalidRequest unless rows come with the distributions that a rule needs, or without."""
+    field = f"{field}.distributions"
+    if num_distributions and not rule.needs_distributions:
+        raise InvalidRequest(field, f"{num_distributions} entries", f"empty under the rule {rule}")
+    if rule.needs_distributions and num_rows > num_distributions:
+        raise InvalidRequest(field, "empty", f"one entry for each row under the rule {rule}")

@@ -293,7 +293,9 @@ class RoundPlanner:
         ahead = choice.drafter._replace(makes=Makes.AHEAD)
         if count and ahead in self._remotes and (choice.drafter == ahead or self._draft_count is not None):
             branch_count = min(self._branches, max(1, tuning.branch_rows // self._policy.costs.load))
-            plain_on_miss = self._policy.costs.is_plain_on_miss(ahead, count)
+            # Where a rule tests with uniforms, a request would not say the same again with a plain token here or there.
+            is_free = not self._drafting.rule.needs_distributions
+            plain_on_miss = is_free and self._policy.costs.is_plain_on_miss(ahead, count)
             asked = self._asked = GuessRequest(ahead, count, None, branch_count, plain_on_miss, self._went_on)
         return RoundPlan((asked, *looked))
 
@@ -327,11 +329,14 @@ class RoundPlanner:
         if drafter is None:
             return ()
         chain, tree, ahead = (drafter._replace(makes=each) for each in Makes)
-        if self._drafting.rule.needs_distributions:
-            return (chain,)
-        if self._drafting.merges or (drafter == tree and self._drafting.shape is not None):
+        drafting = self._drafting
+        is_chain = not drafting.merges and drafting.shape is None
+        runs_ahead = self._branches and drafter.place is Place.REMOTE and is_chain and drafting.rule.runs_ahead
+        further = (ahead,) if runs_ahead else ()
+        if drafting.rule.needs_distributions:
+            return (chain, *further)
+        if drafting.merges or (drafter == tree and drafting.shape is not None):
             return (tree,)
-        further = (ahead,) if self._branches and drafter.place is Place.REMOTE else ()
         return (chain, tree, *further) if drafter == tree and self._draft_count is None else (chain, *further)
 
     def _plain(self, plain_budget: int, reason: FallbackReason | None = None, is_first: bool = False) -> RoundPlan:

@@ -116,6 +116,9 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
             found = branches_from(message.branches, self._vocabulary_size, self._request.count, most)
             if any(each.accepted_count + 1 + len(each.token_ids) > room for each in found):
                 raise InvalidRequest("branches.branches", "past the end", f"at most {room} tokens deep here")
+            rule = self._spec.acceptance.rule
+            if any(bool(each.distributions) != rule.needs_distributions for each in found):
+                raise InvalidRequest("branches.branches.distributions", "unfit", f"those that the rule {rule} needs")
         except InvalidRequest as error:
             fault = ProtocolViolation(f"{self.peer} sent malformed branches: {error.message}")
             super().put(pb.ProposeResponse(fence=message.fence, error=session_error(fault)))

@@ -104,7 +104,7 @@ class ModelInfo:
     def makes_branches(self, drafter: str, rule: Rule) -> bool:
         """Whether a drafter, or with an empty name the usual one of a rule, makes branches under it."""
         usual = next((name for name, rules in self.drafters.items() if rule in rules), "")
-        return rule is Rule.MATCH and (drafter or usual) in self.branch_drafters
+        return rule.runs_ahead and (drafter or usual) in self.branch_drafters
 
 
 class ServicePeer:

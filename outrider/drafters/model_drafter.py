@@ -48,8 +48,8 @@ DRAFTERS: Mapping[str, frozenset[Rule]] = {
     SAMPLED: frozenset(Rule),
 }
 
-# Of them, those that make branches, under the rule `match`: see outrider.drafters.run_ahead.
-BRANCH_DRAFTERS = frozenset({MODEL, COUPLED})
+# Of them, those that make branches, under rules that run ahead: see outrider.drafters.run_ahead.
+BRANCH_DRAFTERS = frozenset(DRAFTERS)
 
 # A round of the target takes as long as so many of a draft's steps at most.
 STEPS_A_ROUND = 16
@@ -136,10 +136,13 @@ class DraftTask(EndingTask):
         """Function that finds its steps, together with those of others of its kind."""
         return _coupled if self.noise is Purpose.TOKEN else _sampled
 
-    def draft_key(self, depth: int, row_lane: int = 0) -> int:
-        """The key of a draw of its own for a token `depth` places after those that its session holds."""
-        lane = self.lane * LANES_EACH + row_lane
-        return round_key(self.spec.seed, self.base_len, len(self.session) + depth, Purpose.DRAFT, lane)
+    def draft_key(self, depth: int, row_lane: int = 0, base_depth: int = 0) -> int:
+        """The key of a draw of its own for a token `depth` places after those that its session holds.
+
+        It is for the round that builds on base_depth tokens more than this one.
+        """
+        base_len, lane = self.base_len + base_depth, self.lane * LANES_EACH + row_lane
+        return round_key(self.spec.seed, base_len, len(self.session) + depth, Purpose.DRAFT, lane)
 
     @property
     def needs_distribution(self) -> bool:

@@ -9,9 +9,10 @@ shares are calibrated by what came of earlier guesses, so the outcomes of most v
 Pure: knows no model, no noise and no session.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from outrider.engine.growth import ROOT, Child, Node
+from outrider.engine.growth import MIN_VALUE, ROOT, Child, Node
+from outrider.parameters import DraftDistribution
 from outrider.token_tree import Branch, TokenTree
 
 OUTCOME_CHILDREN = 8
@@ -36,8 +37,9 @@ class Branching:
         self._branch_len = branch_len
         self._max_branches = max_branches
         self._room = room
-        # What may follow each node that is computed, the likeliest first; and of that what has become a node.
+        # What may follow each node that is computed, the likeliest first; the guess after it; what has become a node.
         self._ranked: dict[int, list[Child]] = {}
+        self._guesses: dict[int, Child] = {}
         self._known: dict[tuple[int, int], int] = {}
         # Nodes of each branch, the target's own token first; None until the trunk is there.
         self._branches: list[list[int]] | None = None
@@ -47,12 +49,24 @@ class Branching:
         """Whether the trunk cannot become longer."""
         last = self.trunk[-1]
         is_long = len(self.trunk) > min(self._trunk_len, self._room)
-        return is_long or self.nodes[last].is_leaf or self._ranked.get(last) == []
+        return is_long or self.nodes[last].is_leaf or (last in self._ranked and last not in self._guesses)
 
     @property
     def are_branches_done(self) -> bool:
         """Whether no branch can become longer."""
         return self._branches is not None and not any(map(self._can_grow, self._branches))
+
+    @property
+    def roots(self) -> frozenset[int]:
+        """The nodes of the outcomes that have branches."""
+        return frozenset(branch[0] for branch in self._branches or ())
+
+    def base_depth(self, number: int) -> int:
+        """How many tokens after the root are committed where the guess after a node is asked for."""
+        depth = 0
+        while number not in self.trunk:
+            number, depth = self.nodes[number].parent, self.nodes[number].depth
+        return depth
 
     def frontier(self) -> list[int]:
         """The nodes that are to be computed next, whose children are wanted; none when there is nothing to be done."""
@@ -64,23 +78,34 @@ class Branching:
         growing = [branch[-1] for branch in self._branches if self._can_grow(branch)]
         return growing or [branch[-1] for branch in self._branches if self._is_open(branch[-1])]
 
-    def expand(self, number: int, children: Iterable[Child]) -> None:
-        """Says what may follow a node, the likeliest first."""
+    def expand(self, number: int, children: Iterable[Child], drawn: Child | None = None) -> None:
+        """Says what may follow a node, the likeliest first, and what is guessed: the first, or what was drawn.
+
+        The share of a guess that was drawn is the chance that it is accepted.
+        """
         ranked = self._ranked[number] = list(children)
+        guess = drawn or next(iter(ranked), None)
+        if guess is None:
+            return
+        self._guesses[number] = guess
         if self._branches is None:
             if number == self.trunk[-1] and not self.is_trunk_done:
-                self.trunk.append(self._node(number, ranked[0]))
+                self.trunk.append(self._node(number, guess))
             return
         for branch in self._branches:
-            if branch[-1] == number and ranked and len(branch) <= self._branch_len:
-                branch.append(self._node(number, ranked[0]))
+            if branch[-1] == number and len(branch) <= self._branch_len:
+                branch.append(self._node(number, guess))
 
     def tree(self, *, with_logprobs: bool = False) -> TokenTree:
-        """The trunk as a chain with the values of its guesses, and log-probabilities where they are wanted."""
+        """The trunk as a chain with the values of its guesses, and log-probabilities where they are wanted.
+
+        Those that were drawn have their distributions.
+        """
         nodes = [self.nodes[number] for number in self.trunk[1:]]
         return TokenTree(
             tuple(node.token_id for node in nodes),
             tuple(range(len(nodes))),
+            _distributions(nodes),
             logprobs=tuple(node.logprob for node in nodes) if with_logprobs else (),
             values=tuple(node.value for node in nodes),
         )
@@ -94,7 +119,7 @@ class Branching:
             if rest:
                 logprobs = tuple(node.logprob for node in rest) if with_logprobs else ()
                 token_ids = tuple(node.token_id for node in rest)
-                found.append(Branch(places[first.parent], first.token_id, token_ids, logprobs))
+                found.append(Branch(places[first.parent], first.token_id, token_ids, logprobs, _distributions(rest)))
         return found
 
     def follow(self, token_ids: Iterable[int]) -> list[int]:
@@ -111,39 +136,51 @@ class Branching:
         """Whether it is known what may follow a node."""
         return number in self._ranked
 
+    def guess_count(self, root: int) -> int:
+        """How many guesses the branch has whose outcome a node is; 0 where it is none."""
+        return next((len(branch) - 1 for branch in self._branches or () if branch[0] == root), 0)
+
     def below(
         self, root: int, trunk_len: int, branch_len: int, max_branches: int, room: int
     ) -> tuple["Branching", dict[int, int]]:
-        """What is left when a node has become the root, and the new numbers of the nodes that are left."""
+        """What is left when a node has become the root, and the new numbers of the nodes that are left.
+
+        What lies deeper than the trunk's end is dropped: guesses there were made for the base that the trunk has.
+        """
         left = Branching(trunk_len, branch_len, max_branches, room)
         numbers, top = {root: ROOT}, self.nodes[root]
         for number in range(root + 1, len(self.nodes)):
             node = self.nodes[number]
-            if node.parent in numbers:
+            if node.parent in numbers and node.depth - top.depth <= trunk_len:
                 numbers[number] = len(left.nodes)
                 left._known[numbers[node.parent], node.token_id] = len(left.nodes)
                 depth, value = node.depth - top.depth, node.value / top.value
                 left.nodes.append(node._replace(parent=numbers[node.parent], depth=depth, value=value))
         left._ranked = {numbers[number]: ranked for number, ranked in self._ranked.items() if number in numbers}
-        while not left.is_trunk_done and (ranked := left._ranked.get(left.trunk[-1])):
-            left.trunk.append(left._node(left.trunk[-1], ranked[0]))
+        left._guesses = {numbers[number]: guess for number, guess in self._guesses.items() if number in numbers}
+        while not left.is_trunk_done and (guess := left._guesses.get(left.trunk[-1])):
+            left.trunk.append(left._node(left.trunk[-1], guess))
         return left, numbers
 
     def _begun(self) -> list[list[int]]:
         """The outcomes of most value, as branches without guesses. What ends the request needs none."""
-        outcomes = [
-            (self.nodes[number].value * child.share, number, child)
-            for number, after in zip(self.trunk, (*self.trunk[1:], None), strict=True)
-            for child in self._ranked.get(number, ())
-            if not child.is_leaf and self._known.get((number, child.token_id), -1) != after
-        ]
+        outcomes = []
+        for number, after in zip(self.trunk, (*self.trunk[1:], None), strict=True):
+            value, ranked = self.nodes[number].value, self._ranked.get(number, [])
+            if after is not None:
+                # The others share what is left to them where the trunk's guess is not accepted.
+                guessed = self.nodes[after].token_id
+                taken = sum(each.share for each in ranked if each.token_id == guessed)
+                value *= (1 - self._guesses[number].share) / max(1 - taken, MIN_VALUE)
+                ranked = [each for each in ranked if each.token_id != guessed]
+            outcomes += [(value * each.share, number, each) for each in ranked if not each.is_leaf]
         outcomes.sort(key=lambda each: -each[0])
         branches = []
         for _, number, child in outcomes[: self._max_branches]:
             branch = [self._node(number, child)]
             # One that was known before keeps what follows it.
-            while self._can_grow(branch) and (ranked := self._ranked.get(branch[-1])):
-                branch.append(self._node(branch[-1], ranked[0]))
+            while self._can_grow(branch) and (guess := self._guesses.get(branch[-1])):
+                branch.append(self._node(branch[-1], guess))
             branches.append(branch)
         return branches
 
@@ -152,7 +189,7 @@ class Branching:
         number = self._known.setdefault((parent, child.token_id), len(self.nodes))
         if number == len(self.nodes):
             above = self.nodes[parent]
-            value = above.value * max(child.share, 1e-30)
+            value = above.value * max(child.share, MIN_VALUE)
             self.nodes.append(Node(child.token_id, parent, above.depth + 1, value, *child[2:]))
         return number
 
@@ -163,3 +200,7 @@ class Branching:
         """Whether it is not known yet what may follow a node, and something may."""
         node = self.nodes[number]
         return number not in self._ranked and not node.is_leaf and node.depth < self._room
+
+
+def _distributions(nodes: Sequence[Node]) -> tuple[DraftDistribution, ...]:
+    return tuple(node.distribution for node in nodes if node.distribution is not None)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.errors import InvalidRequest
+from outrider.parameters import DraftDistribution
 from outrider.token_tree import TokenTree, TreeShape
 
 ROOT = 0
@@ -35,6 +36,8 @@ class Child(NamedTuple):
     """Whether nothing can follow it."""
     logprob: float = 0.0
     """The draft's log-probability of it, where that is wanted."""
+    distribution: DraftDistribution | None = None
+    """What it was drawn from, where that is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class Node(NamedTuple):
     value: float
     is_leaf: bool = False
     logprob: float = 0.0
+    distribution: DraftDistribution | None = None
 
 
 class Growth:

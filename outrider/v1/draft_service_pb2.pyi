@@ -203,7 +203,7 @@ class DraftAdvance(_message.Message):
     """Draft tokens wanted, in [0, max_draft_count]."""
     branch_count: _builtins.int
     """Branches wanted after the proposal, in [0, 64]: proposals of draft_count tokens for the likeliest outcomes of its
-    verification. Only under the rule `match`, for chains of the model itself; else refused.
+    verification. For chains of the model itself, and not under the rule `typical`; else refused.
     """
     went_on: _builtins.bool
     """Whether the target is at the next verdict already, by the branch for these tokens if there was one, and plainly if

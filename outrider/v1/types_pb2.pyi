@@ -270,6 +270,7 @@ class Branch(_message.Message):
     NEXT_TOKEN_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
     accepted_count: _builtins.int
     """How many rows of the proposal that is verified are accepted, in [0, max_draft_count]."""
     next_token_id: _builtins.int
@@ -282,6 +283,10 @@ class Branch(_message.Message):
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """As in TokenTree, when the session asked for them; a target hands them back with the verdict."""
 
+    @_builtins.property
+    def distributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftDistribution]:
+        """As in TokenTree, one for each token under the rules that need them, and none of them empty."""
+
     def __init__(
         self,
         *,
@@ -289,10 +294,11 @@ class Branch(_message.Message):
         next_token_id: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        distributions: _abc.Iterable[Global___DraftDistribution] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_count", b"accepted_count", "logprobs", b"logprobs", "next_token_id", b"next_token_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_count", b"accepted_count", "distributions", b"distributions", "logprobs", b"logprobs", "next_token_id", b"next_token_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

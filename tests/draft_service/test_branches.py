@@ -7,7 +7,7 @@ from support.basics import spec_of
 from support.services.stepped_draft import PROMPT, SPEC, Draft, assert_like_fresh, continued, fresh_guesses
 
 from draft_service.states import Search, Wanted
-from outrider.drafters.model_drafter import MODEL, SAMPLED
+from outrider.drafters.model_drafter import MODEL
 from outrider.errors import InvalidRequest
 from outrider.parameters import Acceptance, Rule, SessionSpec
 from outrider.rpc.fencing import Fence
@@ -146,20 +146,19 @@ def test_a_closed_session_s_branches_are_not_computed(draft: Draft) -> None:
 
 
 @pytest.mark.parametrize("name", ["branch_count", "went_on"])
-@pytest.mark.parametrize("kind", ["sampled", "ratio", "beams"])
+@pytest.mark.parametrize("kind", ["typical", "beams"])
 def test_sessions_that_make_no_branches_refuse_them(draft: Draft, kind: str, name: str) -> None:
     """With the field, its value and what it may be."""
     search = Search(2, ()) if kind == "beams" else None
-    rule = Rule.RATIO if kind == "ratio" else Rule.MATCH
+    rule = Rule.TYPICAL if kind == "typical" else Rule.MATCH
     spec = spec_of(PROMPT, 60, eos=(), temperature=1.0)
     spec = SessionSpec(
         *(spec.token_ids, spec.prompt_len, spec.sampling, spec.seed, spec.max_len, spec.eos_token_ids),
         spec.stop_token_ids,
         Acceptance(rule=rule),
     )
-    drafter = SAMPLED if kind == "sampled" else MODEL
-    draft.sessions.open(draft.fence(1, 5), spec, Wanted(0, 0, search=search), draft.answers, drafter)
+    draft.sessions.open(draft.fence(1, 5), spec, Wanted(0, 0, search=search), draft.answers, MODEL)
     draft.run()
-    with pytest.raises(InvalidRequest, match=f"advance.{name} is .* under match") as refused:
+    with pytest.raises(InvalidRequest, match=f"advance.{name} is .* not under typical") as refused:
         ask(draft, 5, [], epoch=2, search=search, **{"branch_count": 0, name: 3 if name == "branch_count" else True})
     assert refused.value.metadata["field"] == f"advance.{name}"

@@ -1,9 +1,9 @@
 """What goes wrong in a simulated world, and when: faults of single messages and of whole processes.
 
 A fault strikes at a frame, counted for each process and direction, so that "before its reply" and "after its reply"
-are places that a search can find; it strikes the whole frame, or one message of it. Nothing here makes up a token: a
-copy is a true copy of a message of the same session, and a message from the future differs from a true one only in the
-length that it claims to build on.
+are places that a search can find; it strikes the whole frame, or one message of it. Nothing here makes up a token, but
+for branches, which are no more than guesses: a copy is a true copy of a message of the same session, and a message from
+the future differs from a true one only in the length that it claims to build on.
 """
 
 import random
@@ -21,6 +21,8 @@ from outrider.v1 import draft_service_pb2, target_service_pb2
 LATENCIES_S = (0.0, 0.0002, 0.0002, 0.001, 0.01)
 NOTICES_S = (0.0, 0.001, 0.3, 15.0)
 HISTORY_LEN = 40
+TARGET_LINK = "/outrider.v1.TargetService/Link"
+FORGED_IDS = 16  # small ids, which the models of these worlds say often
 # Frames up and down, by method; the messages are in the field that is named.
 FRAMES: dict[str, dict[bool, tuple[Any, str]]] = {
     f"/outrider.v1.{name}/Link": {
@@ -40,6 +42,7 @@ class Kind(Enum):
     OVERTAKEN = "it comes late, and others overtake it"
     STALE = "earlier messages of its sessions come again, behind it"
     FUTURE = "it is followed by a copy that builds on a greater length"
+    FORGED = "it is followed by branches that no draft has made"
     BREAK = "the call breaks instead"
     BREAK_AFTER = "the call breaks behind it"
     BLACK_HOLE = "from it on nothing of the call arrives in this direction"
@@ -178,6 +181,23 @@ class Weather:
                 yield Delivery(delay_s, copy, in_order=self.dice.random() < 0.5)
         elif fault.kind is Kind.FUTURE and is_up and data is not None:
             yield Delivery(delay_s, self._from_the_future(call, data), in_order=False)
+        elif fault.kind is Kind.FORGED and is_up and call.method == TARGET_LINK:
+            yield Delivery(delay_s, self._forged(data), in_order=False)
+
+    def _forged(self, data: bytes) -> bytes:
+        """Branches for each session of a frame to a target: any outcomes, lengths and guesses, with laws or without."""
+        dice, frame = self.dice, target_service_pb2.TargetServiceLinkRequest()
+        for message in target_service_pb2.TargetServiceLinkRequest.FromString(data).requests:
+            forged = frame.requests.add(fence=message.fence)
+            forged.branches.plain_on_miss = dice.random() < 0.5
+            has_laws = dice.random() < 0.5
+            for _ in range(dice.randint(0, 16)):
+                branch = forged.branches.branches.add(accepted_count=dice.randrange(4))
+                branch.next_token_id = dice.randrange(FORGED_IDS)
+                branch.token_ids.extend(dice.randrange(FORGED_IDS) for _ in range(dice.randint(1, 3)))
+                for token_id in branch.token_ids if has_laws else ():
+                    branch.distributions.add(token_ids=[token_id], weights=[dice.randint(1, 9)])
+        return bytes(frame.SerializeToString())
 
     def _from_the_future(self, call: Call, data: bytes) -> bytes:
         frame = FRAMES[call.method][True][0].FromString(data)

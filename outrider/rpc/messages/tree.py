@@ -16,6 +16,8 @@ from outrider.v1 import types_pb2 as pb
 MAX_SUPPORT = 256
 MAX_WEIGHT = 65535
 MAX_BRANCHES = 64
+MAX_BRANCHES_BYTES = 192 << 10
+"""Of one message: less than a frame of a link. With distributions of 64 tokens a guess takes about 350 bytes."""
 
 
 def tree_from(message: pb.TokenTree, vocabulary_size: int, max_rows: int, *, with_logprobs: bool = False) -> TokenTree:
@@ -34,7 +36,9 @@ def tree_from(message: pb.TokenTree, vocabulary_size: int, max_rows: int, *, wit
     distributions: tuple[DraftDistribution, ...] = ()
     if message.distributions:
         _check_rows("distributions", len(message.distributions), num_rows)
-        distributions = _distributions_from(message, token_ids, vocabulary_size)
+        distributions = _distributions_from(
+            "proposal", message.distributions, message.parents, token_ids, vocabulary_size
+        )
     logprobs = _logprobs_from("proposal", message.logprobs, num_rows) if with_logprobs else ()
     values: tuple[float, ...] = ()
     if message.values:
@@ -86,14 +90,21 @@ def _check_rows(name: str, num_entries: int, num_rows: int) -> None:
 
 
 def _distributions_from(
-    message: pb.TokenTree, token_ids: Sequence[int], vocabulary_size: int
+    of: str,
+    entries: Sequence[pb.DraftDistribution],
+    parents: Sequence[int],
+    token_ids: Sequence[int],
+    vocabulary_size: int,
 ) -> tuple[DraftDistribution, ...]:
-    """Distributions that the rows' tokens were drawn from; those left out are made of the sibling's before."""
+    """Distributions that the rows' tokens were drawn from; those left out are made of the sibling's before.
+
+    `of` names the message that has them; a chain's parents may be left out.
+    """
     distributions: list[DraftDistribution] = []
     siblings: dict[int, int] = {}
-    for row, each in enumerate(message.distributions):
-        parent = message.parents[row] if message.parents else row
-        field, sibling = f"proposal.distributions.{row}", siblings.get(parent)
+    for row, each in enumerate(entries):
+        parent = parents[row] if parents else row
+        field, sibling = f"{of}.distributions.{row}", siblings.get(parent)
         if each.token_ids or each.weights:
             num_ids = len(each.token_ids)
             check_count(f"{field}.token_ids", num_ids, MAX_SUPPORT, "ids")
@@ -149,10 +160,16 @@ def write_tree(
 
 
 def write_branches(message: pb.Branches, branches: Sequence[Branch]) -> None:
-    """Makes a new message that of branches."""
+    """Makes a new message that of branches, of which the last are left out where they are too large for one message."""
     message.SetInParent()
+    num_bytes = 0
     for branch in branches:
-        message.branches.add(**branch._asdict())
+        laws = [pb.DraftDistribution(token_ids=each.token_ids, weights=each.weights) for each in branch.distributions]
+        added = pb.Branch(**branch._asdict() | {"distributions": laws})
+        num_bytes += added.ByteSize()
+        if num_bytes > MAX_BRANCHES_BYTES:
+            break
+        message.branches.append(added)
 
 
 def branches_from(
@@ -173,5 +190,9 @@ def branches_from(
         outcomes.add((accepted_count, next_token_id))
         token_ids = check_token_ids(f"{field}.token_ids", each.token_ids, vocabulary_size)
         logprobs = _logprobs_from(field, each.logprobs, len(token_ids))
-        found.append(Branch(accepted_count, next_token_id, token_ids, logprobs))
+        if len(each.distributions) not in {0, len(token_ids)}:
+            limit = f"empty or {len(token_ids)} entries"
+            raise InvalidRequest(f"{field}.distributions", f"{len(each.distributions)} entries", limit)
+        distributions = _distributions_from(field, each.distributions, (), token_ids, vocabulary_size)
+        found.append(Branch(accepted_count, next_token_id, token_ids, logprobs, distributions))
     return found
