@@ -3,9 +3,10 @@
 import re
 
 import pytest
-from page.browser import ended, fill
+from page.browser import ended, fill, visit
 from page.test_looks import check
-from playwright.async_api import Page, expect
+from playwright.async_api import Browser, Page, expect
+from support.stack import after_the_draft, running_stack
 
 pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
 
@@ -52,3 +53,18 @@ async def test_a_number_that_the_request_gives_needs_no_table(page: Page) -> Non
 async def test_the_policy_says_why_it_would_choose_so(page: Page) -> None:
     """The word in the head of the page has the reason as its title."""
     await expect(page.locator('[data-service="policy"]')).to_have_attribute("title", re.compile(r"^[A-Z].*\.$"))
+
+
+async def test_a_round_says_what_came_of_branches(browser: Browser) -> None:
+    """In its row, and among the facts of its tokens, where a gateway's draft runs ahead."""
+    async with running_stack(gateway={"branches": 16, "lookup": False, "rest_listen": "127.0.0.1:0"}) as stack:
+        assert stack.gateway is not None
+        after_the_draft(stack)
+        async with visit(browser, stack.gateway.rest_address) as page:
+            await ask(page, "4")
+            said = await page.locator("#rounds .said .why").all_text_contents()
+            assert " begun ahead" in said
+            assert set(said) <= {" begun ahead", " no branch fitted", " branches came late"}
+            await page.locator("#lane-main .t.accepted").last.click()
+            await expect(page.locator("#facts dt:text-is('Run-ahead') + dd")).to_have_text("begun ahead")
+            await check(page)

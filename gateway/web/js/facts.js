@@ -1,6 +1,6 @@
 // What is known about one token, as rows of name and value, and where that is shown.
 
-import { MEANINGS, guesser, probability, time, visible } from "./format.js";
+import { AHEAD, MEANINGS, guesser, probability, time, visible } from "./format.js";
 
 function rows(run, token) {
   const round = run.rounds[token.round];
@@ -18,6 +18,7 @@ function rows(run, token) {
     ["Draft probability", probability(token.draft_logprob) ?? (token.origin === "accepted" ? "not told" : "none: not its guess")],
     ["Time", `${time(round.time_us)} after the request`],
     ["Round took", time(round.round_us)],
+    ...(AHEAD[round.branches] ? [["Run-ahead", AHEAD[round.branches]]] : []),
     ...(round.draft_count > 0 && drafter ? [[guessed ? "Guessed by" : "Guesses by", guesser(drafter)]] : []),
     ...(guessed && token.value !== null ? [["Drafter's estimate", token.value.toFixed(4)]] : []),
   ];

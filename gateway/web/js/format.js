@@ -9,6 +9,12 @@ export const MEANINGS = {
   bonus: "bonus: the target's, behind accepted guesses",
   plain: "plain: the target's, in a pass without guesses",
 };
+// What came of branches, which the draft had made while the target was at the round before.
+export const AHEAD = {
+  hit: "begun ahead",
+  miss: "no branch fitted",
+  late: "branches came late",
+};
 const FALLBACKS = {
   draft_absent: "the draft is away",
   draft_lost: "the draft was lost",

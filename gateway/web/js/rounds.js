@@ -1,6 +1,6 @@
 // The rounds view: one row a pass of the target, as in Figure 1 of Leviathan et al. (2023).
 
-import { count, guesser, plural, time, visible, why } from "./format.js";
+import { AHEAD, count, guesser, plural, time, visible, why } from "./format.js";
 import { Seen } from "./painter.js";
 import { parts } from "./run.js";
 import { drawTree, made, replaced, signs } from "./trees.js";
@@ -56,7 +56,7 @@ export class RoundsView {
       this.bar(round),
       made("span", "took", time(round.round_us)),
     );
-    if (round.branches) row.append(this.tree(round));
+    if (round.isTree) row.append(this.tree(round));
     return row;
   }
 
@@ -94,7 +94,7 @@ function pips(round) {
   const lost = Math.max(0, round.evaluated_count - round.accepted_count);
   const unseen = Math.max(0, round.draft_count - round.accepted_count - lost);
   const counted = "●".repeat(round.accepted_count) + "×".repeat(lost) + "○".repeat(unseen);
-  const shown = made("span", "pips", round.branches ? signs(round) : counted);
+  const shown = made("span", "pips", round.isTree ? signs(round) : counted);
   if (round.draft_count === 0) return made("span", "pips why", "–");
   shown.setAttribute("role", "img");
   shown.setAttribute("aria-label", `${round.accepted_count} of ${round.draft_count} guesses kept`);
@@ -111,7 +111,7 @@ function said(round) {
   }
   for (const guess of replaced(round)) box.append(made("s", "rejected", visible(guess.text)));
   for (const token of own) box.append(made("span", `t ${token.origin}`, visible(token.text)));
-  const reason = why(round.fallback_reason);
+  const reason = why(round.fallback_reason) || AHEAD[round.branches];
   if (reason) box.append(made("span", "why", ` ${reason}`));
   return box;
 }

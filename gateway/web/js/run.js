@@ -1,6 +1,6 @@
 // One run: what its events add up to. Touches no page and knows no time but that of the events.
 
-import { branches } from "./trees.js";
+import { isTree } from "./trees.js";
 
 export class Run {
   constructor(request) {
@@ -77,7 +77,7 @@ export class Run {
   takeRound(round) {
     const index = this.rounds.length;
     round.index = index;
-    round.branches = branches(round);
+    round.isTree = isTree(round);
     this.rounds.push(round);
     // One that comes without has that of the round before.
     this.choices.push(round.choice ?? this.choices.at(-1) ?? null);

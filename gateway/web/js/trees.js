@@ -17,7 +17,7 @@ export function guesses(round) {
   return [...kept, ...others].sort((one, other) => one.row - other.row);
 }
 
-export function branches(round) {
+export function isTree(round) {
   return guesses(round).some((guess) => guess.parent !== guess.row - 1);
 }
 
@@ -28,7 +28,7 @@ export function signs(round) {
 // The guesses in whose place the target said something else: of a tree those side by side there, of a chain all after it.
 export function replaced(round) {
   const last = round.tokens.findLast((token) => token.row !== null)?.row ?? 0;
-  return round.branches ? round.rejected.filter((guess) => guess.parent === last) : round.rejected;
+  return round.isTree ? round.rejected.filter((guess) => guess.parent === last) : round.rejected;
 }
 
 // A list in lists, so that it is read as it is seen. It scrolls within itself, by keyboard too.

@@ -3,6 +3,7 @@
 import { count, name, plural, rate, time } from "./format.js";
 import { made } from "./trees.js";
 
+const KINDS = { chain: "chains", tree: "trees", ahead: "chains, ahead" };
 const HEADS = ["drafter", "guesses", "tokens a round", "round takes", "tokens/s"];
 
 // The number of a round, as a button that opens its choice below.
@@ -62,7 +63,7 @@ function table(choice) {
 
 function title(drafter) {
   const standing = !drafter.is_worth ? ", not worth it" : drafter.is_allowed ? "" : ", not yet for one more";
-  return `${name(drafter.drafter)} (${drafter.makes}s)${standing}`;
+  return `${name(drafter.drafter)} (${KINDS[drafter.makes]})${standing}`;
 }
 
 function line(tag, cells) {
