@@ -1,7 +1,7 @@
-"""`python -m bench.pair`: what run-ahead is worth over a network, with real services and simulated devices.
+"""`python -m bench.pair`: what run-ahead is worth over a network, with real services.
 
-Every figure is of devices that only wait as long as real ones would take. None is shown if any answer is not plain
-decoding's, token for token.
+Pairs are simulated, of devices that only wait as long as real ones would take, or compute on a core each. No figure is
+shown if any answer is not plain decoding's, token for token.
 """
 
 import json
@@ -12,11 +12,11 @@ from typing import Annotated
 
 import typer
 
-from bench.pair.campaign import Run, measure
-from bench.pair.devices import PRESETS, Pair
+from bench.pair.campaign import Run, cores, measure
+from bench.pair.devices import COMPUTING, PRESETS, models_of
 from bench.pair.report import render
 from bench.pair.settings import Kind, PairPlan, settings_of
-from outrider.cli.bench.common import SaveFile, machine, parse_numbers, provenance, revision
+from outrider.cli.bench.common import AUTO, SaveFile, machine, parse_numbers, provenance, revision
 from outrider.cli.options import SHARED_OPTIONS
 from outrider.cli.running import Interrupts, run
 from outrider.errors import InvalidRequest
@@ -34,9 +34,14 @@ listed = partial(typer.Option, metavar="N,...")
 class PairOptions:
     """Options: the grid, how often, and where the figures go."""
 
-    pairs: Annotated[str, listed(help=f"Targets with a draft of 1B: {', '.join(PRESETS)}.", metavar="NAME,...")] = (
-        "8b,70b"
-    )
+    pairs: Annotated[
+        str,
+        listed(
+            help=f"Simulated targets with a draft of 1B, {', '.join(PRESETS)}, and sized:200m that computes, with the "
+            f"embedded draft or one of a twentieth of its weights, {', '.join(COMPUTING)}.",
+            metavar="NAME,...",
+        ),
+    ] = "8b,70b"
     delays: Annotated[
         str, listed(help="Milliseconds that a way to or from a service takes longer.", metavar="MS,...")
     ] = "0,0.25,1,5"
@@ -44,7 +49,10 @@ class PairOptions:
     settings: Annotated[str, listed(help=f"Ways to serve a pair: {', '.join(Kind)}.", metavar="NAME,...")] = ",".join(
         Kind
     )
-    draft_counts: Annotated[str, listed(help="Guesses a round, of each way but plain.")] = "2,3,5,7"
+    draft_counts: Annotated[
+        str,
+        listed(help="Guesses a round, of each way but plain; auto is the gateway's choice.", metavar="N|auto,..."),
+    ] = "2,3,5,7"
     branches: Annotated[str, listed(help="Branches of run-ahead.")] = "32"
     temperature: Annotated[
         float, typer.Option(help="Temperature of the requests.", metavar="X", callback=between(0, 2))
@@ -69,7 +77,7 @@ class PairOptions:
 @app.command()
 @grouped
 def pair(*, wanted: PairOptions) -> None:
-    """Compares run-ahead with plain, remote and hosted drafting on simulated devices, by network delay and streams."""
+    """Compares run-ahead with plain, remote and hosted drafting, by network delay and streams."""
     telemetry.configure_logs("warning")
     plan = plan_of(wanted)
 
@@ -85,7 +93,10 @@ def plan_of(wanted: PairOptions) -> PairPlan:
     if not kinds.keys() <= set(Kind) or Kind.PLAIN not in kinds:
         limit = f"of {', '.join(Kind)} with commas between, and {Kind.PLAIN} among them, which all are compared with"
         raise InvalidRequest("--settings", wanted.settings, limit)
-    counts = parse_numbers("--draft-counts", wanted.draft_counts, int, 1, 16)
+    fixed = [each for each in wanted.draft_counts.split(",") if each != AUTO]
+    counts: list[int | None] = [*parse_numbers("--draft-counts", ",".join(fixed), int, 1, 16)] if fixed else []
+    if AUTO in wanted.draft_counts.split(","):
+        counts.append(None)
     branches = parse_numbers("--branches", wanted.branches, int, 1, MAX_BRANCHES)
     plan = PairPlan(
         pairs=tuple(dict.fromkeys(wanted.pairs.split(","))),
@@ -99,18 +110,22 @@ def plan_of(wanted: PairOptions) -> PairPlan:
         stretch_per_stream=wanted.stretch_per_stream,
     )
     for name in plan.pairs:
-        Pair.named(name)
+        models_of(name, 1.0)
+        if name in COMPUTING:
+            cores()
     return plan
 
 
 def conclude(plan: PairPlan, wanted: PairOptions, runs: list[Run], others: list[str]) -> None:
     """Writes every block to the file when there is one, and prints the report, with what `others` did meanwhile."""
+    simulated = [name for name in plan.pairs if name not in COMPUTING]
     if wanted.save is not None:
-        document = provenance() | {"simulated": True, "plan": asdict(plan), "runs": [asdict(each) for each in runs]}
-        wanted.save.write_text(json.dumps(document), encoding="utf-8")
+        document = {"simulated": simulated, "plan": asdict(plan), "runs": [asdict(each) for each in runs]}
+        wanted.save.write_text(json.dumps(provenance() | document), encoding="utf-8")
+    said = f"{', '.join(simulated)} SIMULATED" if simulated else "Nothing simulated"
     host = ", where ".join(filter(None, (machine(), " and then ".join(others))))
     sys.stdout.write(
-        f"## SIMULATED: what run-ahead is worth\n\n{plan.tokens} tokens a request, temperature {plan.temperature:g}, "
+        f"## {said}: what run-ahead is worth\n\n{plan.tokens} tokens a request, temperature {plan.temperature:g}, "
         f"{plan.turns} turns, settings interleaved; {host}; commit {revision() or 'unknown'}.\n\n"
         f"{render(plan, runs)}\n"
     )

@@ -1,17 +1,18 @@
-"""Runs a grid: real services and gateways around simulated devices, with a slow wire between, settings by turns.
+"""Runs a grid: real services and gateways around the devices of pairs, with a slow wire between, settings by turns.
 
 The services of a pair serve all its gateways: one for each delay and set of options. They share no prefixes, and
-gateways look nothing up, so nothing of one answer helps another. A target that takes no time answers everything again
-in plain decoding.
+gateways look nothing up, so nothing of one answer helps another. Everything is answered again in plain decoding: by a
+target that takes no time, or by the same one where it computes. Services that compute have a core each.
 """
 
 import asyncio
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from itertools import count, pairwise, product
 
-from bench.pair.devices import Pair
+from bench.pair.devices import COMPUTING, models_of
 from bench.pair.settings import PairPlan, Setting
 from bench.pair.wire import Link, delayed
 from outrider.cli.bench.common import TokensDiffer, rotated
@@ -20,6 +21,7 @@ from outrider.cli.local_stack import Flags, Stack, gateway_launch, metrics_addre
 from outrider.cli.other_work import cpu_times, others_said
 from outrider.cli.running import Interrupts, note, service_log
 from outrider.client import Speculation
+from outrider.errors import InvalidRequest
 from outrider.model_files.generation_defaults import NONE
 from outrider.process.children import Supervisor
 
@@ -81,12 +83,12 @@ async def measure(plan: PairPlan, interrupts: Interrupts) -> tuple[list[Run], li
     runs: list[Run] = []
     others: dict[str, None] = {}
     numbers = count()
-    for name, stretch in product(plan.pairs, dict.fromkeys(map(plan.stretch, plan.streams))):
-        pair = Pair.named(name, stretch=stretch)
+    stretches = [(name, plan.stretch(name, each)) for name in plan.pairs for each in plan.streams]
+    for name, stretch in dict.fromkeys(stretches):
         async with AsyncExitStack() as exits, Supervisor(note, service_log) as supervisor:
             # Services end before the wire between them, which they would miss.
             interrupts.urgent = supervisor.kill
-            campaign = Campaign(plan, pair, stretch, numbers, supervisor, exits)
+            campaign = Campaign(plan, name, stretch, numbers, supervisor, exits)
             await campaign.start()
             before = cpu_times()
             runs += await campaign.run()
@@ -95,12 +97,20 @@ async def measure(plan: PairPlan, interrupts: Interrupts) -> tuple[list[Run], li
     return runs, [each for each in others if each]
 
 
+def cores() -> list[int]:
+    """Where the target's and the draft's service compute. Raises InvalidRequest with one core alone."""
+    found = sorted(os.sched_getaffinity(0))[:2]
+    if len(found) < 2:
+        raise InvalidRequest("--pairs", ",".join(COMPUTING), "left out on one core: both services need their own")
+    return found
+
+
 @dataclass(slots=True)
 class Campaign:
     """The part of a grid that one pair of services serves."""
 
     plan: PairPlan
-    pair: Pair
+    pair: str
     stretch: float
     numbers: Iterator[int]
     supervisor: Supervisor
@@ -110,19 +120,23 @@ class Campaign:
         """Starts the services. Raises ServiceFailed."""
         stack = self.stack
         launches = [model_launch(role, stack) for role in ("target", "draft")]
-        quick = Pair.named(self.pair.name, stretch=NO_TIME).target.name
-        launches.append(
-            replace(model_launch("target", replace(stack, target=quick, target_flags={})), name="reference")
-        )
+        if self.pair in COMPUTING:
+            places = zip(launches, cores(), strict=True)
+            launches = [replace(each, command=("taskset", "-c", str(core), *each.command)) for each, core in places]
+        else:
+            quick, _ = models_of(self.pair, NO_TIME)
+            reference = model_launch("target", replace(stack, target=quick, target_flags={}))
+            launches.append(replace(reference, name="reference"))
         await self.supervisor.start(*launches)
 
     @property
     def stack(self) -> Stack:
         """The pair, with its draft in the target's process too, for those who ask for it there."""
+        target, draft = models_of(self.pair, self.stretch)
         return Stack(
-            target=self.pair.target.name,
-            draft=self.pair.draft.name,
-            target_flags={"--draft-model": self.pair.draft.name},
+            target=target,
+            draft=draft,
+            target_flags={"--draft-model": draft},
             gateway_flags={"--no-lookup": True, "--generation-defaults": NONE},
             kv_tokens=KV_TOKENS,
             prefix_cache=False,
@@ -168,14 +182,15 @@ class Campaign:
             for flags, settings in by_flags.items():
                 driver = await self.driver(f"gateway at {ms:g} ms {flags}", target, draft, settings)
                 drivers |= {(ms, each.name): driver for each in settings}
-        reference = await self.driver("plain gateway", self.supervisor.addresses("reference")["address"], None, [])
+        answering = self.supervisor.addresses("target" if self.pair in COMPUTING else "reference")
+        reference = await self.driver("plain gateway", answering["address"], None, [])
         named, runs = {each.name: each for each in plan.settings}, list[Run]()
-        streams = [each for each in plan.streams if plan.stretch(each) == self.stretch]
+        streams = [each for each in plan.streams if plan.stretch(self.pair, each) == self.stretch]
         for turn, ms, load in product(range(plan.turns), plan.delays_ms, streams):
-            note(f"{self.pair.name}, {ms:g} ms, {load} streams, turn {turn + 1} of {plan.turns}.")
+            note(f"{self.pair}, {ms:g} ms, {load} streams, turn {turn + 1} of {plan.turns}.")
             for name in rotated(list(named), turn):
                 block = await drivers[ms, name].block(plan.temperature, load, name, turn)
-                runs.append(Run(self.pair.name, ms, named[name], self.stretch, block))
+                runs.append(Run(self.pair, ms, named[name], self.stretch, block))
         note("Asking all of it again without speculation.")
         await check(reference, [run.block for run in runs])
         return runs

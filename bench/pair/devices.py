@@ -1,4 +1,4 @@
-"""The simulated pairs, how long their steps take, and what run-ahead and its rivals would bring without a host.
+"""The pairs, how long steps of simulated ones take, and what run-ahead and its rivals would bring them without a host.
 
 The formulas count devices and the network's way, and no process: what they predict is what real services are measured
 against. A round of K guesses brings E(K) = (1 - a^(K + 1)) / (1 - a) tokens where each guess is right with chance a.
@@ -9,13 +9,24 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from outrider.errors import InvalidRequest
-from outrider.model_files.model_names import SimulatedModel, parse_simulated
+from outrider.model_files.model_names import SimulatedModel, embedded_model, parse_simulated
 
 # Like pairs of large models at temperatures of 0 to 1: of what the first choice misses, the second has nearly half.
 ACCEPTANCE = (0.75, 0.115, 0.0425, 0.02, 0.015, 0.008, 0.0065, 0.005)
 # Of steps with 32 rows on an H100, as far as they are memory's; measured were 1.14 times one row's for 16 rows of 8B.
 TARGET_ROWS, DRAFT_ROWS = 0.13, 0.15
 PRESETS = {"8b": "h100-8b", "70b": "h100-70b"}
+# Pairs that compute, by the draft of sized:200m: the embedded one, and one with a twentieth of the target's weights.
+COMPUTING = {"200m": "", "200m-10m": "sized:draft-10m"}
+PAIRS = (*PRESETS, *COMPUTING)
+
+
+def models_of(name: str, stretch: float) -> tuple[str, str]:
+    """Target and draft of a pair as services take them; none stretches that computes. Raises InvalidRequest."""
+    if name in COMPUTING:
+        return "sized:200m", COMPUTING[name] or embedded_model("draft")
+    pair = Pair.named(name, stretch=stretch)
+    return pair.target.name, pair.draft.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +41,7 @@ class Pair:
     def named(cls, name: str, acceptance: Sequence[float] = ACCEPTANCE, stretch: float = 1.0) -> Self:
         """The pair of a name, whose devices take so many times as long. Raises InvalidRequest."""
         if name not in PRESETS:
-            raise InvalidRequest("--pairs", name, f"of {', '.join(PRESETS)}, with commas between")
+            raise InvalidRequest("--pairs", name, f"of {', '.join(PAIRS)}, with commas between")
         ranks = "+".join(f"{each:g}" for each in acceptance)
         target = parse_simulated(f"sim:{PRESETS[name]}@rows={TARGET_ROWS},stretch={stretch:g}")
         draft = parse_simulated(f"sim:h100-1b@acceptance={ranks},rows={DRAFT_ROWS},stretch={stretch:g}")

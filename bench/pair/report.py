@@ -1,25 +1,25 @@
-"""The report of a grid as Markdown: speeds, what the formulas say of them, and what the target and the host did."""
+"""The report of a grid as Markdown: speeds, what formulas say of them, and what the target and the host did."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import mean, median
 
-from bench.pair.campaign import Run
-from bench.pair.devices import ACCEPTANCE, Load, Pair, hit_rate
+from bench.pair.campaign import Run, cores
+from bench.pair.devices import ACCEPTANCE, COMPUTING, Load, Pair, hit_rate
 from bench.pair.settings import FORMULAS, Kind, PairPlan, Setting
 from outrider.cli.bench.common import Spread, markdown, spread
 
 SYMBOLS = """\
-All devices are SIMULATED, and so is every figure; services, gateway, wire and their CPU are real. Tokens/s are of the
-time in which all streams decode: medians over turns, with quartiles. Of plain, remote and hosted the fastest setting is
-shown, with its guesses a round (K), and of run-ahead each, with its branches (B). A ratio is the median of those of the
-same turn. The formula knows devices and the network's way, and no host; share is what was reached of it. Idle is the
-time of a round in which the target's model does not compute: with a hosted draft that draft's steps too. Hits: of all
-rounds for which there were to be branches, those that the target began with one, and what the draft's chances would
-give behind guesses (behind a plain step it is more); late: those without, because no branches had come yet. CPUs are
-what all processes but the proxies kept busy, and in brackets the busiest: where that is near 1, it is the host that was
-measured. Stretch: how much slower all devices and ways were meanwhile. Every answer is plain's."""
+Tokens/s are of the time in which all streams decode: medians over turns, with quartiles. Of plain, remote and hosted
+the fastest setting is shown, with its guesses a round (K; auto is the gateway's choice), and of run-ahead each, with
+its branches (B). A ratio is the median of those of the same turn. The formula knows devices and the network's way, and
+no host; share is what was reached of it. Idle is the time of a round in which the target's model does not compute: with
+a hosted draft that draft's steps too. Hits: of all rounds for which there were to be branches, those that the target
+began with one, and what a simulated draft's chances would give behind guesses (behind a plain step it is more); late:
+those without, because no branches had come yet. CPUs are what all processes but the proxies kept busy, and in brackets
+the busiest: where that is near 1 of a simulated pair, it is the host that was measured. Stretch: how much slower all
+devices and ways were meanwhile. Every answer is plain's."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,10 @@ class Cell:
         pairs = zip(self.of(self.best[one]), self.of(base), strict=True)
         return spread(mine.tokens_per_s / theirs.tokens_per_s for mine, theirs in pairs)
 
-    def predicted(self, setting: Setting) -> float:
-        """Tokens a second by the formula, with texts as long as those of the middle of an answer."""
+    def predicted(self, setting: Setting) -> float | None:
+        """Tokens a second by the formula, with texts as long as those of the middle of an answer; None without one."""
+        if self.pair in COMPUTING or setting.count is None:
+            return None
         load = Load(Pair.named(self.pair), self.streams, 30 + self.tokens // 2, self.delay_ms * 1e-3)
         return FORMULAS[setting.kind](load, setting.count, setting.branches)
 
@@ -100,7 +102,24 @@ def render(plan: PairPlan, runs: Sequence[Run]) -> str:
     parts = ("setting", "formula, tokens/s", "share", "tokens a round", "idle, ms", "hits", "late", "CPUs", "stretch")
     rows = [[*cell.head, *details(cell, setting)] for cell in cells for setting in cell.shown]
     first = markdown([*head, *(f"{kind}, tokens/s" for kind in kinds), *ratios], speeds)
-    return "\n\n".join((first, markdown([*head, *parts], rows), SYMBOLS))
+    return "\n\n".join((first, markdown([*head, *parts], rows), f"{devices_of(plan)} {SYMBOLS}"))
+
+
+def devices_of(plan: PairPlan) -> str:
+    """Which pairs are simulated, and where the others compute."""
+    computing = [name for name in plan.pairs if name in COMPUTING]
+    simulated = [name for name in plan.pairs if name not in COMPUTING]
+    found = []
+    if simulated:
+        names = ", ".join(simulated)
+        found.append(f"SIMULATED are the devices of {names}, and so is each figure of them; all processes are real.")
+    if computing:
+        target, draft = cores()
+        found.append(
+            f"Nothing of {', '.join(computing)} is simulated: its target computes on core {target} alone and its draft "
+            f"on core {draft}, gateways run where there is room, and no formula is of it."
+        )
+    return " ".join(found)
 
 
 def speed(cell: Cell, setting: Setting) -> str:
@@ -112,13 +131,13 @@ def details(cell: Cell, setting: Setting) -> Iterator[str]:
     """What the formula says of a setting under a load, and what the target, the draft and the host did."""
     runs, predicted = cell.of(setting), cell.predicted(setting)
     yield setting.name
-    yield f"{predicted:.0f}"
-    yield f"{median(run.tokens_per_s for run in runs) / predicted:.2f}"
+    yield f"{predicted:.0f}" if predicted else "-"
+    yield f"{median(run.tokens_per_s for run in runs) / predicted:.2f}" if predicted else "-"
     yield f"{mean(burst.tokens for run in runs for _, burst in run.steps):.2f}"
     yield f"{median(run.idle_ms for run in runs):.2f}"
-    possible = hit_rate(ACCEPTANCE, setting.count, setting.branches)
+    possible = f" of {hit_rate(ACCEPTANCE, setting.count, setting.branches):.2f}" if predicted and setting.count else ""
     hits, late = (median(run.came(what) for run in runs) for what in ("hit", "late"))
-    yield f"{hits:.2f} of {possible:.2f}" if setting.branches else "-"
+    yield f"{hits:.2f}{possible}" if setting.branches else "-"
     yield f"{late:.2f}" if setting.branches else "-"
     busy = max((run.cpus for run in runs), key=lambda cpus: sum(cpus.values()))
     name = max(busy, key=busy.__getitem__)

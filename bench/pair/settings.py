@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bench.pair.devices import Formula, hosted, plain, remote, run_ahead
+from bench.pair.devices import COMPUTING, Formula, hosted, plain, remote, run_ahead
+from outrider.cli.bench.common import AUTO
 from outrider.cli.local_stack import Flags
 from outrider.client import Speculation
 
@@ -32,14 +33,14 @@ class Setting:
     """One way to serve a pair: what a request asks for, and with which options its gateway runs."""
 
     kind: Kind
-    count: int = 0
-    """Guesses a round; 0 is plain."""
+    count: int | None = 0
+    """Guesses a round; 0 is plain, and None leaves it to the gateway."""
     branches: int = 0
 
     @property
     def shown(self) -> str:
         """Its numbers."""
-        shown = f"K = {self.count}" if self.count else "no guesses"
+        shown = AUTO if self.count is None else f"K = {self.count}" if self.count else "no guesses"
         return f"{shown}, B = {self.branches}" if self.branches else shown
 
     @property
@@ -48,7 +49,7 @@ class Setting:
 
     @property
     def speculation(self) -> Speculation:
-        if not self.count:
+        if self.kind is Kind.PLAIN:
             return Speculation(enabled=False)
         return Speculation(draft_count=self.count, drafter=DRAFTERS[self.kind])
 
@@ -57,7 +58,7 @@ class Setting:
         return {"--branches": self.branches} if self.branches else {}
 
 
-def settings_of(kinds: Iterable[Kind], counts: Iterable[int], branches: Iterable[int]) -> list[Setting]:
+def settings_of(kinds: Iterable[Kind], counts: Iterable[int | None], branches: Iterable[int]) -> list[Setting]:
     """All settings of some kinds; run-ahead with each number of branches."""
     found = []
     for kind in kinds:
@@ -86,6 +87,6 @@ class PairPlan:
     stretch_per_stream: float
     """What all times are multiplied by for each stream, where that makes them longer."""
 
-    def stretch(self, streams: int) -> float:
-        """Factor of all times of devices and network under a load; figures are divided by it."""
-        return max(1.0, streams * self.stretch_per_stream)
+    def stretch(self, pair: str, streams: int) -> float:
+        """Factor of all times of devices and network under a load; figures are divided by it. What computes has 1."""
+        return 1.0 if pair in COMPUTING else max(1.0, streams * self.stretch_per_stream)

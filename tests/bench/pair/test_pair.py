@@ -40,6 +40,7 @@ def run(setting: Setting, tokens: int, turn: int = 0, *, streams: int = 1, stret
 def test_settings_are_kinds_with_counts_and_branches() -> None:
     """Only run-ahead has options of the gateway."""
     found = settings_of(Kind, (2, 3), (16,))
+    auto = settings_of(Kind, (None,), (16,))
     names = ["plain, no guesses", "remote, K = 2", "remote, K = 3", "hosted, K = 2", "hosted, K = 3"]
     ahead = ["run-ahead, K = 2, B = 16", "run-ahead, K = 3, B = 16"]
     assert [each.name for each in found] == names + ahead
@@ -47,6 +48,16 @@ def test_settings_are_kinds_with_counts_and_branches() -> None:
     assert [each.speculation.enabled for each in found[:2]] == [False, True]
     assert (AHEAD.gateway_flags, FAST.gateway_flags) == ({"--branches": 32}, {})
     assert AHEAD.speculation == FAST.speculation
+    assert [each.name for each in auto] == [
+        "plain, no guesses",
+        "remote, auto",
+        "hosted, auto",
+        "run-ahead, auto, B = 16",
+    ]
+    assert [(each.speculation.draft_count, each.speculation.drafter) for each in auto[1:3]] == [
+        (None, "model"),
+        (None, "hosted"),
+    ]
 
 
 def test_options_make_a_grid() -> None:
@@ -55,13 +66,20 @@ def test_options_make_a_grid() -> None:
         PairOptions(pairs="70b", delays="0,0.5", streams="1,64", settings="plain,remote", stretch_per_stream=0.125)
     )
     assert (plan.pairs, plan.delays_ms, plan.streams) == (("70b",), (0.0, 0.5), (1, 64))
-    assert (plan.stretch(1), plan.stretch(8), plan.stretch(64)) == (1.0, 1.0, 8.0)
+    assert [plan.stretch("70b", each) for each in (1, 8, 64)] == [1.0, 1.0, 8.0]
+    assert plan.stretch("200m", 64) == 1.0
+    assert [each.count for each in plan_of(PairOptions(settings="plain,remote", draft_counts="auto,3")).settings] == [
+        0,
+        3,
+        None,
+    ]
     for options, words in (
         (PairOptions(settings="remote"), "--settings is 'remote'"),
         (PairOptions(settings="plain,fast"), "--settings is 'plain,fast'"),
         (PairOptions(pairs="9b"), "--pairs is '9b'"),
         (PairOptions(delays="-1"), "--delays is '-1'"),
         (PairOptions(branches="0"), "--branches is '0'"),
+        (PairOptions(draft_counts="auto,0"), "--draft-counts is '0'"),
     ):
         with pytest.raises(InvalidRequest, match=words):
             plan_of(options)
