@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from bench.pair.devices import ACCEPTANCE, Load, Pair, hit_rate, hosted, plain, remote, run_ahead
+from bench.pair.devices import ACCEPTANCE, Load, Pair, hit_rate, hosted, models_of, plain, remote, run_ahead
 from outrider.errors import InvalidRequest
-from outrider.model_files.model_names import parse_simulated
+from outrider.model_files.model_names import embedded_model, parse, parse_simulated
 
 
 def load(streams: int = 1, one_way_s: float = 0.0, name: str = "8b") -> Load:
@@ -22,8 +22,17 @@ def test_pairs_are_models_that_services_take() -> None:
     assert pair.target.name == "sim:h100-70b@rows=0.13,stretch=4"
     assert pair.real == Pair.named("70b")
     assert pair.target.step_s(7, 100, 700) == pytest.approx(4 * pair.real.target.step_s(7, 100, 700))
-    with pytest.raises(InvalidRequest, match="--pairs is '9b', but must be of 8b, 70b"):
+    with pytest.raises(InvalidRequest, match="--pairs is '9b', but must be of 8b, 70b, 200m, 200m-10m"):
         Pair.named("9b")
+
+
+def test_pairs_that_compute_have_no_stretch() -> None:
+    """A target with the embedded draft, or with one of about a twentieth of its numbers."""
+    assert models_of("200m", 4.0) == ("sized:200m", embedded_model("draft"))
+    target, draft = models_of("200m-10m", 1.0)
+    sizes = [each.shape.parameter_count for each in map(parse, (target, draft)) if each]
+    assert 15 < sizes[0] / sizes[1] < 25
+    assert models_of("8b", 4.0)[0] == "sim:h100-8b@rows=0.13,stretch=4"
 
 
 def test_a_hit_is_an_outcome_among_the_branches() -> None:

@@ -120,6 +120,10 @@ def test_a_report_says_that_it_is_simulated() -> None:
     assert re.search(
         r"K = 3, B = 8 \| \d+ \| 0.0\d \| 5.00 \| 400.00 \| 0.67 of 0.\d\d \| 0.33 \| 0.75 \(client 0.50\) \|", ahead
     )
+    both = render(replace(plan, pairs=("8b", "200m")), [run(PLAIN, 2), replace(run(PLAIN, 2), pair="200m")])
+    assert "SIMULATED are the devices of 8b, and" in both
+    assert "Nothing of 200m is simulated" in both
+    assert "| 200m | 1 ms | 1 | plain, no guesses | - | - | 2.00 |" in both
     assert [cell.streams for cell in cells_of(replace(plan, streams=(1, 4)), [])] == [1, 4]
 
 
