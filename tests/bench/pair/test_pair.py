@@ -149,7 +149,7 @@ def test_the_smallest_grid(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "bench.pair", *grid, "--tokens", "16", "--save", str(save))
     done = subprocess.run(command, capture_output=True, check=False, timeout=240, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("## SIMULATED: ")
+    assert done.stdout.startswith("## 8b SIMULATED: ")
     assert re.findall(r"\| ([a-z-]+), tokens/s", done.stdout) == [*Kind, "formula"]
     assert done.stdout.count("| 8b | 0.25 ms | 2 |") == 1 + len(Kind)
     assert save.stat().st_size > 1000
