@@ -306,7 +306,10 @@ async def test_a_target_that_always_forgets_is_given_up() -> None:
 async def test_a_lost_target_gets_the_session_again(mischief: Mischief) -> None:
     """A target that loses the session, breaks its link or leaves a request unanswered costs no token and no request."""
     async with pair_of() as pair:
-        pair.target.mischief, pair.timeouts = {4: mischief}, TargetTimeouts(RoundDeadline(0.05, 0.1), answer_s=0.1)
+        pair.target.mischief = {4: mischief}
+        if mischief is Mischief.FROZEN:
+            # The others say that they have lost it, and a busy machine is late now and then.
+            pair.timeouts = TargetTimeouts(RoundDeadline(0.05, 0.1), answer_s=0.1)
         rounds = await pair.run()
         assert [committed.verdict.reopens for committed in rounds if committed.verdict.reopens] == [1]
 
