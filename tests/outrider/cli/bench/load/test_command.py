@@ -57,7 +57,7 @@ def test_lookups_are_on_in_a_stack_of_its_own() -> None:
 async def test_a_stack_of_its_own_from_the_command_line(tmp_path: Path) -> None:
     """All figures of all settings, from every process, and they are those of the messages in the file."""
     file, picture = tmp_path / "load.json", tmp_path / "load.svg"
-    grid = ("--streams", "1,3", "--draft-counts", "0,4,auto", "--temperatures", "0.8", "--turns", "2", "--tokens", "48")
+    grid = ("--streams", "1,3", "--draft-counts", "0,4,auto", "--temperatures", "0.8", "--turns", "2", "--tokens", "96")
     code, output, notes = await command(*grid, "--threads", "1", "--json", "--save", str(file), "--plot", str(picture))
     assert code == 0, notes
     told: dict[str, Any] = json.loads(output)
