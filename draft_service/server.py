@@ -11,7 +11,7 @@ from draft_service.states import DraftState
 from draft_service.tasks import Steps, Task
 from outrider.drafters.beam_drafter import BeamDrafter
 from outrider.drafters.drafter import Drafter
-from outrider.drafters.model_drafter import BRANCH_DRAFTERS, DRAFTERS, ModelDrafter
+from outrider.drafters.model_drafter import DRAFTERS, ModelDrafter
 from outrider.drafters.registry import registered
 from outrider.drafters.shelf.cascade import Cascade, model_cascade, text_cascade
 from outrider.engine.device_thread import DeviceWorker
@@ -107,7 +107,7 @@ async def start_with(
         hosted=hosted,
         hosted_costs=dict.fromkeys(DRAFTERS, model.row_costs),
         tree_drafters=frozenset(DRAFTERS) | {each.name for each in drafters if each.makes_trees},
-        branch_drafters=BRANCH_DRAFTERS,
+        branch_drafters=frozenset(DRAFTERS),
     )
     serving = partial(DraftServicer, facts, sessions, worker, outboxes)
     return await serve_model(settings, model, facts, worker, sessions, serving)

@@ -22,7 +22,7 @@ from outrider.v1 import target_service_pb2 as pb
 from outrider.v1.target_service_pb2_grpc import TargetServiceServicer, add_TargetServiceServicer_to_server
 from target_service.acceptance import TargetVerdict
 from target_service.sessions import TargetSessions
-from target_service.states import Ahead, OpenSearch, PromptRead, Step
+from target_service.states import OpenSearch, PromptRead, PushedBranches, Step
 
 MAX_PLAIN_BUDGET = 4096
 # Of a verdict without the prompt's log-probabilities: those of its own tokens, at most 33, and far less for the rest.
@@ -71,7 +71,7 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
             )
         if request.HasField("branches"):
             branches = branches_from(request.branches, self._facts.vocabulary_size, MAX_DRAFT_COUNT)
-            ahead = Ahead(branches, request.branches.plain_on_miss, arrived_ns)
+            ahead = PushedBranches(branches, request.branches.plain_on_miss, arrived_ns)
             return partial(self._sessions.run_ahead, fence, ahead, owner)
         if request.HasField("step"):
             return partial(self._sessions.step, fence, self._step(request.step, arrived_ns), owner)

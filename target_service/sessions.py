@@ -20,9 +20,9 @@ from outrider.rpc.fencing import Fence, MessageStatus, classify
 from outrider.token_tree import EMPTY
 from target_service.acceptance import TargetVerdict
 from target_service.states import (
-    Ahead,
     BeamState,
     OpenSearch,
+    PushedBranches,
     Step,
     TargetState,
     check_branches,
@@ -140,7 +140,7 @@ class TargetSessions(SessionStore[TargetState]):
                 held.hosted.part.truncate(len(held.session))
         self._go_on(fence.session_id, held, arrived_ns)
 
-    def run_ahead(self, fence: Fence, ahead: Ahead, owner: Outbox) -> None:
+    def run_ahead(self, fence: Fence, ahead: PushedBranches, owner: Outbox) -> None:
         """Goes on with a branch as soon as the verdict on its length has fallen, or now if it has; never answered.
 
         Branches of another epoch or of a length that the session has passed are old, and dropped.

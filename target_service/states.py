@@ -56,7 +56,7 @@ class Step(NamedTuple):
     """Whether the tree came before it was known what it would follow."""
 
 
-class Ahead(NamedTuple):
+class PushedBranches(NamedTuple):
     """Branches for what comes of a verification, and whether an outcome without one is followed by a plain token."""
 
     branches: Sequence[Branch]
@@ -91,7 +91,7 @@ class TargetState(SessionState[TargetTask]):
     """Session of its drafter in this process, where it has one."""
     guess_limits: GuessLimits = NO_GUESSES
     """Guesses that the drafter is asked for, however far the request and the budget reach."""
-    ahead: Ahead | None = None
+    ahead: PushedBranches | None = None
     """What may follow the verdict on the committed length, where the draft has said that."""
 
     def __post_init__(self) -> None:
@@ -210,7 +210,7 @@ class TargetState(SessionState[TargetTask]):
             self.task.done = tree is None and not self.may_go_on
             self.task = None if self.task.done else self.task
 
-    def branch_after(self, verdict: TargetVerdict, ahead: Ahead | None) -> TokenTree | None:
+    def branch_after(self, verdict: TargetVerdict, ahead: PushedBranches | None) -> TokenTree | None:
         """What was prepared for the outcome of a verdict, empty for a plain token; None where nothing was."""
         within = len(self.session) < self.acknowledged_len + UNACKNOWLEDGED_WINDOW
         return ahead.step_after(verdict) if ahead is not None and self.finish_reason is None and within else None

@@ -152,9 +152,8 @@ class Backend:
             for lane, name in enumerate(names)
         ]
 
-    def branches_for(self, request: CheckedRequest, drafting: Drafting) -> int:
-        """Most branches that the draft of a request makes: none of several drafts, nor of one that makes none."""
-        seats = self.drafts_for(request, drafting)
+    def branches_for(self, seats: Sequence[tuple[Replicas, DrafterSeat]], drafting: Drafting) -> int:
+        """Most branches that the drafts of a request make: none where they are several, or one that makes none."""
         infos = [(replicas.info, seat.drafter) for replicas, seat in seats if len(seats) == 1]
         able = any(info is not None and info.makes_branches(drafter, drafting.rule) for info, drafter in infos)
         return self.branches if able and drafting.shape is None else 0

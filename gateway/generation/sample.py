@@ -184,7 +184,8 @@ def decode(
     drafting = backend.drafting(request, target)
     spec = replace(request.spec, seed=noise_seed(request, drafting), trace_context=telemetry.carrier())
     log, session_id = TokenLog(spec.token_ids), secrets.token_bytes(16)
-    policy, most, branches = backend.policy(target), target.max_draft_count, backend.branches_for(request, drafting)
+    seats = backend.drafts_for(request, drafting)
+    policy, most, branches = backend.policy(target), target.max_draft_count, backend.branches_for(seats, drafting)
     planner = RoundPlanner(policy, request.draft_count, spec.max_len, most, drafting, branches)
     timeouts, model_hash = backend.target_timeouts, target.model_hash
     hosted = drafting.at(Place.HOSTED)
@@ -197,7 +198,7 @@ def decode(
         RemoteDraftSession(
             replicas, backend.draft_deadline, spec, log, bytes([*session_id[:-1], seat.lane]), warm, seat
         )
-        for replicas, seat in backend.drafts_for(request, drafting)
+        for replicas, seat in seats
     ]
     if branches:
         sessions[0].on_branches = verifying.run_ahead

@@ -26,6 +26,8 @@ INFO_TIMEOUT_S = 10.0
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 # All three would read them: the services would wait for TLS, and the gateway would call them without.
 TLS_VARIABLES = ("OUTRIDER_TLS_", "OUTRIDER_SERVICE_TLS_")
+# Of a draft with a device of its own, which can work while the target does.
+OWN_DEVICE_BRANCHES = 16
 
 # Options of a service by their flags: True for a switch that is on. What is None or False is left to the service.
 Flags: TypeAlias = dict[str, object]
@@ -41,10 +43,6 @@ def port_error(port: int, host: str = HOST) -> OSError | None:
         except OSError as error:
             return error
     return None
-
-
-# Of a draft with a device of its own, which can work while the target does.
-OWN_DEVICE_BRANCHES = 16
 
 
 @dataclass(frozen=True, slots=True)

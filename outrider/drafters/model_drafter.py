@@ -48,9 +48,6 @@ DRAFTERS: Mapping[str, frozenset[Rule]] = {
     SAMPLED: frozenset(Rule),
 }
 
-# Of them, those that make branches, under rules that run ahead: see outrider.drafters.run_ahead.
-BRANCH_DRAFTERS = frozenset(DRAFTERS)
-
 # A round of the target takes as long as so many of a draft's steps at most.
 STEPS_A_ROUND = 16
 # The logarithm of a number that float64 rounds to 0 is not infinite here.

@@ -107,11 +107,6 @@ class DrawnBranchingTask(BranchingTask):
         # What was drawn after other nodes was drawn for this round, whose verdict may have been made by it.
         return number in self.growth.roots
 
-    @property
-    def newest(self) -> list[int]:
-        """Nodes of the newest rows."""
-        return [*self.rows][-self.num_new :]
-
     def guess_key(self, number: int) -> int:
         """The key of the guess after a node."""
         return self.draft_key(self.growth.nodes[number].depth, base_depth=self.growth.base_depth(number))

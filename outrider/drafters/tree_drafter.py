@@ -87,9 +87,14 @@ class GrownTask(DraftTask):
     def proposal(self) -> TokenTree:
         return self.growth.tree(with_logprobs=self.wants_logprob)
 
+    @property
+    def newest(self) -> list[int]:
+        """Nodes of the newest rows, which are expanded now."""
+        return [*self.rows][-self.num_new :]
+
     def take_level(self, level: Level) -> None:
         """Adds the children of the newest rows, and goes on with those rows that may matter."""
-        for number, children in zip([*self.rows][-self.num_new :], level, strict=True):
+        for number, children in zip(self.newest, level, strict=True):
             self.growth.expand(number, children)
         self.go_on()
 
@@ -101,10 +106,10 @@ class GrownTask(DraftTask):
             self.finish()
             return
         nodes = [(number, growth.nodes[number].token_id, growth.nodes[number].parent) for number in wanted]
-        self.draw_input, self.num_new = going_on(self.draw_input, self.rows, nodes), len(nodes)
+        self.draw_input, self.num_new = _going_on(self.draw_input, self.rows, nodes), len(nodes)
 
 
-def going_on(draw_input: DrawInput, rows: dict[int, int], nodes: Iterable[tuple[int, int, int]]) -> DrawInput:
+def _going_on(draw_input: DrawInput, rows: dict[int, int], nodes: Iterable[tuple[int, int, int]]) -> DrawInput:
     """The next step, which computes these nodes after what was computed so far: number, token id and parent of each.
 
     `rows` has the rows of all nodes that are computed, and gets the new ones'.
@@ -262,7 +267,7 @@ class DrawnTask(DraftTask):
             self.finish()
             return
         nodes = [(number, self.nodes[number].guess.token_id, self.nodes[number].parent) for number in self.level]
-        self.draw_input = going_on(self.draw_input, self.rows, nodes)
+        self.draw_input = _going_on(self.draw_input, self.rows, nodes)
 
 
 def siblings_each(

@@ -19,7 +19,7 @@ from simulation.weather import Fault, Kind
 from draft_service.servicer import DraftServicer
 from draft_service.sessions import DraftSessions
 from outrider.drafters.hosted import HostedModel
-from outrider.drafters.model_drafter import BRANCH_DRAFTERS, DRAFTERS, ModelDrafter
+from outrider.drafters.model_drafter import DRAFTERS, ModelDrafter
 from outrider.engine.device_thread import DeviceWorker
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.leases import LeaseTable
@@ -191,7 +191,7 @@ class Process:
             )
             targets = TargetSessions(self.runner, self.table, self.device.submit, drafters=hosted)
             return TargetServicer(facts, targets, device, outboxes), model_service(facts, targets, device)
-        facts = replace(describe("draft", model), drafters=DRAFTERS, branch_drafters=BRANCH_DRAFTERS)
+        facts = replace(describe("draft", model), drafters=DRAFTERS, branch_drafters=frozenset(DRAFTERS))
         drafts = DraftSessions(self.runner, self.table, self.device.submit)
         return DraftServicer(facts, drafts, device, outboxes), model_service(facts, drafts, device)
 

@@ -15,10 +15,10 @@ from outrider.parameters import DraftDistribution
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import Branch
 from target_service.sessions import TargetSessions
-from target_service.states import Ahead, Step, TargetState
+from target_service.states import PushedBranches, Step, TargetState
 
-Arrival = tuple[Fence, Ahead]
-Way = Callable[["Ways", Fence, Ahead, TargetState], Iterator[Arrival]]
+Arrival = tuple[Fence, PushedBranches]
+Way = Callable[["Ways", Fence, PushedBranches, TargetState], Iterator[Arrival]]
 """What comes of branches in their place, at once."""
 
 
@@ -32,7 +32,7 @@ class Ways:
     waiting: dict[bytes, tuple[TargetState, Step]] = field(default_factory=dict)
     seen: dict[bytes, tuple[int, int]] = field(default_factory=dict)
     """Epoch and length of the last branches of each session, which may come before what they are to follow."""
-    late: list[tuple[Fence, Ahead, Outbox]] = field(default_factory=list)
+    late: list[tuple[Fence, PushedBranches, Outbox]] = field(default_factory=list)
     earlier: dict[bytes, Arrival] = field(default_factory=dict)
     told: int = 0
     """How many came in another way than as they were sent."""
@@ -50,7 +50,7 @@ class Ways:
             else:
                 start(sessions, session_id, held, step)
 
-        def come(sessions: TargetSessions, fence: Fence, ahead: Ahead, owner: Outbox) -> None:
+        def come(sessions: TargetSessions, fence: Fence, ahead: PushedBranches, owner: Outbox) -> None:
             held = sessions.table.get(fence.session_id)
             self.seen[fence.session_id] = fence.epoch, fence.base_len
             if isinstance(held, TargetState):
@@ -68,24 +68,24 @@ class Ways:
         return self
 
 
-def sent(_ways: Ways, fence: Fence, ahead: Ahead, _held: TargetState) -> Iterator[Arrival]:
+def sent(_ways: Ways, fence: Fence, ahead: PushedBranches, _held: TargetState) -> Iterator[Arrival]:
     """They come as they were sent."""
     yield fence, ahead
 
 
-def lost(ways: Ways, _fence: Fence, _ahead: Ahead, _held: TargetState) -> Iterator[Arrival]:
+def lost(ways: Ways, _fence: Fence, _ahead: PushedBranches, _held: TargetState) -> Iterator[Arrival]:
     """They are lost."""
     ways.told += 1
     yield from ()
 
 
-def doubled(_ways: Ways, fence: Fence, ahead: Ahead, _held: TargetState) -> Iterator[Arrival]:
+def doubled(_ways: Ways, fence: Fence, ahead: PushedBranches, _held: TargetState) -> Iterator[Arrival]:
     """They come twice."""
     yield fence, ahead
     yield fence, replaced(ahead, [*ahead.branches, *ahead.branches])
 
 
-def reordered(ways: Ways, fence: Fence, ahead: Ahead, _held: TargetState) -> Iterator[Arrival]:
+def reordered(ways: Ways, fence: Fence, ahead: PushedBranches, _held: TargetState) -> Iterator[Arrival]:
     """They come in another order, and those of an earlier round behind them."""
     yield fence, replaced(ahead, ways.dice.sample(ahead.branches, len(ahead.branches)))
     if fence.session_id in ways.earlier:
@@ -93,7 +93,7 @@ def reordered(ways: Ways, fence: Fence, ahead: Ahead, _held: TargetState) -> Ite
     ways.earlier[fence.session_id] = fence, ahead
 
 
-def swapped(ways: Ways, fence: Fence, ahead: Ahead, _held: TargetState) -> Iterator[Arrival]:
+def swapped(ways: Ways, fence: Fence, ahead: PushedBranches, _held: TargetState) -> Iterator[Arrival]:
     """Each outcome has what was drawn after another one with the same number of accepted guesses, and its laws."""
     found = []
     for each in ahead.branches:
@@ -102,7 +102,7 @@ def swapped(ways: Ways, fence: Fence, ahead: Ahead, _held: TargetState) -> Itera
     yield fence, replaced(ahead, found)
 
 
-def forged(ways: Ways, fence: Fence, ahead: Ahead, held: TargetState) -> Iterator[Arrival]:
+def forged(ways: Ways, fence: Fence, ahead: PushedBranches, held: TargetState) -> Iterator[Arrival]:
     """No draft has made them: any outcomes, tokens and lengths, each drawn from a law of one token."""
     dice, needs_laws = ways.dice, held.spec.acceptance.rule.needs_distributions
     found = []
@@ -116,7 +116,7 @@ def forged(ways: Ways, fence: Fence, ahead: Ahead, held: TargetState) -> Iterato
     yield fence, replaced(ahead, found)
 
 
-def mislabelled(_ways: Ways, fence: Fence, ahead: Ahead, _held: TargetState) -> Iterator[Arrival]:
+def mislabelled(_ways: Ways, fence: Fence, ahead: PushedBranches, _held: TargetState) -> Iterator[Arrival]:
     """The planted fault: guesses come with the laws of other guesses."""
     found = []
     for each in ahead.branches:
@@ -125,7 +125,7 @@ def mislabelled(_ways: Ways, fence: Fence, ahead: Ahead, _held: TargetState) -> 
     yield fence, replaced(ahead, found)
 
 
-def peeking(_ways: Ways, fence: Fence, ahead: Ahead, held: TargetState) -> Iterator[Arrival]:
+def peeking(_ways: Ways, fence: Fence, ahead: PushedBranches, held: TargetState) -> Iterator[Arrival]:
     """Only those come whose first guess is likely to be accepted, as the coin of its test says."""
     found = []
     for each in ahead.branches:
@@ -135,12 +135,12 @@ def peeking(_ways: Ways, fence: Fence, ahead: Ahead, held: TargetState) -> Itera
     yield fence, replaced(ahead, found)
 
 
-def peeking_or_plain(ways: Ways, fence: Fence, ahead: Ahead, held: TargetState) -> Iterator[Arrival]:
+def peeking_or_plain(ways: Ways, fence: Fence, ahead: PushedBranches, held: TargetState) -> Iterator[Arrival]:
     """The planted fault: where the others would have come there is no proposal."""
     for _, each in peeking(ways, fence, ahead, held):
         yield fence, each._replace(plain_on_miss=True)
 
 
-def replaced(ahead: Ahead, branches: list[Branch]) -> Ahead:
+def replaced(ahead: PushedBranches, branches: list[Branch]) -> PushedBranches:
     """The same with other branches."""
     return ahead._replace(branches=branches)

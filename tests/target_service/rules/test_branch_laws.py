@@ -10,7 +10,7 @@ from outrider.rpc.messages.tree import branches_from
 from outrider.token_tree import Branch, TokenTree
 from outrider.v1 import types_pb2
 from target_service.acceptance import TargetVerdict
-from target_service.states import Ahead, check_branches
+from target_service.states import PushedBranches, check_branches
 
 LAW = DraftDistribution((7, 8), (3, 1))
 PROMPT = (5, 17, 3)
@@ -60,7 +60,7 @@ def test_laws_of_a_branch_are_read_as_those_of_a_proposal(
 def test_the_branch_of_an_outcome_is_verified_with_its_laws() -> None:
     """Of several for one outcome it is the first; another token is no hit."""
     branches = [Branch(1, 9, (7,), (-1.0,), (LAW,)), Branch(1, 9, (8,), (-1.0,), (LAW,)), Branch(1, 4, (8,))]
-    ahead = Ahead(branches, False, 0)
+    ahead = PushedBranches(branches, False, 0)
     verdict = TargetVerdict(3, (1,), (6, 9), 9, None, 1)
     assert ahead.step_after(verdict) == TokenTree.chain((7,), (LAW,), (-1.0,))
     assert ahead.step_after(verdict._replace(next_token_id=5)) is None

@@ -13,7 +13,7 @@ from outrider.errors import InvalidRequest
 from outrider.model_service.outbox import SessionAnswer
 from outrider.parameters import Acceptance, Rule
 from outrider.token_tree import EMPTY, Branch, TokenTree
-from target_service.states import Ahead, OpenSearch, Step
+from target_service.states import OpenSearch, PushedBranches, Step
 
 SPEC = spec_of(PROMPT, 40, seed=3, eos=(), temperature=1.0)
 FIRST = len(PROMPT)
@@ -35,7 +35,7 @@ def send(
 ) -> None:
     """Branches for the verdict on a length."""
     owner = target.answers if owner is None else owner
-    target.sessions.run_ahead(target.fence(epoch, base_len), Ahead(branches, plain_on_miss, 0), owner)
+    target.sessions.run_ahead(target.fence(epoch, base_len), PushedBranches(branches, plain_on_miss, 0), owner)
 
 
 def right(tokens: list[int], base_len: int, accepted_count: int, count: int = 3) -> Branch:
