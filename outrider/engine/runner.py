@@ -25,6 +25,7 @@ from outrider.engine.models.fused import fused
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import DTYPES, PACKED_BITS, unchanged
 from outrider.engine.ops import Ops, choose_ops
+from outrider.engine.ops.blocks import first_rows
 from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
 from outrider.engine.session import Session
 from outrider.engine.sharing import share_rows
@@ -218,7 +219,7 @@ class ModelRunner:
         if not isinstance(self.model, TappedDecoder):
             message = f"{self.identity.model_name} has no state that a head could read"
             raise ModelRefused(message, model=self.identity.model_name)
-        embedding = self.model.embedding[: self.config.vocab_size]
+        embedding = first_rows(self.model.embedding, self.config.vocab_size)
         return TargetParts(embedding, self.model.head, self.config.num_layers, self.context_len)
 
     def tap(self, boundaries: Sequence[int]) -> None:

@@ -29,8 +29,8 @@ from outrider.engine.heads.head import Head, TargetParts
 from outrider.engine.models.config import JsonKeys, read_json, read_rope
 from outrider.engine.models.transformer import Linear
 from outrider.engine.models.weights import StoredTensor, check_tensors, files_hash, read_tensors
-from outrider.engine.ops import Ops
-from outrider.engine.ops.packed import unpacked
+from outrider.engine.ops import Ops, Weight
+from outrider.engine.ops.blocks import are_same, unpacked
 from outrider.errors import ModelRefused
 
 Stored = Mapping[str, StoredTensor]
@@ -302,9 +302,8 @@ def read_hydra(folder: Path, config: Mapping[str, Any], stored: Stored, target: 
                 for place, names in zip(places, layers, strict=True)
             ]
             branches.append(Branch(blocks, Linear.take(ops, tensors, "hydra_lm_head.", output)))
-        embedding = tensors.pop("input_embed_fn.weight", target.embedding) if is_grounded else None
-        if embedding is not None and embedding.dtype == target.embedding.dtype:
-            embedding = target.embedding if torch.equal(embedding, target.embedding) else embedding
+        embedding: Weight | None = tensors.pop("input_embed_fn.weight", target.embedding) if is_grounded else None
+        embedding = target.embedding if are_same(embedding, target.embedding) else embedding
         prefix = None if law is None else PrefixLayer(law, tensors, PREFIX, ops)
         parts = BlockParts(method="hydra", tap=tap, branches=branches, embedding=embedding, prefix=prefix)
         return BlockHeads(parts, target, ops)

@@ -241,7 +241,7 @@ class BlockHeads:
             made = parts.prefix.forward(states[:, : self._size].index_select(0, index), chosen)
             states = states.index_copy(0, index, _padded(made, self.facts.state_size))
         if parts.embedding is not None:
-            embedded = parts.embedding.index_select(0, rows.plan.token_ids).float()
+            embedded = self._ops.embed(parts.embedding, rows.plan.token_ids)
             states = by_depth(self._append, rows.depths, states, embedded)
         return states, states
 

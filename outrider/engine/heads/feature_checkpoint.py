@@ -16,6 +16,7 @@ from outrider.engine.heads.head import TargetParts
 from outrider.engine.models.config import JsonKeys, read_rope
 from outrider.engine.models.weights import FILE_DTYPES, StoredTensor, files_hash, read_tensors
 from outrider.engine.ops import Ops
+from outrider.engine.ops.blocks import are_same
 from outrider.errors import ModelRefused
 
 # What transformers gives a Llama whose config.json does not say.
@@ -103,8 +104,7 @@ class FeatureCheckpoint:
         others = {name: tensor for name, tensor in tensors.items() if name not in own_ids}
         for name, tensor in read_tensors(others, device, dtype).items():
             shared = {"embedding.weight": target.embedding, "head.weight": target.output}.get(name)
-            is_same = isinstance(shared, Tensor) and tensor.dtype == shared.dtype and torch.equal(tensor, shared)
-            if not is_same:
+            if not are_same(tensor, shared):
                 kept[name] = tensor
         return FeatureHead(self.law, kept, target, ops)
 

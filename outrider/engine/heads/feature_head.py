@@ -138,7 +138,7 @@ class FeatureHead:
 
     def step(self, rows: HeadRows) -> tuple[Tensor, Tensor]:
         ops, law = self._ops, self.law
-        embedded = self._norm(self.embedding.index_select(0, rows.plan.token_ids).float(), self.embedding_norm)
+        embedded = self._norm(ops.embed(self.embedding, rows.plan.token_ids), self.embedding_norm)
         state = self._norm(rows.states, self.state_norm)
         parts = (state, embedded) if law.fuse is Fuse.REVERSED else (embedded, state)
         x = torch.cat(parts, 1)

@@ -73,8 +73,7 @@ class FusedHead(Decoder):
         expect("own", own, torch.float32, (own.shape[0], self._head.law.hidden_size + 1))
         functions = self.ops.functions
         num_floats = num_rows * (width + self._head.law.hidden_size)
-        # Of weights of more than eight bits none.
-        num_floats += functions.outrider_linear_scratch(self._projection.bits or 32, num_rows, width) // 4
+        num_floats += functions.outrider_linear_scratch(num_rows, width) // 4
         if num_floats > self._scratch.shape[0]:
             self._scratch = torch.empty(num_floats)
         # Kept until the call is over.

@@ -75,8 +75,8 @@ class Head(Protocol):
 class TargetParts(NamedTuple):
     """Parts of the target that a head shares, or is checked against."""
 
-    embedding: Tensor
-    """[V, H], in the type of the weights."""
+    embedding: Weight
+    """[V, H]: what tokens are looked up in."""
     output: Weight
     """[V, H]: the matrix that makes logits of f."""
     num_layers: int

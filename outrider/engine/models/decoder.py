@@ -25,7 +25,7 @@ class Decoder(ABC):
 
     config: DecoderFacts
     ops: Ops
-    embedding: Tensor
+    embedding: Weight
     """The embedding matrix; device and type of the weights are its own."""
 
     @property

@@ -134,9 +134,9 @@ def _layer(layer: Layer, plan: int, config: ModelConfig) -> LayerFields:
 
 def matrix_fields(name: str, linear: Linear, shape: tuple[int, int]) -> MatrixFields:
     """A matrix of this shape with its bias; raises ValueError for any other."""
-    place, bits = expect_weight(name, linear.weight, shape)
+    place, number = expect_weight(name, linear.weight, shape)
     bias = address_of(f"bias of {name}", linear.bias, shape[:1])
-    return MatrixFields(place, bias, shape[1], shape[0], bits)
+    return MatrixFields(place, bias, shape[1], shape[0], number)
 
 
 def address_of(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:

@@ -6,7 +6,8 @@ nothing but the row where the operations are row-invariant. Tensor names are tho
 """
 
 from dataclasses import dataclass
-from typing import Self
+from collections.abc import MutableMapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.decoder import LayeredDecoder, ProbedDecoder
 from outrider.engine.models.rope import rotary_tables
 from outrider.engine.ops import Ops, Weight
+from outrider.engine.ops.blocks import unpacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Linear:
     bias: Tensor | None
 
     @classmethod
-    def take(cls, ops: Ops, tensors: dict[str, Tensor], prefix: str, *names: str) -> Self:
+    def take(cls, ops: Ops, tensors: MutableMapping[str, Any], prefix: str, *names: str) -> Self:
         """Takes the named layers out of `tensors` and stacks them into one, so that one product serves them all."""
         weights = [tensors.pop(f"{prefix}{name}.weight") for name in names]
         biases = [tensors.pop(f"{prefix}{name}.bias") for name in names if f"{prefix}{name}.bias" in tensors]
@@ -52,7 +54,7 @@ class Layer:
     down: Linear
 
     @classmethod
-    def take(cls, ops: Ops, tensors: dict[str, Tensor], prefix: str) -> Self:
+    def take(cls, ops: Ops, tensors: MutableMapping[str, Any], prefix: str) -> Self:
         """Takes one layer's tensors out of `tensors`, so that their separate copies are freed as they are fused."""
         return cls(
             input_norm=tensors.pop(f"{prefix}input_layernorm.weight"),
@@ -75,7 +77,7 @@ class Layer:
 class Transformer(LayeredDecoder, ProbedDecoder):
     """A decoder-only transformer on one device."""
 
-    def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, tensors: MutableMapping[str, Any], ops: Ops) -> None:
         """Takes the checkpoint's tensors (outrider.engine.models.weights.load_tensors) and empties the dictionary."""
         self.config: ModelConfig = config
         self.ops = ops
@@ -85,9 +87,10 @@ class Transformer(LayeredDecoder, ProbedDecoder):
         self.layers = [Layer.take(ops, tensors, f"model.layers.{index}.") for index in range(config.num_layers)]
         head = tensors.pop("lm_head.weight", None)
         self.head = ops.stack([embedding if head is None else head])
-        # Rows of a packed matrix cannot be looked up: a tied embedding stays as it was then.
+        # One that is quantised here stays as it was where it is looked up.
         self._is_tied = head is None
-        self.embedding = self.head if self._is_tied and isinstance(self.head, Tensor) else embedding
+        is_shared = self._is_tied and isinstance(self.head, type(embedding))
+        self.embedding: Weight = self.head if is_shared else embedding
         self.cos, self.sin = rotary_tables(config.rope, config.head_dim, config.context_len, self.embedding.device)
         self.scale = config.head_dim**-0.5
 
@@ -99,7 +102,8 @@ class Transformer(LayeredDecoder, ProbedDecoder):
 
     def embed_more(self, rows: Tensor) -> None:
         """Adds embeddings like any ProbedDecoder. A matrix that was also the output's is its own from then on."""
-        self.embedding = torch.cat((self.embedding, rows.to(self.embedding)))
+        known = unpacked(self.embedding)
+        self.embedding = torch.cat((known, rows.to(known)))
         self._is_tied = False
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
@@ -111,7 +115,7 @@ class Transformer(LayeredDecoder, ProbedDecoder):
         if layers.start:
             x = cache.load_tap(layers.start, plan.slots)  # [R, hidden]
         else:
-            x = self.embedding.index_select(0, plan.token_ids).float()
+            x = ops.embed(self.embedding, plan.token_ids)
         views = {window: plan.windowed(window) for window in set(self.config.windows)}
         each = list(zip(self.layers, self.config.windows, cache.keys, cache.values, strict=True))
         for boundary in layers:

@@ -17,7 +17,7 @@ from outrider.engine.devices import seen_devices
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.ops.library import load_kernels
 from outrider.engine.ops.native import NativeOps
-from outrider.engine.ops.packed import Weight
+from outrider.engine.ops.blocks import Weight
 from outrider.engine.ops.reference import ReferenceOps
 from outrider.errors import InvalidRequest
 
@@ -31,7 +31,7 @@ LEAST_CAPABILITY = 8, 0
 
 
 class Ops(Protocol):
-    """Operations on float32 rows; weights are bfloat16, float32 or packed, sums are float32.
+    """Operations on float32 rows; weights are bfloat16, float32 or in blocks, sums are float32.
 
     Sizes: R rows, K inputs, N outputs, D head size, H query heads, G key-value heads, S cache slots, V vocabulary.
     All raise ValueError for shapes and types that do not fit.
@@ -41,8 +41,11 @@ class Ops(Protocol):
     def name(self) -> str:
         """The kernel set as it stands in the numerics id, for instance "native-v4"."""
 
-    def stack(self, weights: Sequence[Tensor]) -> Weight:
+    def stack(self, weights: Sequence[Weight]) -> Weight:
         """One matrix of the rows of all weights [N, K], as `linear` reads it fastest; may be the only one itself."""
+
+    def embed(self, weight: Weight, token_ids: Tensor) -> Tensor:
+        """Rows [R, K] float32 of weight [V, K], looked up by token_ids [R] int64; exact. Raises IndexError past its end."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """x [R, K] times the transpose of weight [N, K], plus bias [N] float32; returns [R, N] float32."""
@@ -114,7 +117,7 @@ class Ops(Protocol):
 def choose_ops(device: torch.device, num_threads: int, packed_bits: int | None = None, kernels: str = "auto") -> Ops:
     """The fastest operations for a device: compiled kernels where it and this machine have them, torch otherwise.
 
-    With packed_bits, 8 or 4, stacked matrices are quantised to that (outrider.engine.ops.packed), on the CPU.
+    With packed_bits, 8 or 4, stacked matrices are quantised to that (outrider.engine.ops.blocks), on the CPU.
     `kernels` are those of an accelerator; raises InvalidRequest where it names some that are not to be had.
     """
     if kernels not in KERNELS:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from outrider.engine.batching import RowPlan
 from outrider.engine.noise import gumbel
 from outrider.engine.ops.faults import marked, refuse
-from outrider.engine.ops.packed import PackedMatrix, Weight, pack, packed_product
+from outrider.engine.ops.blocks import BlockMatrix, StackedMatrix, Weight, block_product, quantise, unpacked
 from outrider.engine.ops.temperature import apply_temperature, argmax_mask
 
 # Elements of one temporary: 64 MiB of float32, so that long lists and wide vocabularies are worked through in pieces.
@@ -27,14 +27,21 @@ class EagerOps:
     def __init__(self, packed_bits: int | None = None) -> None:
         self._packed_bits = packed_bits
 
-    def stack(self, weights: Sequence[Tensor]) -> Weight:
+    def stack(self, weights: Sequence[Weight]) -> Weight:
+        tensors = [unpacked(weight) for weight in weights]
         if self._packed_bits is not None:
-            return pack(weights, self._packed_bits)
-        return weights[0] if len(weights) == 1 else torch.cat(list(weights))
+            return quantise(tensors, self._packed_bits)
+        return weights[0] if len(weights) == 1 else torch.cat(tensors)
+
+    def embed(self, weight: Weight, token_ids: Tensor) -> Tensor:
+        return unpacked(weight).index_select(0, token_ids).float()
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        if isinstance(weight, PackedMatrix):
-            summed = packed_product(x, weight)
+        if isinstance(weight, StackedMatrix):
+            summed = torch.cat([self.linear(x, part) for part in weight.parts], 1)
+            return summed if bias is None else summed + bias
+        if isinstance(weight, BlockMatrix):
+            summed = block_product(x, weight)
             return summed if bias is None else summed + bias
         if weight.device.type == "cpu":
             return functional.linear(x, weight.float(), bias)

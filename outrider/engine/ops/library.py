@@ -16,8 +16,10 @@ _POINTER, _INT, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, c
 _ARGUMENTS: dict[str, list[type]] = {
     "outrider_pool_create": [_INT, _INT],
     "outrider_pool_destroy": [_POINTER],
-    "outrider_linear": [_POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, *[_SIZE] * 3, _POINTER],
-    "outrider_linear_scratch": [*[_SIZE] * 3],
+    "outrider_linear": [_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, *[_SIZE] * 3, _POINTER],
+    "outrider_linear_scratch": [*[_SIZE] * 2],
+    "outrider_fill_blocks": [_POINTER, _SIZE, _POINTER, *[_SIZE] * 4, _POINTER],
+    "outrider_embed": [_POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE],
     "outrider_rms_norm": [*[_POINTER] * 4, _SIZE, _SIZE, _FLOAT],
     "outrider_rotate_and_store": [*[_POINTER] * 12, *[_SIZE] * 4],
     "outrider_attention": [*[_POINTER] * 8, *[_SIZE] * 5, _FLOAT],
@@ -39,6 +41,7 @@ _SIZED = (
     "outrider_choose",
     "outrider_draw_stretch",
     "outrider_linear_scratch",
+    "outrider_fill_blocks",
     "outrider_forward_floats",
     "outrider_head_floats",
 )
@@ -53,7 +56,7 @@ class MatrixFields(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("weight", "bias")),
-        *((name, _SIZE) for name in ("num_inputs", "num_outputs", "bits")),
+        *((name, _SIZE) for name in ("num_inputs", "num_outputs", "format")),
     )
 
 

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.ops.arena import Arena
+from outrider.engine.ops.blocks import KINDS, MAX_PARTS, OUTPUTS, BlockMatrix, StackedMatrix, Weight, parts_of, quantise
 from outrider.engine.ops.faults import refuse
 from outrider.engine.ops.library import Kernels
-from outrider.engine.ops.packed import PackedMatrix, Weight, pack, packed_shape
 
 MAX_THREADS = 256
 MAX_HEAD_DIM = 512
+# Of kernels/blocks.h.
+FORMAT_PARTS, FIRST_KIND = 1, 256
 # How long an idle worker looks for work before it sleeps. Longer than what one thread does alone in the middle of a
 # forward, far shorter than a network round trip, so that a waiting service leaves the processor to others. Measured on
 # two processors: without looking a step of the embedded target takes a fifth longer; 50 and 200 save 1 to 4 hundredths.
@@ -50,23 +52,59 @@ class NativeOps:
         # Not at exit: another thread may still be inside a kernel then, and the process takes the workers along.
         weakref.finalize(self, self.functions.outrider_pool_destroy, self.pool).atexit = False
 
-    def stack(self, weights: Sequence[Tensor]) -> Weight:
-        """One matrix of all weights, in the memory of this object's arena."""
+    def stack(self, weights: Sequence[Weight]) -> Weight:
+        """One matrix of all weights, floats in the memory of this object's arena; blocks stay where they are."""
+        tensors = [weight for weight in weights if isinstance(weight, Tensor)]
         if self._packed_bits is not None:
-            return pack(weights, self._packed_bits, self._arena.empty)
-        num_rows = sum(weight.shape[0] for weight in weights)
-        stacked = self._arena.empty((num_rows, *weights[0].shape[1:]), weights[0].dtype)
-        return torch.cat(list(weights), out=stacked)
+            return quantise(tensors, self._packed_bits, self._arena.empty)
+        if len(weights) == 1 and not tensors:
+            return weights[0]
+        if len(tensors) == len(weights) and len({tensor.dtype for tensor in tensors}) == 1:
+            return torch.cat(tensors, out=self._arena.empty((sum(map(len, tensors)), *tensors[0].shape[1:]), tensors[0].dtype))
+        return _stacked([part for weight in weights for part in parts_of(weight)])
+
+    def blocks(self, kind: str, num_outputs: int, num_inputs: int) -> BlockMatrix:
+        """A matrix of a kind of GGUF, in this object's memory, with nothing in it yet; see `fill`."""
+        return BlockMatrix.empty(kind, num_outputs, num_inputs, self._arena.empty)
+
+    def fill(self, matrix: BlockMatrix, stored: Tensor, first_row: int, head_dim: int = 0) -> int:
+        """Rows first_row and on from those of a file, uint8 [rows, bytes]; returns how many scales are no numbers.
+
+        Whole blocks of 16 rows but at the end. With head_dim whole heads of so many rows, in the order in which
+        llama.cpp rotates them: neighbours are pairs, and here halves.
+        """
+        kind, num_rows = KINDS[matrix.kind], stored.shape[0]
+        expect("stored", stored, torch.uint8, (num_rows, kind.row_bytes(matrix.num_inputs)))
+        expect("data", matrix.data, torch.uint8, kind.shape(*matrix.shape))
+        if first_row % OUTPUTS or not 0 <= first_row <= matrix.num_outputs - num_rows or head_dim and num_rows % head_dim:
+            raise ValueError(f"rows {first_row} to {first_row + num_rows} are not whole blocks and heads of {matrix.num_outputs}")
+        number = list(KINDS).index(matrix.kind)
+        sizes = first_row, num_rows, matrix.num_inputs, head_dim
+        found: int = self.functions.outrider_fill_blocks(
+            self.pool, number, stored.data_ptr(), *sizes, matrix.data.data_ptr()
+        )
+        return found
+
+    def embed(self, weight: Weight, token_ids: Tensor) -> Tensor:
+        num_rows, (num_ids, num_inputs) = token_ids.shape[0], weight.shape
+        expect("token_ids", token_ids, torch.int64, (num_rows,))
+        if num_rows and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < num_ids:
+            raise IndexError(f"token_ids must be in [0, {num_ids})")
+        output = torch.empty(num_rows, num_inputs)
+        places = *expect_weight("weight", weight, (num_ids, num_inputs)), token_ids.data_ptr(), output.data_ptr()
+        self.functions.outrider_embed(*places, num_rows, num_inputs)
+        return output
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         (num_rows, num_inputs), num_outputs = _matrix("x", x), weight.shape[0]
-        place, bits = expect_weight("weight", weight, (num_outputs, num_inputs))
+        place, number = expect_weight("weight", weight, (num_outputs, num_inputs))
         if bias is not None:
             expect("bias", bias, torch.float32, (num_outputs,))
         output = torch.empty(num_rows, num_outputs)
         address = None if bias is None else bias.data_ptr()
-        scratch = torch.empty(self.functions.outrider_linear_scratch(bits, num_rows, num_inputs), dtype=torch.uint8)
-        places = x.data_ptr(), place, bits, address, output.data_ptr()
+        scratch_bytes = 0 if isinstance(weight, Tensor) else self.functions.outrider_linear_scratch(num_rows, num_inputs)
+        scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
+        places = x.data_ptr(), place, number, address, output.data_ptr()
         sizes = num_rows, num_inputs, num_outputs
         self.functions.outrider_linear(self.pool, *places, *sizes, scratch.data_ptr())
         return output
@@ -215,15 +253,28 @@ def expect(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 
 
 def expect_weight(name: str, weight: Weight, shape: tuple[int, int]) -> tuple[int, int]:
-    """Address of a matrix of this shape, and the bits of a weight; raises ValueError for any other."""
-    if isinstance(weight, PackedMatrix):
-        if weight.shape != shape:
-            raise ValueError(f"{name} is {list(weight.shape)}, but must be {list(shape)}")
-        expect(name, weight.data, torch.uint8, packed_shape(*shape, weight.bits))
-        return weight.data.data_ptr(), weight.bits
-    is_bf16 = weight.dtype is torch.bfloat16
-    expect(name, weight, torch.bfloat16 if is_bf16 else torch.float32, shape)
-    return weight.data_ptr(), 16 if is_bf16 else 32
+    """Address of a matrix of this shape, and its format; raises ValueError for any other, and for what C would misread."""
+    if isinstance(weight, Tensor):
+        is_bf16 = weight.dtype is torch.bfloat16
+        expect(name, weight, torch.bfloat16 if is_bf16 else torch.float32, shape)
+        return weight.data_ptr(), 16 if is_bf16 else 32
+    if weight.shape != shape:
+        raise ValueError(f"{name} is {list(weight.shape)}, but must be {list(shape)}")
+    if isinstance(weight, StackedMatrix):
+        return weight.places.data_ptr(), FORMAT_PARTS
+    expect(name, weight.data, torch.uint8, KINDS[weight.kind].shape(*shape))
+    return weight.data.data_ptr(), FIRST_KIND + list(KINDS).index(weight.kind)
+
+
+def _stacked(parts: Sequence[Tensor | BlockMatrix]) -> StackedMatrix:
+    """The parts with `matrix_parts` of kernels/blocks.h, which holds their addresses."""
+    if len(parts) > MAX_PARTS:
+        raise ValueError(f"a matrix has {len(parts)} parts, but must have at most {MAX_PARTS}")
+    places = [len(parts)]
+    for part in parts:
+        num_outputs, num_inputs = part.shape
+        places += [*expect_weight("part", part, (num_outputs, num_inputs)), num_outputs]
+    return StackedMatrix(tuple(parts), torch.tensor(places))
 
 
 def _matrix(name: str, tensor: Tensor) -> tuple[int, int]:

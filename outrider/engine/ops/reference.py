@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.ops.eager import EagerOps
-from outrider.engine.ops.packed import Weight
+from outrider.engine.ops.blocks import Weight
 
 
 class ReferenceOps(EagerOps):

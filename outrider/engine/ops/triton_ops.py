@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.engine.batching import CHUNK, RowPlan
 from outrider.engine.ops.eager import EagerOps
-from outrider.engine.ops.packed import PackedMatrix, Weight
+from outrider.engine.ops.blocks import Weight
 from outrider.engine.ops.triton import attention, choose, linear, rows
 
 # Of a persistent grid and of a product that is divided: this many programs for each multiprocessor.
@@ -87,7 +87,7 @@ class TritonOps(EagerOps):
 
     def parts_of_product(self, x: Tensor, weight: Weight) -> Tensor:
         """Parts [P, R, N] whose sum, in order, is x [R, K] times the transpose of weight [N, K], in its type."""
-        if isinstance(weight, PackedMatrix):
+        if not isinstance(weight, Tensor):
             raise ValueError("packed matrices are for the CPU")
         x = x.to(weight.dtype).contiguous()
         (num_rows, num_inputs), num_outputs = x.shape, weight.shape[0]

@@ -9,8 +9,8 @@ typedef struct {
     const void *weight;
     const float *bias;
     int64_t num_inputs, num_outputs;
-    /* Of a weight: 32, 16, 8 or 4; see outrider_linear. */
-    int64_t bits;
+    /* As outrider_linear reads it. */
+    int64_t format;
 } matrix;
 
 typedef struct {
@@ -81,13 +81,12 @@ static int64_t mlp_size(const decoder *model) {
 
 static int64_t qkv_size(const decoder *model) { return (model->num_heads + 2 * model->num_groups) * model->head_dim; }
 
-/* Floats a row of the largest product's scratch; none where nothing is packed. */
+/* Floats a row of what the largest product may need beside its rows. */
 static int64_t scratch_floats(const decoder *model, int64_t normed) {
     const int64_t widths[] = {hidden_size(model), normed, query_size(model), mlp_size(model)};
     int64_t widest = 0;
     for (int each = 0; each < 4; each++) widest = widths[each] > widest ? widths[each] : widest;
-    const int64_t bits = model->head.bits < model->layers[0].down.bits ? model->head.bits : model->layers[0].down.bits;
-    return outrider_linear_scratch(bits, 1, widest) / (int64_t)sizeof(float);
+    return outrider_linear_scratch(1, widest) / (int64_t)sizeof(float);
 }
 
 /* Cuts `floats` into the activations of num_rows rows, of which `normed` has so many columns; returns how many floats
@@ -111,21 +110,12 @@ int64_t outrider_forward_floats(const decoder *model, int64_t num_rows) {
 }
 
 static void embed(const decoder *model, const row_plan *plan, float *x) {
-    const int64_t hidden = hidden_size(model);
-    for (int64_t row = 0; row < plan->num_rows; row++, x += hidden) {
-        const int64_t offset = plan->token_ids[row] * hidden;
-        const float *floats = (const float *)model->embedding.weight + offset;
-        const uint16_t *halves = (const uint16_t *)model->embedding.weight + offset;
-        for (int64_t i = 0; i < hidden; i += WIDTH) {
-            const int64_t left = hidden - i;
-            store_upto(x + i, model->embedding.bits == 16 ? load_bf16_upto(halves + i, left) : load_upto(floats + i, left),
-                       left);
-        }
-    }
+    const matrix *m = &model->embedding;
+    outrider_embed(m->weight, m->format, plan->token_ids, x, plan->num_rows, m->num_inputs);
 }
 
 static void multiply(pool *threads, const matrix *m, const float *x, float *output, int64_t num_rows, void *scratch) {
-    outrider_linear(threads, x, m->weight, (int)m->bits, m->bias, output, num_rows, m->num_inputs, m->num_outputs,
+    outrider_linear(threads, x, m->weight, m->format, m->bias, output, num_rows, m->num_inputs, m->num_outputs,
                     scratch);
 }
 

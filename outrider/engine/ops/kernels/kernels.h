@@ -2,15 +2,20 @@
 #ifndef OUTRIDER_KERNELS_H
 #define OUTRIDER_KERNELS_H
 
+#include "blocks.h"
 #include "pool.h"
 
-void outrider_linear(pool *threads, const float *x, const void *weight, int bits, const float *bias, float *output,
+void outrider_linear(pool *threads, const float *x, const void *weight, int64_t format, const float *bias, float *output,
                      int64_t num_rows, int64_t num_inputs, int64_t num_outputs, void *scratch);
 
-int64_t outrider_linear_scratch(int64_t bits, int64_t num_rows, int64_t num_inputs);
+int64_t outrider_linear_scratch(int64_t num_rows, int64_t num_inputs);
 
-void linear_integer(pool *threads, const float *x, const void *weight, int bits, const float *bias, float *output,
-                    int64_t num_rows, int64_t num_inputs, int64_t num_outputs, void *scratch);
+void linear_blocks(pool *threads, const float *x, const matrix_parts *weights, const float *bias, float *output,
+                   int64_t num_rows, int64_t num_inputs, int64_t stride, void *scratch);
+
+/* Rows of a matrix, looked up: token_ids [num_rows], output [num_rows, num_inputs]. */
+void outrider_embed(const void *weight, int64_t format, const int64_t *token_ids, float *output, int64_t num_rows,
+                    int64_t num_inputs);
 
 void outrider_rms_norm(pool *threads, const float *x, const float *weight, float *output, int64_t num_rows,
                        int64_t width, float epsilon);

@@ -2,8 +2,8 @@
  *
  * Every output element is one dot product: sixteen partial sums, step sixteen along k, summed as sum4 does. Tiles only
  * decide how many dot products advance together, so the same bits come out for any number of rows, tile and thread. */
+#include "blocks.h"
 #include "kernels.h"
-#include "lanes.h"
 
 /* Sums of a tile, its weights and one x must fit the registers: 32 of 64 bytes with AVX-512, less elsewhere. */
 #if REGISTER_BYTES == 64
@@ -34,6 +34,8 @@ typedef struct {
     const void *weight;
     const float *bias;
     float *output;
+    /* Floats between rows of the output. */
+    int64_t stride;
     int64_t num_rows, num_inputs, num_outputs, num_threads, num_blocks, num_large, large_outputs, small_outputs;
 } linear_job;
 
@@ -71,7 +73,7 @@ INLINE void finish(const linear_job *job, int64_t row, int64_t output, int num_r
     sum4x4(sums, num_rows, totals);
     UNROLL
     for (int r = 0; r < num_rows; r++) {
-        float *to = job->output + (row + r) * job->num_outputs + output;
+        float *to = job->output + (row + r) * job->stride + output;
         UNROLL
         for (int o = 0; o < num_outputs; o++)
             to[o] = job->bias == 0 ? totals[r][o] : totals[r][o] + job->bias[output + o];
@@ -223,16 +225,13 @@ static int64_t outputs_of_a_large_item(const linear_job *job, int64_t row_bytes)
     return whole_tiles((bytes < MIN_ITEM_BYTES ? MIN_ITEM_BYTES : bytes > most ? most : bytes) / row_bytes);
 }
 
-/* x [num_rows, num_inputs], weight [num_outputs, num_inputs] of 32 bits (float32) or 16 (bfloat16), or packed ones of 8
- * or 4 (linear_integer.c), which need outrider_linear_scratch bytes; bias [num_outputs] or NULL. */
-void outrider_linear(pool *threads, const float *x, const void *weight, int bits, const float *bias, float *output,
-                     int64_t num_rows, int64_t num_inputs, int64_t num_outputs, void *scratch) {
-    if (bits <= 8) {
-        linear_integer(threads, x, weight, bits, bias, output, num_rows, num_inputs, num_outputs, scratch);
-        return;
-    }
-    const int is_bf16 = bits == 16;
-    linear_job job = {x, weight, bias, output, num_rows, num_inputs, num_outputs, pool_num_threads(threads), 0, 0, 0, 0};
+static void linear_floats(pool *threads, const float *x, const matrix_part *weight, const float *bias, float *output,
+                          int64_t num_rows, int64_t num_inputs, int64_t stride) {
+    const int is_bf16 = weight->format == FORMAT_BF16;
+    const int64_t num_outputs = weight->num_outputs;
+    linear_job job = {.x = x, .weight = weight->weight, .bias = bias, .output = output, .stride = stride};
+    job.num_rows = num_rows, job.num_inputs = num_inputs, job.num_outputs = num_outputs;
+    job.num_threads = pool_num_threads(threads);
     job.num_blocks = num_blocks(num_rows, num_inputs);
     job.large_outputs = outputs_of_a_large_item(&job, num_inputs * (is_bf16 ? 2 : 4));
     job.small_outputs = whole_tiles(job.large_outputs / SMALL_ITEMS_OF_A_LARGE);
@@ -241,4 +240,20 @@ void outrider_linear(pool *threads, const float *x, const void *weight, int bits
     const uint32_t num_items = (uint32_t)(job.num_large + (rest + job.small_outputs - 1) / job.small_outputs);
     pool_run_costing(threads, is_bf16 ? item_bf16 : item_f32, &job, num_items,
                      (double)num_rows * (double)num_inputs * (double)num_outputs);
+}
+
+/* x [num_rows, num_inputs], weight [num_outputs, num_inputs] of a format of blocks.h, of which all but floats need
+ * outrider_linear_scratch bytes; bias [num_outputs] or NULL. */
+void outrider_linear(pool *threads, const float *x, const void *weight, int64_t format, const float *bias, float *output,
+                     int64_t num_rows, int64_t num_inputs, int64_t num_outputs, void *scratch) {
+    const matrix_parts whole = {1, {{weight, format, num_outputs}}};
+    const matrix_parts *parts = format == FORMAT_PARTS ? weight : &whole;
+    int64_t first = 0, has_blocks = 0;
+    for (int64_t index = 0; index < parts->count; index++) {
+        const matrix_part *part = &parts->parts[index];
+        if (part->format >= FIRST_KIND) has_blocks = 1;
+        else linear_floats(threads, x, part, bias == 0 ? 0 : bias + first, output + first, num_rows, num_inputs, num_outputs);
+        first += part->num_outputs;
+    }
+    if (has_blocks) linear_blocks(threads, x, parts, bias, output, num_rows, num_inputs, num_outputs, scratch);
 }

@@ -13,7 +13,7 @@ from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import load_tensors
 from outrider.engine.ops import Ops
-from outrider.engine.ops.packed import Weight
+from outrider.engine.ops.blocks import Weight
 from outrider.engine.ops.reference import ReferenceOps
 from outrider.engine.row_check import differing_operations
 

@@ -8,7 +8,7 @@ from support.devices.kernels import KernelOps, altered, amid_nan, assert_same
 from torch import Tensor
 
 from outrider.engine.ops import triton_ops
-from outrider.engine.ops.packed import PackedMatrix
+from outrider.engine.ops.blocks import BlockMatrix
 from outrider.engine.ops.reference import ReferenceOps
 from outrider.engine.ops.triton import linear
 
@@ -118,7 +118,7 @@ def test_the_size_of_a_tile_changes_no_bit(dtype: torch.dtype) -> None:
 def test_a_packed_matrix_is_refused() -> None:
     """It is for the CPU."""
     packed = ReferenceOps(8).stack([torch.randn(16, 32)])
-    assert isinstance(packed, PackedMatrix)
+    assert isinstance(packed, BlockMatrix)
     with pytest.raises(ValueError, match="packed"):
         KernelOps().linear(torch.randn(1, 32), packed)
 

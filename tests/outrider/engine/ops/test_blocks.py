@@ -6,7 +6,7 @@ from support.models.engine_cases import BUILT, every_ops, native
 from torch import Tensor
 
 from outrider.engine.ops import Ops
-from outrider.engine.ops.packed import PackedMatrix, pack, packed_product
+from outrider.engine.ops.blocks import BlockMatrix, block_product, quantise
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 SIZES = pytest.mark.parametrize(
@@ -14,9 +14,9 @@ SIZES = pytest.mark.parametrize(
 )
 
 
-def packed(weight: Tensor, bits: int) -> PackedMatrix:
+def packed(weight: Tensor, bits: int) -> BlockMatrix:
     """One matrix alone."""
-    return pack([weight], bits)
+    return quantise([weight], bits)
 
 
 def matrix_of(num_outputs: int, num_inputs: int) -> Tensor:
@@ -56,7 +56,7 @@ def test_weights_on_the_grid_stay_as_they_are(bits: int) -> None:
 def test_stacked_matrices_are_one(bits: int) -> None:
     """The rows of all, in their order; zeros stay zeros."""
     first, second = matrix_of(20, 96), torch.zeros(5, 96)
-    both = pack([first, second], bits)
+    both = quantise([first, second], bits)
     assert torch.equal(both.unpack(), torch.cat((packed(first, bits).unpack(), second)))
 
 
@@ -68,8 +68,8 @@ def test_every_implementation_has_the_same_bits(bits: int, ops: Ops, num_inputs:
     weight = packed(matrix_of(num_outputs, num_inputs), bits)
     x = matrix_of(23, num_inputs)
     bias = matrix_of(num_outputs, 1)[:, 0].contiguous()
-    assert torch.equal(ops.linear(x, weight), packed_product(x, weight))
-    assert torch.equal(ops.linear(x, weight, bias), packed_product(x, weight) + bias)
+    assert torch.equal(ops.linear(x, weight), block_product(x, weight))
+    assert torch.equal(ops.linear(x, weight, bias), block_product(x, weight) + bias)
 
 
 @BITS
@@ -117,7 +117,7 @@ def test_a_packed_matrix_of_another_shape_is_refused() -> None:
     weight = packed(matrix_of(20, 200), 8)
     with pytest.raises(ValueError, match=r"weight is \[20, 200\], but must be \[20, 100\]"):
         native().linear(torch.zeros(1, 100), weight)
-    short = PackedMatrix(weight.data[:1], 20, 200, 8)
+    short = BlockMatrix(weight.data[:1], 20, 200, 8)
     with pytest.raises(ValueError, match=r"weight is torch\.uint8"):
         native().linear(torch.zeros(1, 200), short)
 
@@ -128,5 +128,5 @@ def test_operations_with_packed_bits_stack_packed(bits: int) -> None:
     weights = [matrix_of(20, 200), matrix_of(3, 200)]
     for ops in every_ops(packed_bits=bits):
         stacked = ops.stack(weights)
-        assert isinstance(stacked, PackedMatrix)
+        assert isinstance(stacked, BlockMatrix)
         assert torch.equal(stacked.unpack(), packed(torch.cat(weights), bits).unpack())

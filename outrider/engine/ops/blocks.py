@@ -1,0 +1,334 @@
+"""Matrices in blocks of 16 outputs, as kernels/blocks.h describes them: the values of a GGUF file, none of them rounded.
+
+A block is read in one stream: for each group of 32 inputs the weights of 16 outputs, four inputs at a time, and their
+scales. `int8` and `int4` are made here of any weights, as Q8_0 and Q4_0: symmetric, in groups of 32, a scale in float16.
+With 8 bits a group's largest weight is 127 scales; with 4 bits the scale is the one of a few around the largest weight
+that leaves the least squared error.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+OUTPUTS = 16
+"""Number of outputs in a block."""
+GROUP, SPAN, LINE = 32, 8, 64
+"""Inputs of a group, groups of a span, and bytes of a line: four inputs of 16 outputs."""
+MAX_PARTS = 4
+# A four-bit scale is the largest weight over one of these; below 8 the largest weight is cut.
+NIBBLE_DIVISORS = (8.0, -8.0, 7.0, -7.0, 6.5, -6.5, 9.0, -9.0)
+# Rows that are quantised at a time, so that only these are float32 as well.
+PIECE_ROWS = 4096
+NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+FOURTH = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+class Scale(Enum):
+    """How a kind keeps its scales; the numbers are bytes of a group's scale of one output."""
+
+    FLOAT16 = "float16 for a group"
+    BYTE = "a byte with a sign for a group, times float16 for a span"
+    HALVES = "the same with a byte for each half of a group"
+    POWER = "a power of two for a group"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a group's scale of one output."""
+        return 1 if self in (Scale.BYTE, Scale.POWER) else 2
+
+    @property
+    def has_spans(self) -> bool:
+        return self in (Scale.BYTE, Scale.HALVES)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKind:
+    """What the weights of one type of GGUF are made of."""
+
+    bits: int
+    scale: Scale
+    has_minimum: bool = False
+    offset: int = 0
+    """What a weight without a table has too much."""
+    table: tuple[int, ...] | None = None
+    file_inputs: int = 32
+    """Inputs of a block of the file."""
+    file_bytes: int = 0
+
+    @property
+    def line_bytes(self) -> int:
+        return self.bits * LINE
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of a span before its groups."""
+        return 2 * OUTPUTS * (1 + self.has_minimum) if self.scale.has_spans else 0
+
+    @property
+    def group_bytes(self) -> int:
+        return self.line_bytes + OUTPUTS * self.scale.num_bytes * (1 + self.has_minimum)
+
+    def row_bytes(self, num_inputs: int) -> int:
+        """Bytes of a row of the file."""
+        return num_inputs // self.file_inputs * self.file_bytes
+
+    def shape(self, num_outputs: int, num_inputs: int) -> tuple[int, int]:
+        """The shape of a matrix's data."""
+        groups = -(-num_inputs // GROUP)
+        return -(-num_outputs // OUTPUTS), groups * self.group_bytes + -(-groups // SPAN) * self.head_bytes
+
+
+# In the order of kernels/blocks.h.
+KINDS = {
+    "Q4_0": BlockKind(4, Scale.FLOAT16, offset=8, file_bytes=18),
+    "Q4_1": BlockKind(4, Scale.FLOAT16, has_minimum=True, file_bytes=20),
+    "Q5_0": BlockKind(5, Scale.FLOAT16, offset=16, file_bytes=22),
+    "Q5_1": BlockKind(5, Scale.FLOAT16, has_minimum=True, file_bytes=24),
+    "Q8_0": BlockKind(8, Scale.FLOAT16, offset=128, file_bytes=34),
+    "Q2_K": BlockKind(4, Scale.HALVES, has_minimum=True, file_inputs=256, file_bytes=84),
+    "Q3_K": BlockKind(4, Scale.HALVES, offset=4, file_inputs=256, file_bytes=110),
+    "Q4_K": BlockKind(4, Scale.BYTE, has_minimum=True, file_inputs=256, file_bytes=144),
+    "Q5_K": BlockKind(5, Scale.BYTE, has_minimum=True, file_inputs=256, file_bytes=176),
+    "Q6_K": BlockKind(6, Scale.HALVES, offset=32, file_inputs=256, file_bytes=210),
+    "IQ4_NL": BlockKind(4, Scale.FLOAT16, table=NONLINEAR, file_bytes=18),
+    "IQ4_XS": BlockKind(4, Scale.BYTE, table=NONLINEAR, file_inputs=256, file_bytes=136),
+    "MXFP4": BlockKind(4, Scale.POWER, table=FOURTH, file_bytes=17),
+}
+QUANTISED = {8: "Q8_0", 4: "Q4_0"}
+"""The kind that weights of so many bits are made into."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMatrix:
+    """Weights [num_outputs, num_inputs] of one kind."""
+
+    data: Tensor
+    """uint8 [blocks, bytes of a block]; what fills the last block up is anything."""
+    kind: str
+    num_outputs: int
+    num_inputs: int
+
+    @classmethod
+    def empty(cls, kind: str, num_outputs: int, num_inputs: int, memory: Callable[..., Tensor] = torch.empty) -> "BlockMatrix":
+        """A matrix with nothing in it yet, whose memory is given as torch.empty gives it."""
+        data = memory(KINDS[kind].shape(num_outputs, num_inputs), dtype=torch.uint8)
+        return cls(data, kind, num_outputs, num_inputs)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_outputs, self.num_inputs
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the numbers that it stands for."""
+        return torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def __len__(self) -> int:
+        return self.num_outputs
+
+    def numel(self) -> int:
+        return self.num_outputs * self.num_inputs
+
+    def integers(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The integers int16 [num_outputs, groups, 2, 16], and scales and minima float32 [num_outputs, groups, 2].
+
+        A group of 32 inputs has two halves, which most kinds scale alike.
+        """
+        kind, num_blocks = KINDS[self.kind], self.data.shape[0]
+        groups, heads = _groups(self.data, kind, -(-self.num_inputs // GROUP))
+        lines, scales = groups.split((kind.line_bytes, kind.group_bytes - kind.line_bytes), 2)
+        lines = lines.reshape(num_blocks, -1, kind.bits, OUTPUTS, 4)
+        if kind.bits == 8:
+            quads = lines.to(torch.int16)
+        else:
+            quads = torch.cat((lines[:, :, :4] & 15, lines[:, :, :4] >> 4), 2).to(torch.int16)
+            if kind.bits > 4:
+                # Of each byte of a line so many quads have their upper bits.
+                width = kind.bits - 4
+                shifts = torch.arange(8 // width, dtype=torch.uint8)[:, None, None] * width
+                upper = lines[:, :, 4:, None] >> shifts & (1 << width) - 1
+                quads |= upper.flatten(2, 3).to(torch.int16) << 4
+        # [blocks, groups, quads, outputs, 4] to outputs first.
+        integers = quads.permute(0, 3, 1, 2, 4).reshape(num_blocks * OUTPUTS, -1, 2, 16)[: self.num_outputs]
+        if kind.table is None:
+            integers = integers - kind.offset
+        else:
+            integers = torch.tensor(kind.table, dtype=torch.int16)[integers.long()]
+        width = OUTPUTS * kind.scale.num_bytes
+        minima = _scales(kind.scale, scales[..., width:], heads[..., 2 * OUTPUTS :]) if kind.has_minimum else None
+        found = _scales(kind.scale, scales[..., :width], heads[..., : 2 * OUTPUTS])
+        return integers, found[: self.num_outputs], None if minima is None else minima[: self.num_outputs]
+
+    def unpack(self) -> Tensor:
+        """The weights that it stands for, float32 [num_outputs, num_inputs]: those of the file, rounded once at most."""
+        integers, scales, minima = self.integers()
+        values = integers * scales[..., None]
+        values = values if minima is None else values + minima[..., None]
+        return values.flatten(1)[:, : self.num_inputs].contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class StackedMatrix:
+    """The rows of several matrices, of which each is kept in its own way; at most MAX_PARTS."""
+
+    parts: tuple[BlockMatrix | Tensor, ...]
+    places: Tensor
+    """Their addresses as kernels read them, int64."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.places.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the numbers that it stands for."""
+        return torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def numel(self) -> int:
+        return sum(part.numel() for part in self.parts)
+
+
+Weight = Tensor | BlockMatrix | StackedMatrix
+"""A matrix [N, K] that `linear` multiplies with: bfloat16, float32, in blocks, or parts of these."""
+
+
+def unpacked(weight: Weight) -> Tensor:
+    """The matrix itself, or what it stands for in float32."""
+    if isinstance(weight, StackedMatrix):
+        return torch.cat([unpacked(part).float() for part in weight.parts])
+    return weight.unpack() if isinstance(weight, BlockMatrix) else weight
+
+
+def parts_of(weight: Weight) -> tuple[BlockMatrix | Tensor, ...]:
+    """The matrices whose rows stand below each other; most have only one."""
+    return weight.parts if isinstance(weight, StackedMatrix) else (weight,)
+
+
+def first_rows(weight: Weight, count: int) -> Weight:
+    """The first rows of a matrix, where they lie. Raises ValueError for parts of several kinds."""
+    if isinstance(weight, StackedMatrix):
+        raise ValueError("rows are taken of one matrix, and not of several parts")
+    if isinstance(weight, BlockMatrix):
+        return replace(weight, data=weight.data[: -(-count // OUTPUTS)], num_outputs=min(count, len(weight)))
+    return weight[:count]
+
+
+def are_same(one: Weight | None, other: Weight | None) -> bool:
+    """Whether both are tensors of the same bits; blocks are nobody's copy."""
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _groups(data: Tensor, kind: BlockKind, num_groups: int) -> tuple[Tensor, Tensor]:
+    """Groups [blocks, groups, bytes], and the heads of their spans [blocks, groups, bytes]."""
+    num_blocks, head = data.shape[0], kind.head_bytes
+    if not head:
+        return data.view(num_blocks, num_groups, kind.group_bytes), data.new_empty(num_blocks, num_groups, 0)
+    spans = torch.split(data, head + SPAN * kind.group_bytes, 1)
+    groups = torch.cat([span[:, head:] for span in spans], 1).view(num_blocks, num_groups, kind.group_bytes)
+    heads = torch.stack([span[:, :head] for span in spans], 1)
+    return groups, heads.repeat_interleave(SPAN, 1)[:, :num_groups]
+
+
+def _scales(scale: Scale, own: Tensor, heads: Tensor) -> Tensor:
+    """Scales float32 [outputs, groups, 2] of their bytes [blocks, groups, bytes] and those of their spans."""
+    own, heads = own.contiguous(), heads.contiguous()
+    if scale is Scale.FLOAT16:
+        found = own.view(torch.float16).float()
+    elif scale is Scale.POWER:
+        # Half of what the exponent says, which is where its values are twice what they should be.
+        found = torch.ldexp(torch.ones(own.shape), own.int() - 128)
+    else:
+        spans = heads.view(torch.float16).float()
+        found = own.view(torch.int8).float() * spans.repeat(1, 1, own.shape[2] // OUTPUTS)
+    halves = found.unflatten(2, (-1, OUTPUTS)).expand(-1, -1, 2, -1) if scale is not Scale.HALVES else found.unflatten(2, (2, OUTPUTS))
+    # [blocks, groups, halves, outputs] to outputs first.
+    return halves.permute(0, 3, 1, 2).flatten(0, 1)
+
+
+def quantise(weights: Iterable[Tensor], bits: int, memory: Callable[..., Tensor] = torch.empty) -> BlockMatrix:
+    """Quantises the rows of all weights [N, K] into one matrix, whose memory is given as torch.empty gives it."""
+    pieces = [piece for weight in weights for piece in torch.split(weight, PIECE_ROWS)]
+    num_outputs, num_inputs = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1]
+    rounded = [_quantise(piece.float(), bits) for piece in pieces]
+    integers = torch.cat([each for each, _ in rounded])
+    scales = torch.cat([each for _, each in rounded])
+    made = BlockMatrix.empty(QUANTISED[bits], num_outputs, num_inputs, memory)
+    num_blocks, num_groups = made.data.shape[0], scales.shape[1]
+    missing = num_blocks * OUTPUTS - num_outputs
+    integers = functional.pad(integers, (0, 0, 0, 0, 0, missing)).view(num_blocks, OUTPUTS, num_groups, GROUP // 4, 4)
+    quads = (integers.permute(0, 2, 3, 1, 4).to(torch.int16) + (1 << bits - 1)).to(torch.uint8)
+    if bits == 4:
+        quads = quads[:, :, :4] | quads[:, :, 4:] << 4
+    scales = functional.pad(scales, (0, 0, 0, missing)).view(num_blocks, OUTPUTS, num_groups).transpose(1, 2)
+    ends = scales.contiguous().view(torch.uint8)
+    torch.cat((quads.reshape(num_blocks, num_groups, -1), ends), 2, out=made.data.view(num_blocks, num_groups, -1))
+    return made
+
+
+def _quantise(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Integers int8 [N, groups, group] and scales float16 [N, groups] of weight [N, K] float32."""
+    grouped = functional.pad(weight, (0, -weight.shape[1] % GROUP)).view(weight.shape[0], -1, GROUP)
+    largest = grouped.gather(2, grouped.abs().argmax(2, keepdim=True))
+    if bits == 8:
+        scales = (largest.abs() / 127).half()
+        return _rounded(grouped, scales, 127, 127), scales[..., 0]
+    scales, least = torch.zeros_like(largest, dtype=torch.float16), torch.full_like(largest, torch.inf)
+    for divisor in NIBBLE_DIVISORS:
+        tried = (largest / divisor).half()
+        errors = (_rounded(grouped, tried, 8, 7) * tried.float() - grouped).square().sum(2, keepdim=True)
+        scales, least = torch.where(errors < least, tried, scales), torch.minimum(errors, least)
+    return _rounded(grouped, scales, 8, 7), scales[..., 0]
+
+
+def _rounded(grouped: Tensor, scales: Tensor, below: int, above: int) -> Tensor:
+    # A scale of zero belongs to a group of zeros.
+    return (grouped / scales.float().masked_fill(scales == 0, 1)).round().clamp(-below, above).to(torch.int8)
+
+
+def block_product(x: Tensor, weight: BlockMatrix) -> Tensor:
+    """x [R, K] times the transpose of the weights, [R, N], without kernels: the same integers, groups and order."""
+    integers, scales, minima = weight.integers()
+    # The rows as integers [R, groups, halves, 16], with scales [R, groups].
+    grouped = functional.pad(x, (0, -x.shape[1] % GROUP)).view(x.shape[0], -1, GROUP)
+    largest = grouped.abs().amax(2)
+    is_zero = largest < 2.0**-100
+    # A number over a tensor would be a product with its reciprocal, which is rounded twice.
+    factors = torch.where(is_zero, 0, torch.full_like(largest, 127) / largest)
+    inputs = (grouped * factors[..., None]).round().unflatten(2, (2, GROUP // 2)).double()
+    row_scales = torch.where(is_zero, 0, largest / 127)
+    halves = (slice(0, 1), slice(1, 2)) if KINDS[weight.kind].scale is Scale.HALVES else (slice(0, 2),)
+    output = x.new_zeros(x.shape[0], weight.num_outputs)
+    for place in range(scales.shape[1]):
+        for half in halves:
+            # Exact: at most 21 bits.
+            given = inputs[:, place, half].flatten(1)
+            products = given @ integers[:, place, half].flatten(1).double().T
+            scale = scales[:, place, half.start] * row_scales[:, place, None]
+            output = (products * scale.double() + output.double()).float()
+            if minima is not None:
+                sums = row_scales[:, place] * given.sum(1).float()
+                output = (minima[:, place, half.start].double() * sums[:, None].double() + output.double()).float()
+    return output

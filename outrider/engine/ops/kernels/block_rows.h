@@ -1,0 +1,155 @@
+/* The product of quantised rows and blocks of weights, once for each way to multiply integers; linear_blocks.c includes
+ * this file with the names that it needs:
+ *
+ *   TARGET        the attribute of a function that may use these instructions, or nothing
+ *   NAMED(name)   the name of a function in this copy
+ *   dot(sums, weights, inputs, is_wide)
+ *                 adds to each 32-bit sum the products of its four bytes of weights with the four of inputs; weights are
+ *                 below 64 unless they are wide
+ *   MAX_ROWS      rows of a tile
+ *   IS_CENTRED    whether `dot` takes 128 from wide weights itself
+ *
+ * Integers are exact, so all copies have the same bits. */
+
+/* Four inputs of WIDTH outputs: line `quad` of four, in one half of the group. */
+TARGET INLINE bytes NAMED(load_weights)(const block_kind *kind, const uint8_t *lines, int part, int half, int quad) {
+    const int bits = kind->bits;
+    const uint8_t *at = lines + part * REGISTER_BYTES;
+    if (bits == BITS_8) return load_bytes(at + (4 * half + quad) * LINE);
+    const words line = (words)load_bytes(at + quad * LINE);
+    const bytes nibbles = (bytes)((half ? line >> 4 : line) & 0x0f0f0f0f);
+    if (bits == CHOSEN) return choose_bytes(nibbles, kind->table);
+    if (bits == BITS_4) return nibbles;
+    if (bits == BITS_5) {
+        const words fifth = (words)load_bytes(at + 4 * LINE);
+        return nibbles | (bytes)((half ? fifth >> quad : fifth << (4 - quad)) & 0x10101010);
+    }
+    const words pairs = (words)load_bytes(at + (4 + half) * LINE);
+    return nibbles | (bytes)((quad < 3 ? pairs << (4 - 2 * quad) : pairs >> 2) & 0x30303030);
+}
+
+/* A group of all weights of a block: for each row a sum of integers, times both scales, onto the row's float32 sums. */
+TARGET INLINE void NAMED(add_group)(const block_kind *kind, const uint8_t *head, const uint8_t *lines,
+                                    const input_group *const rows[], int num_rows, floats sums[][PARTS]) {
+    const int is_wide = kind->bits == BITS_8 || kind->bits == CHOSEN;
+    const int offset = is_wide && IS_CENTRED ? kind->offset - 128 : kind->offset;
+    const int is_halved = kind->scale == HALVES;
+    const uint8_t *scales = lines + line_bytes(kind), *minima = scales + scale_bytes(kind);
+    UNROLL
+    for (int part = 0; part < PARTS; part++) {
+        const int outputs = part * WIDTH, width = kind->scale == FLOAT16 ? 2 : 1;
+        ints products[MAX_ROWS];
+        UNROLL
+        for (int r = 0; r < num_rows; r++)
+            products[r] = splat_int(-offset * (rows[r]->sums[0] + (is_halved ? 0 : rows[r]->sums[1])));
+        UNROLL
+        for (int half = 0; half < 2; half++) {
+            UNROLL
+            for (int quad = 0; quad < 4; quad++) {
+                const bytes weights = NAMED(load_weights)(kind, lines, part, half, quad);
+                UNROLL
+                for (int r = 0; r < num_rows; r++) {
+                    const int32_t inputs = four_bytes(rows[r]->inputs + GROUP / 2 * half + 4 * quad);
+                    products[r] = dot(products[r], weights, inputs, is_wide);
+                }
+            }
+            if (half == 0 && !is_halved) continue;
+            const floats shared = load_scales(kind->scale, scales + outputs * width, head + 2 * outputs, half);
+            UNROLL
+            for (int r = 0; r < num_rows; r++)
+                sums[r][part] = fused(__builtin_convertvector(products[r], floats), shared * rows[r]->scale, sums[r][part]);
+            if (kind->has_minimum) {
+                const uint8_t *minimum_head = head + 2 * LANES + 2 * outputs;
+                const floats least = load_scales(kind->scale, minima + outputs * width, minimum_head, half);
+                UNROLL
+                for (int r = 0; r < num_rows; r++) {
+                    const float sum = is_halved ? rows[r]->scale * (float)rows[r]->sums[half] : rows[r]->scaled_sum;
+                    sums[r][part] = fused(least, splat(sum), sums[r][part]);
+                }
+            }
+            if (half == 0) {
+                UNROLL
+                for (int r = 0; r < num_rows; r++) products[r] = splat_int(-offset * rows[r]->sums[1]);
+            }
+        }
+    }
+}
+
+/* num_rows and kind are constants at every call. */
+TARGET INLINE void NAMED(block_tile)(const block_job *job, const block_part *part, int64_t row, int64_t block, int num_rows,
+                                     const block_kind *kind) {
+    const int in_head = head_bytes(kind), in_group = group_bytes(kind), in_span = in_head ? SPAN : INT32_MAX;
+    const input_group *rows[MAX_ROWS];
+    floats sums[MAX_ROWS][PARTS];
+    UNROLL
+    for (int r = 0; r < num_rows; r++) {
+        rows[r] = job->rows + (row + r) * job->num_groups;
+        UNROLL
+        for (int each = 0; each < PARTS; each++) sums[r][each] = splat(0);
+    }
+    const uint8_t *head, *lines = part->blocks + block * part->bytes;
+    for (int64_t left = job->num_groups; left > 0; left -= in_span) {
+        head = lines, lines += in_head;
+        _Pragma("GCC unroll 1")
+        for (int64_t group = left < in_span ? left : in_span; group > 0; group--, lines += in_group) {
+            for (int line = 0; line < in_group; line += LINE) __builtin_prefetch(lines + line + PREFETCH_BYTES, 0, 2);
+            NAMED(add_group)(kind, head, lines, rows, num_rows, sums);
+            UNROLL
+            for (int r = 0; r < num_rows; r++) rows[r]++;
+        }
+    }
+    /* A copy, because an array whose address leaves the function could not live in registers above. */
+    floats copy[MAX_ROWS][PARTS];
+    memcpy(copy, sums, sizeof copy);
+    store_sums(job, part, row, block, num_rows, &copy[0][0]);
+}
+
+TARGET INLINE void NAMED(block_strip)(const block_job *job, const block_part *part, int64_t row, int64_t block,
+                                      int64_t num_rows, const block_kind *kind) {
+    switch (num_rows) {
+#if MAX_ROWS > 5
+    case 10: NAMED(block_tile)(job, part, row, block, 10, kind); break;
+    case 9: NAMED(block_tile)(job, part, row, block, 9, kind); break;
+    case 8: NAMED(block_tile)(job, part, row, block, 8, kind); break;
+    case 7: NAMED(block_tile)(job, part, row, block, 7, kind); break;
+    case 6: NAMED(block_tile)(job, part, row, block, 6, kind); break;
+#endif
+    case 5: NAMED(block_tile)(job, part, row, block, 5, kind); break;
+    case 4: NAMED(block_tile)(job, part, row, block, 4, kind); break;
+    case 3: NAMED(block_tile)(job, part, row, block, 3, kind); break;
+    case 2: NAMED(block_tile)(job, part, row, block, 2, kind); break;
+    default: NAMED(block_tile)(job, part, row, block, 1, kind); break;
+    }
+}
+
+/* One function for each kind: compilers take far longer for one that has them all. */
+#define STRIP(of)                                                                                                       \
+    TARGET static __attribute__((noinline)) void NAMED(of)(const block_job *job, const block_part *part, int64_t row,    \
+                                                           int64_t block, int64_t num_rows) {                           \
+        NAMED(block_strip)(job, part, row, block, num_rows, &block_kinds[of]);                                          \
+    }
+FOR_KINDS(STRIP)
+#undef STRIP
+
+TARGET static void NAMED(block_item)(const void *argument, uint32_t index) {
+#define ENTRY(of) NAMED(of),
+    static const strip_function strips[] = {FOR_KINDS(ENTRY)};
+#undef ENTRY
+    const block_job *job = argument;
+    const block_part *part = job->parts;
+    while (part + 1 < job->parts + job->num_parts && index >= part[1].first_item) part++;
+    const int64_t first = (index - part->first_item) * part->item_blocks, rest = part->num_blocks - first;
+    const int64_t end = first + (rest < part->item_blocks ? rest : part->item_blocks);
+    int64_t row = 0;
+    for (int64_t stretches = job->num_stretches; stretches > 0; stretches--) {
+        const int64_t stretch_end = row + (job->num_rows - row + stretches - 1) / stretches;
+        for (int64_t block = first; block < end; block++) {
+            for (int64_t at = row, left = (stretch_end - row + MAX_ROWS - 1) / MAX_ROWS; left > 0; left--) {
+                const int64_t height = (stretch_end - at + left - 1) / left;
+                strips[part->kind](job, part, at, block, height);
+                at += height;
+            }
+        }
+        row = stretch_end;
+    }
+}

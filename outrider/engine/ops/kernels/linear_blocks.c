@@ -1,0 +1,259 @@
+/* x times the transpose of weights in blocks, plus bias: rows are quantised on the fly, products are integers.
+ *
+ * A row of x is quantised to eight bits in groups of 32, each with a scale of its own (as Dettmers et al., 2022, "8-bit
+ * Optimizers", arXiv 2110.02861, quantise by blocks). A group's products are added as integers, which is exact in any
+ * order; float32 sums go from group to group in one order. So a row's bits depend on nothing but the row, as those of
+ * linear.c. Weights are as blocks.h says, and none of them is rounded. */
+#include "blocks.h"
+#include "kernels.h"
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#include <sys/auxv.h>
+#endif
+
+/* Far enough that memory answers in time; hardware alone stops at each page. */
+#define PREFETCH_BYTES 8192
+#define ITEMS_PER_THREAD 16
+#define MIN_ITEM_BYTES 16384
+#define MAX_ITEM_BYTES 262144
+/* Rows whose quantised inputs stay in the second-level cache while an item's weights pass. */
+#define MAX_STRETCH_BYTES 262144
+
+typedef uint8_t bytes __attribute__((vector_size(REGISTER_BYTES)));
+
+/* A group of a row: its integers, their scale, that times their sum, and the sums of both halves. */
+typedef struct {
+    int8_t inputs[GROUP];
+    float scale, scaled_sum;
+    int32_t sums[2];
+} input_group;
+
+typedef struct {
+    const uint8_t *blocks;
+    int64_t kind, num_outputs, first_output, num_blocks, bytes, item_blocks, first_item;
+} block_part;
+
+typedef struct {
+    const float *x, *bias;
+    float *output;
+    input_group *rows;
+    int64_t num_rows, num_inputs, num_groups, stride, num_stretches;
+    int num_parts;
+    block_part parts[MAX_PARTS];
+} block_job;
+
+/* The sums of a block's outputs [num_rows, PARTS], plus bias. */
+static __attribute__((noinline)) void store_sums(const block_job *job, const block_part *part, int64_t row, int64_t block,
+                                                 int num_rows, const floats *sums) {
+    const int64_t first = block * LANES;
+    const float *bias = job->bias == 0 ? 0 : job->bias + part->first_output + first;
+    for (int r = 0; r < num_rows; r++) {
+        float *output = job->output + (row + r) * job->stride + part->first_output + first;
+        for (int each = 0; each < PARTS; each++) {
+            const int64_t here = each * WIDTH, left = part->num_outputs - first - here;
+            const floats sum = sums[r * PARTS + each];
+            store_upto(output + here, bias == 0 ? sum : sum + load_upto(bias + here, left), left);
+        }
+    }
+}
+
+typedef void (*strip_function)(const block_job *, const block_part *, int64_t, int64_t, int64_t);
+
+INLINE ints splat_int(int32_t value) { return value - (ints){0}; }
+
+INLINE bytes load_bytes(const uint8_t *from) {
+    bytes value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+INLINE int32_t four_bytes(const int8_t *from) {
+    int32_t value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+/* Of each nibble the value that a table has for it. */
+INLINE bytes choose_bytes(bytes nibbles, const uint8_t *table) {
+#if REGISTER_BYTES == 64
+    const __m512i values = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));
+    return (bytes)_mm512_shuffle_epi8(values, (__m512i)nibbles);
+#elif REGISTER_BYTES == 32
+    const __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+    return (bytes)_mm256_shuffle_epi8(values, (__m256i)nibbles);
+#elif defined(__aarch64__)
+    return (bytes)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)nibbles);
+#else
+    bytes chosen;
+    for (int byte = 0; byte < REGISTER_BYTES; byte++) chosen[byte] = table[nibbles[byte]];
+    return chosen;
+#endif
+}
+
+/* Without special instructions: AVX2 multiplies bytes of one sign with bytes of two, and adds pairs within 16 bits;
+ * weights of 8 bits keep within them when their signs move to the inputs. */
+#if REGISTER_BYTES >= 32
+INLINE __m256i dot_half(__m256i weights, __m256i inputs, int is_wide) {
+    if (is_wide) {
+        const __m256i centred = _mm256_xor_si256(weights, _mm256_set1_epi8(-128));
+        weights = _mm256_abs_epi8(centred), inputs = _mm256_sign_epi8(inputs, centred);
+    }
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(weights, inputs), _mm256_set1_epi16(1));
+}
+
+INLINE ints dot_plain(ints sums, bytes weights, int32_t four, int is_wide) {
+    __m256i halves[REGISTER_BYTES / 32];
+    memcpy(halves, &weights, sizeof halves);
+    const __m256i inputs = _mm256_set1_epi32(four);
+    UNROLL
+    for (int half = 0; half < REGISTER_BYTES / 32; half++) halves[half] = dot_half(halves[half], inputs, is_wide);
+    ints products;
+    memcpy(&products, halves, sizeof products);
+    return sums + products;
+}
+#define PLAIN_IS_CENTRED 1
+#else
+INLINE ints dot_plain(ints sums, bytes weights, int32_t four, int is_wide) {
+    (void)is_wide;
+    UNROLL
+    for (int byte = 0; byte < 4; byte++) {
+        const int32_t input = (int8_t)((uint32_t)four >> 8 * byte);
+        sums += (ints)((words)weights >> 8 * byte & 255) * input;
+    }
+    return sums;
+}
+#define PLAIN_IS_CENTRED 0
+#endif
+
+#define TARGET
+#define NAMED(name) name##_plain
+#define dot dot_plain
+#define IS_CENTRED PLAIN_IS_CENTRED
+#define MAX_ROWS 5
+#include "block_rows.h"
+#undef TARGET
+#undef NAMED
+#undef dot
+#undef IS_CENTRED
+#undef MAX_ROWS
+
+#if REGISTER_BYTES == 64
+#define HAS_FAST 1
+#define TARGET __attribute__((target("avx512vnni")))
+TARGET INLINE ints dot_fast(ints sums, bytes weights, int32_t four, int is_wide) {
+    (void)is_wide;
+    return (ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(four));
+}
+#define MAX_ROWS 10
+#define IS_CENTRED 0
+static int has_fast(void) { return __builtin_cpu_supports("avx512vnni"); }
+#elif REGISTER_BYTES == 32
+#define HAS_FAST 1
+#define TARGET __attribute__((target("avxvnni")))
+TARGET INLINE ints dot_fast(ints sums, bytes weights, int32_t four, int is_wide) {
+    (void)is_wide;
+    return (ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, _mm256_set1_epi32(four));
+}
+#define MAX_ROWS 5
+#define IS_CENTRED 0
+static int has_fast(void) { return __builtin_cpu_supports("avxvnni"); }
+#elif defined(__aarch64__)
+#define HAS_FAST 1
+#define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
+TARGET INLINE ints dot_fast(ints sums, bytes weights, int32_t four, int is_wide) {
+    const int8x16_t centred = is_wide ? vreinterpretq_s8_u8(veorq_u8((uint8x16_t)weights, vdupq_n_u8(128)))
+                                      : vreinterpretq_s8_u8((uint8x16_t)weights);
+    return (ints)vdotq_s32((int32x4_t)sums, centred, vreinterpretq_s8_s32(vdupq_n_s32(four)));
+}
+#define MAX_ROWS 5
+#define IS_CENTRED 1
+static int has_fast(void) { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
+#endif
+
+#ifdef HAS_FAST
+#define NAMED(name) name##_fast
+#define dot dot_fast
+#include "block_rows.h"
+#undef TARGET
+#undef NAMED
+#undef dot
+#undef IS_CENTRED
+#undef MAX_ROWS
+#endif
+
+/* A group of x to eight bits. One with NaN or infinity gets such a scale, and so do all its outputs. */
+INLINE void quantise_group(const float *x, int64_t count, input_group *group) {
+    words greatest = {0};
+    UNROLL
+    for (int i = 0; i < GROUP; i += WIDTH) {
+        const words size = (words)load_upto(x + i, count - i) & 0x7fffffff;
+        greatest = (words)pick((ints)(size > greatest), (floats)size, (floats)greatest);
+    }
+    uint32_t most = 0;
+    for (int lane = 0; lane < WIDTH; lane++) most = greatest[lane] > most ? greatest[lane] : most;
+    float largest;
+    memcpy(&largest, &most, sizeof largest);
+    /* Below 2^-100 the factor would be infinite, and the products too small to be missed. */
+    const int is_usable = most >= 0x0d800000 && most < 0x7f800000;
+    const float factor = is_usable ? 127.0f / largest : 0.0f, magic = 12582912.0f;
+    group->sums[0] = group->sums[1] = 0;
+    for (int i = 0; i < GROUP; i += WIDTH) {
+        const ints value = (ints)(load_upto(x + i, count - i) * factor + magic) - 0x4b400000;
+        const ints kept = is_usable ? value : (ints){0};
+        int32_t total = 0;
+        for (int lane = 0; lane < WIDTH; lane++) group->inputs[i + lane] = (int8_t)kept[lane];
+        for (int lane = 0; lane < WIDTH; lane++) total += kept[lane];
+        group->sums[i >= GROUP / 2] += total;
+    }
+    group->scale = is_usable || most >= 0x7f800000 ? largest / 127.0f : 0.0f;
+    group->scaled_sum = group->scale * (float)(group->sums[0] + group->sums[1]);
+}
+
+static void quantise_row(const void *argument, uint32_t row) {
+    const block_job *job = argument;
+    const float *x = job->x + row * job->num_inputs;
+    input_group *groups = job->rows + row * job->num_groups;
+    for (int64_t index = 0; index < job->num_groups; index++)
+        quantise_group(x + index * GROUP, job->num_inputs - index * GROUP, groups + index);
+}
+
+/* Bytes that outrider_linear needs beside its arguments for weights in blocks. */
+int64_t outrider_linear_scratch(int64_t num_rows, int64_t num_inputs) {
+    return num_rows * num_groups_of(num_inputs) * (int64_t)sizeof(input_group);
+}
+
+/* The parts' outputs stand `stride` floats apart from row to row; scratch as outrider_linear_scratch says. Parts of other
+ * formats than blocks are passed over. */
+void linear_blocks(pool *threads, const float *x, const matrix_parts *weights, const float *bias, float *output,
+                   int64_t num_rows, int64_t num_inputs, int64_t stride, void *scratch) {
+    block_job job = {.x = x, .bias = bias, .output = output, .rows = scratch, .num_rows = num_rows};
+    job.num_inputs = num_inputs, job.num_groups = num_groups_of(num_inputs), job.stride = stride;
+    int64_t first_output = 0, num_items = 0, num_outputs = 0;
+    for (int64_t index = 0; index < weights->count; index++) {
+        const matrix_part *each = &weights->parts[index];
+        if (each->format >= FIRST_KIND) {
+            block_part *part = &job.parts[job.num_parts++];
+            part->blocks = each->weight, part->kind = each->format - FIRST_KIND;
+            part->num_outputs = each->num_outputs, part->first_output = first_output;
+            part->num_blocks = (each->num_outputs + LANES - 1) / LANES;
+            part->bytes = block_bytes(&block_kinds[part->kind], num_inputs);
+            const int64_t bytes = part->num_blocks * part->bytes / (ITEMS_PER_THREAD * pool_num_threads(threads));
+            const int64_t size = bytes < MIN_ITEM_BYTES ? MIN_ITEM_BYTES : bytes > MAX_ITEM_BYTES ? MAX_ITEM_BYTES : bytes;
+            part->item_blocks = size < part->bytes ? 1 : size / part->bytes;
+            part->first_item = num_items;
+            num_items += (part->num_blocks + part->item_blocks - 1) / part->item_blocks;
+            num_outputs += each->num_outputs;
+        }
+        first_output += each->num_outputs;
+    }
+    const int64_t row_bytes = job.num_groups * (int64_t)sizeof(input_group);
+    job.num_stretches = (num_rows * row_bytes + MAX_STRETCH_BYTES - 1) / MAX_STRETCH_BYTES;
+    item_function item = block_item_plain;
+#ifdef HAS_FAST
+    if (has_fast()) item = block_item_fast;
+#endif
+    const double num_values = (double)num_rows * (double)num_inputs;
+    pool_run_costing(threads, quantise_row, &job, (uint32_t)num_rows, num_values);
+    pool_run_costing(threads, item, &job, (uint32_t)num_items, num_values * (double)num_outputs / 4);
+}
