@@ -17,7 +17,7 @@ from outrider.drafters.shelf.probing import LOOKAHEAD, PASS, Lookahead, PassChai
 from outrider.engine.device_thread import DeviceWorker
 from outrider.engine.heads.checkpoint import read_head
 from outrider.engine.heads.pass_embeddings import is_pass, read_pass
-from outrider.engine.models.weights import DTYPES, PACKED_BITS, resolve
+from outrider.engine.models.weights import BESIDE_BLOCKS, DTYPES, PACKED_BITS, resolve
 from outrider.engine.ops import choose_ops
 from outrider.engine.runner import ModelRunner
 from outrider.errors import ModelRefused
@@ -108,7 +108,7 @@ def load_head(target: ModelRunner, name: str, dtype: str, num_threads: int = 1) 
     found = read_head(folder, parts)
     is_cpu = target.device.type == "cpu"
     ops = choose_ops(target.device, num_threads, PACKED_BITS.get(dtype)) if is_cpu else target.ops
-    head = found.load(parts, target.device, DTYPES[dtype], ops)
+    head = found.load(parts, target.device, DTYPES.get(dtype) or BESIDE_BLOCKS, ops)
     log.info("head loaded", method=found.method, folder=str(found.folder), taps=head.facts.taps, switches=found.notes)
     return (Kangaroo if head.facts.reads_own else host_head)(target, head, found.digest(), ops)
 

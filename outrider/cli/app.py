@@ -283,7 +283,7 @@ def _stack(
         host=machine.host,
         kv_tokens=models.kv_tokens,
         context_len=models.context_len,
-        dtype=models.dtype or Dtype.BFLOAT16,
+        dtype=models.dtype or Dtype.AUTO,
         device=machine.device,
         draft_device=machine.draft_device or machine.device,
         threads=machine.threads or available_cpus(),

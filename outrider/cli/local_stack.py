@@ -59,7 +59,7 @@ class Stack:
     target_flags: Flags = field(default_factory=dict)
     draft_flags: Flags = field(default_factory=dict)
     gateway_flags: Flags = field(default_factory=dict)
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     device: str = "cpu"
     draft_device: str = "cpu"
     threads: int = 1

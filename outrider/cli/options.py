@@ -285,7 +285,9 @@ Draft = Annotated[
         show_default=False,
     ),
 ]
-DtypeOption = Annotated[Dtype | None, _models("--dtype", help="Type of the weights. Default: bfloat16.")]
+DtypeOption = Annotated[
+    Dtype | None, _models("--dtype", help="Type of the weights. Default: that of a GGUF file on CPUs, else bfloat16.")
+]
 Threads = Annotated[
     Count,
     _count(_machine, "Compute threads of the target. Default: the number of CPUs.", minimum=1, maximum=MAX_THREADS),

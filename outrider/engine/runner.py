@@ -23,7 +23,7 @@ from outrider.engine.models.config import DecoderFacts
 from outrider.engine.models.decoder import MEMORY_SHARE, Decoder, TappedDecoder
 from outrider.engine.models.fused import fused
 from outrider.engine.models.transformer import Transformer
-from outrider.engine.models.weights import DTYPES, PACKED_BITS, unchanged
+from outrider.engine.models.weights import AUTO, DTYPES, PACKED_BITS, unchanged
 from outrider.engine.ops import Ops, choose_ops
 from outrider.engine.ops.blocks import first_rows
 from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
@@ -160,7 +160,7 @@ class ModelRunner:
         model: str | Checkpoint,
         *,
         device: str = "cpu",
-        dtype: str = "bfloat16",
+        dtype: str = AUTO,
         num_threads: int = 1,
         kv_tokens: int | None = None,
         kv_memory_share: float | None = None,
@@ -170,17 +170,18 @@ class ModelRunner:
     ) -> Self:
         """Loads a folder, a hub id, a sized or simulated model (model_names.py), or what find_checkpoint found.
 
-        dtype, "bfloat16", "float32", or on the CPU "int8" or "int4", is that of the weights in memory, whatever the
-        file holds. kv_tokens is the size of the cache in tokens; by default Decoder.default_kv_tokens, on CUDA of
-        kv_memory_share, in (0, 1], of what is free beside the weights. context_len is the most tokens of a session, by
-        default as many as the model reads. vocabulary_size defaults to the width of
+        dtype, "bfloat16", "float32", or on the CPU "int8", "int4" or "file", is that of the weights in memory, whatever
+        the files hold; "file" keeps those of a GGUF file as they are, and "auto" is that, or bfloat16 elsewhere.
+        kv_tokens is the size of the cache in tokens; by default Decoder.default_kv_tokens, on CUDA of kv_memory_share,
+        in (0, 1], of what is free beside the weights. context_len is the most tokens of a session, by default as many
+        as the model reads. vocabulary_size defaults to the width of
         the logits. Raises ModelRefused and InvalidRequest, and NotReady when files changed meanwhile.
         """
         torch_device = checked_device(device)
-        if dtype not in DTYPES:
-            raise InvalidRequest("dtype", dtype, f"one of {', '.join(DTYPES)}")
-        packed_bits = PACKED_BITS.get(dtype)
-        if packed_bits is not None and torch_device.type != "cpu":
+        if dtype not in (*DTYPES, AUTO):
+            raise InvalidRequest("dtype", dtype, f"one of {', '.join((*DTYPES, AUTO))}")
+        packed_bits, is_file = PACKED_BITS.get(dtype), dtype == "file"
+        if (packed_bits is not None or is_file) and torch_device.type != "cpu":
             raise InvalidRequest("dtype", dtype, f"bfloat16 or float32 on {device}: integers are for the CPU")
         if not 1 <= num_threads <= MAX_THREADS:
             raise InvalidRequest("num_threads", num_threads, f"in [1, {MAX_THREADS}]")
@@ -192,6 +193,9 @@ class ModelRunner:
         if packed_bits is not None and checkpoint.modelling:
             message = f"{checkpoint.name}: dtype is {dtype}, but only models of our own families are quantised"
             raise ModelRefused(message, dtype=dtype)
+        if is_file and not checkpoint.has_blocks:
+            message = f"{checkpoint.name}: dtype is {dtype}, which is for GGUF files with quantised weights"
+            raise ModelRefused(message, dtype=dtype)
         config = checkpoint.config
         longest = config.context_len if context_len is None else context_len
         if not 1 <= longest <= config.context_len:
@@ -202,6 +206,10 @@ class ModelRunner:
             message = f"{checkpoint.name}: the tokenizer knows {size} ids, but the model embeds {config.vocab_size}"
             raise ModelRefused(message, vocabulary_size=size, vocab_size=config.vocab_size)
         ops = choose_ops(torch_device, num_threads, packed_bits, kernels)
+        if dtype == AUTO:
+            dtype = "file" if checkpoint.has_blocks and isinstance(ops, NativeOps) else "bfloat16"
+        elif is_file and not isinstance(ops, NativeOps):
+            raise InvalidRequest("dtype", dtype, "another one here: the compiled kernels are missing")
         if isinstance(ops, NativeOps) and config.head_dim > MAX_HEAD_DIM:
             message = f"{checkpoint.name} has heads of {config.head_dim}, but at most {MAX_HEAD_DIM} fit the kernels"
             raise ModelRefused(message, head_dim=config.head_dim, limit=MAX_HEAD_DIM)

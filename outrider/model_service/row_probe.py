@@ -47,7 +47,7 @@ class Comparison:
 def probe(
     *,
     model: Annotated[str, typer.Option(help="Folder or hub id of the model, sized:PRESET, or sim:PRESET.")] = "",
-    dtype: Annotated[Dtype, typer.Option(help="Type of the weights in memory.")] = Dtype.BFLOAT16,
+    dtype: Annotated[Dtype, typer.Option(help="Type of the weights in memory.")] = Dtype.AUTO,
     device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
     threads: Annotated[int, typer.Option(help="Compute threads.", callback=between(1, MAX_THREADS))] = 1,
 ) -> None:

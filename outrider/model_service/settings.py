@@ -76,6 +76,8 @@ class KernelChoice(StrEnum):
 class Dtype(StrEnum):
     """Types of the weights in memory."""
 
+    AUTO = "auto"
+    FILE = "file"
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
     INT8 = "int8"
@@ -97,7 +99,13 @@ class ModelServiceSettings(ProcessSettings):
     model: Annotated[str, Setting("Folder, GGUF file or hub id of the model, sized:PRESET, or sim:PRESET.")]
     listen: Listen = "127.0.0.1:0"
     device: Annotated[str, Setting("cpu or cuda:N.")] = "cpu"
-    dtype: Annotated[Dtype, Setting("Type of the weights in memory.")] = Dtype.BFLOAT16
+    dtype: Annotated[
+        Dtype,
+        Setting(
+            "Type of the weights in memory. `file` keeps the quantised weights of a GGUF file as they are, on the CPU; "
+            "`auto` is that for such files there, and bfloat16 elsewhere."
+        ),
+    ] = Dtype.AUTO
     kernels: Annotated[
         KernelChoice,
         Setting(

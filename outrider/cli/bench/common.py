@@ -315,7 +315,7 @@ def stack_of(models: MeasuredModels, cpus: ComputeThreads, hosted: options.Hoste
         draft_flags=models.draft_flags(),
         # Only what a measurement says counts, whatever its model recommends.
         gateway_flags={"--generation-defaults": NONE},
-        dtype=(models.dtype or Dtype.BFLOAT16).value,
+        dtype=(models.dtype or Dtype.AUTO).value,
         kv_tokens=models.kv_tokens,
         context_len=models.context_len,
         threads=cpus.threads or available_cpus(),

@@ -194,7 +194,7 @@ class BlockParts:
     tap: int
     """Boundary of the target's layers that f comes from."""
     branches: Sequence[Branch]
-    embedding: Tensor | None = None
+    embedding: Weight | None = None
     """[V, H], which may be the target's, of a grounded head."""
     prefix: PrefixLayer | None = None
     target_ids: Tensor | None = None

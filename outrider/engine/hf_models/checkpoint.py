@@ -30,6 +30,7 @@ from outrider.engine.hf_models.decoder import HfDecoder
 from outrider.engine.models.config import DecoderFacts, JsonKeys, read_eos_token_ids, read_json
 from outrider.engine.models.progress import Progress
 from outrider.engine.models.weights import (
+    BESIDE_BLOCKS,
     Shapes,
     StoredTensor,
     check_numbers,
@@ -102,13 +103,14 @@ class HfCheckpoint:
     tensors: TensorNames
     modelling: str = f"{PACKAGE}-torch-{torch.__version__.split('+')[0]}"
     """Both compute parts of a forward, and another version may do so with other low bits."""
+    has_blocks: bool = False
 
-    def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> HfDecoder:
+    def build(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> HfDecoder:
         """Reads the files; raises ModelRefused before it does where their headers do not fit."""
         stored = self.tensors.check(self.folder, stored_tensors(weight_files(self.folder)))
         # In one call, which does not say how far it is.
         with Progress("reading weights", ", ".join(file.name for file in weight_files(self.folder))):
-            model = load(self.kind, self.configuration, self.folder, stored, (device, dtype, ops))
+            model = load(self.kind, self.configuration, self.folder, stored, (device, dtype or BESIDE_BLOCKS, ops))
         decoder = HfDecoder(self.config, model, ops)
         if device.type == "cpu" and not rows_are_independent(decoder):
             raise ModelRefused(f"{self.folder}: {self.kind.__name__} computes other bits for a row in other company")

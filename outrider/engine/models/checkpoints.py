@@ -8,7 +8,6 @@ from pkgutil import resolve_name
 from typing import Protocol, Self
 
 import torch
-from torch import Tensor
 
 from outrider.engine.models.config import FAMILIES, DecoderFacts, JsonKeys, ModelConfig, read_architecture, read_json
 from outrider.engine.models.decoder import Decoder
@@ -16,8 +15,8 @@ from outrider.engine.models.progress import Progress
 from outrider.engine.models.simulated import SimulatedCheckpoint
 from outrider.engine.models.sized import sized_hash, widen, widened
 from outrider.engine.models.transformer import Transformer
-from outrider.engine.models.weights import load_tensors, model_hash, resolve
-from outrider.engine.ops import Ops
+from outrider.engine.models.weights import BESIDE_BLOCKS, load_tensors, model_hash, resolve
+from outrider.engine.ops import Ops, Weight
 from outrider.model_files.gguf.files import HubName, model_stem
 from outrider.model_files.model_names import Shape, parse, parse_simulated, tokenizer_source
 
@@ -45,8 +44,15 @@ class Checkpoint(Protocol):
     def modelling(self) -> str:
         """Library that computes the model, as it stands in the numerics id; empty for our own code."""
 
-    def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> Decoder:
-        """The model on a device, matrices in dtype and vectors in float32. Raises ModelRefused."""
+    @property
+    def has_blocks(self) -> bool:
+        """Whether its files have matrices that are kept in blocks as they are."""
+
+    def build(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> Decoder:
+        """The model on a device, matrices in dtype and vectors in float32. Raises ModelRefused.
+
+        Without a dtype matrices are kept as the file has them, where it has blocks.
+        """
 
     def digest(self) -> str:
         """Hexadecimal digest that equal models share."""
@@ -61,12 +67,16 @@ class FolderCheckpoint:
     config: ModelConfig
     modelling: str = ""
 
-    def load(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """All tensors; reads the files. Raises ModelRefused."""
-        return load_tensors(self.folder, self.config, device, dtype)
+    @property
+    def has_blocks(self) -> bool:
+        return False
 
-    def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> Decoder:
-        tensors = self.load(device, dtype)
+    def load(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> dict[str, Weight]:
+        """All tensors; reads the files. Raises ModelRefused."""
+        return dict(load_tensors(self.folder, self.config, device, dtype or BESIDE_BLOCKS))
+
+    def build(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> Decoder:
+        tensors = self.load(device, dtype, ops)
 
         def remaining() -> int:
             # The transformer takes them out one by one.
@@ -91,10 +101,11 @@ class SizedCheckpoint(FolderCheckpoint):
         """Raises ModelRefused when the small model does not fit into the shape."""
         return cls(name, folder, widened(ModelConfig.read(folder), shape), shape=shape, seed=seed)
 
-    def load(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    def load(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> dict[str, Weight]:
+        dtype = dtype or BESIDE_BLOCKS
         small = ModelConfig.read(self.folder)
         source = load_tensors(self.folder, small, torch.device("cpu"), torch.float32)
-        made: dict[str, Tensor] = {}
+        made: dict[str, Weight] = {}
         with Progress("making weights", self.name, self.shape.parameter_count * dtype.itemsize) as progress:
             for name, tensor in widen(source, small, self.config, self.seed, device, dtype):
                 made[name] = tensor

@@ -21,6 +21,9 @@ from outrider.engine.models.config import JsonKeys, ModelConfig, eos_token_ids_i
 from outrider.engine.models.progress import Progress
 from outrider.engine.models.rope import DividedRope, Rope
 from outrider.engine.models.weights import check_numbers, expected_shapes, hash_bytes
+from outrider.engine.ops import Ops, Weight
+from outrider.engine.ops.blocks import KINDS
+from outrider.engine.ops.native import NativeOps
 from outrider.errors import ModelRefused
 from outrider.model_files.gguf.config import architecture_of, json_config, spelled
 from outrider.model_files.gguf.header import GgufFile, TensorPlace
@@ -62,8 +65,12 @@ class GgufCheckpoint(FolderCheckpoint):
         file = GgufFile.read(path)
         return cls(name, path, read_config(file), file=file)
 
-    def load(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        return load_gguf(self.file, self.config, device, dtype)
+    @property
+    def has_blocks(self) -> bool:
+        return any(place.type.name in KINDS for place in self.file.tensors.values())
+
+    def load(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> dict[str, Weight]:
+        return load_gguf(self.file, self.config, device, dtype, ops)
 
     def digest(self) -> str:
         return gguf_hash(self.file)
@@ -101,19 +108,34 @@ def read_config(file: GgufFile) -> ModelConfig:
     return config
 
 
-def load_gguf(file: GgufFile, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+def load_gguf(
+    file: GgufFile, config: ModelConfig, device: torch.device, dtype: torch.dtype | None, ops: Ops
+) -> dict[str, Weight]:
     """All tensors of the model on the device, by checkpoint name: matrices in dtype, vectors in float32.
 
-    The rows of queries and keys are put back from the order in which llama.cpp rotates a Llama's.
+    Without a dtype matrices are kept in blocks, or in bfloat16 or float32 where the file has others. The rows of
+    queries and keys are put back from the order in which llama.cpp rotates a Llama's.
     """
-    tensors, is_permuted = dict[str, Tensor](), architecture_of(file) == "llama"
+    tensors, is_permuted = dict[str, Weight](), architecture_of(file) == "llama"
     data = {part: np.memmap(part, np.uint8, "r") for part in {place.file for place in file.tensors.values()}}
     with Progress("reading weights", "", sum(place.size for place in file.tensors.values())) as progress:
         for name in expected_shapes(config):
             place = file.tensors[_gguf_name(name)]
             progress.file = place.file.name
-            tensor = _widened(data[place.file], place, dtype if len(place.shape) > 1 else torch.float32)
             heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2], 0)
+            if dtype is None and len(place.shape) > 1 and place.type.name in KINDS and isinstance(ops, NativeOps):
+                stored = data[place.file][place.offset : place.offset + place.size].reshape(place.shape[0], -1)
+                matrix = ops.blocks(place.type.name, place.shape[0], place.shape[1])
+                faults = ops.fill(
+                    matrix, torch.from_numpy(np.array(stored)), 0, config.head_dim if heads and is_permuted else 0
+                )
+                if faults:
+                    raise _refuse(file, place.name, f"holds {faults} scales that are NaN or infinity")
+                tensors[name] = matrix
+                progress.done_bytes += place.size
+                continue
+            kept = dtype or (torch.bfloat16 if place.type.name == "BF16" else torch.float32)
+            tensor = _widened(data[place.file], place, kept if len(place.shape) > 1 else torch.float32)
             if heads and is_permuted:
                 halves = tensor.view(heads, config.head_dim // 2, 2, -1)
                 tensor = halves.transpose(1, 2).reshape(tensor.shape)

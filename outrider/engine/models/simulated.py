@@ -51,6 +51,7 @@ class SimulatedCheckpoint:
     folder: Path
     config: DecoderFacts
     modelling: str = "simulated"
+    has_blocks: bool = False
 
     @classmethod
     def of(cls, model: SimulatedModel) -> Self:
@@ -72,7 +73,7 @@ class SimulatedCheckpoint:
     def name(self) -> str:
         return self.model.name
 
-    def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> "SimulatedDecoder":
+    def build(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> "SimulatedDecoder":
         if device.type != "cpu":
             message = f"{self.name}: device is {device}, but must be cpu, which simulates another"
             raise ModelRefused(message, device=device)

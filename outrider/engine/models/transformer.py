@@ -5,8 +5,8 @@ float32 rows; all arithmetic that sums is in `ops`, and what is left here is ele
 nothing but the row where the operations are row-invariant. Tensor names are those of the checkpoint.
 """
 
-from dataclasses import dataclass
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -112,10 +112,7 @@ class Transformer(LayeredDecoder, ProbedDecoder):
 
     def forward_layers(self, plan: RowPlan, cache: KVCache, wanted: Tensor, layers: range) -> Tensor:
         ops, epsilon = self.ops, self.config.norm_epsilon
-        if layers.start:
-            x = cache.load_tap(layers.start, plan.slots)  # [R, hidden]
-        else:
-            x = ops.embed(self.embedding, plan.token_ids)
+        x = cache.load_tap(layers.start, plan.slots) if layers.start else ops.embed(self.embedding, plan.token_ids)
         views = {window: plan.windowed(window) for window in set(self.config.windows)}
         each = list(zip(self.layers, self.config.windows, cache.keys, cache.values, strict=True))
         for boundary in layers:

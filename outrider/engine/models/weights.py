@@ -24,8 +24,18 @@ from outrider.engine.models.progress import Progress
 from outrider.errors import ModelRefused, NotReady
 from outrider.model_files.gguf.files import IGNORED, HubName, cached_gguf, fetch_file, fetch_gguf, gguf_in, part_names
 
-# How weights are kept in memory, and the type in which they are read for that.
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.bfloat16, "int4": torch.bfloat16}
+# How weights are kept in memory, and the type in which they are read for that; None as they are in the file, in blocks.
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "int8": torch.bfloat16,
+    "int4": torch.bfloat16,
+    "file": None,
+}
+# What goes with blocks, in a head for instance, is read as this.
+BESIDE_BLOCKS = torch.bfloat16
+AUTO = "auto"
+"""Stands for "file" where a model is in blocks and the CPU computes with them, and for bfloat16 elsewhere."""
 PACKED_BITS = {"int8": 8, "int4": 4}
 FILE_DTYPES = ("BF16", "F16", "F32")
 # Taken into a hash at once: enough for all processors.

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.devices import seen_devices
+from outrider.engine.ops.blocks import Weight
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.ops.library import load_kernels
 from outrider.engine.ops.native import NativeOps
-from outrider.engine.ops.blocks import Weight
 from outrider.engine.ops.reference import ReferenceOps
 from outrider.errors import InvalidRequest
 
@@ -45,7 +45,7 @@ class Ops(Protocol):
         """One matrix of the rows of all weights [N, K], as `linear` reads it fastest; may be the only one itself."""
 
     def embed(self, weight: Weight, token_ids: Tensor) -> Tensor:
-        """Rows [R, K] float32 of weight [V, K], looked up by token_ids [R] int64; exact. Raises IndexError past its end."""
+        """Rows [R, K] float32 of weight [V, K], looked up by token_ids [R] int64; IndexError past its end."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """x [R, K] times the transpose of weight [N, K], plus bias [N] float32; returns [R, N] float32."""

@@ -1,7 +1,7 @@
-"""Matrices in blocks of 16 outputs, as kernels/blocks.h describes them: the values of a GGUF file, none of them rounded.
+"""Matrices in blocks of 16 outputs, as kernels/blocks.h describes them: the values of a GGUF file, none rounded.
 
 A block is read in one stream: for each group of 32 inputs the weights of 16 outputs, four inputs at a time, and their
-scales. `int8` and `int4` are made here of any weights, as Q8_0 and Q4_0: symmetric, in groups of 32, a scale in float16.
+scales. `int8` and `int4` are made here of any weights, as Q8_0 and Q4_0: symmetric, groups of 32, scales in float16.
 With 8 bits a group's largest weight is 127 scales; with 4 bits the scale is the one of a few around the largest weight
 that leaves the least squared error.
 """
@@ -113,7 +113,9 @@ class BlockMatrix:
     num_inputs: int
 
     @classmethod
-    def empty(cls, kind: str, num_outputs: int, num_inputs: int, memory: Callable[..., Tensor] = torch.empty) -> "BlockMatrix":
+    def empty(
+        cls, kind: str, num_outputs: int, num_inputs: int, memory: Callable[..., Tensor] = torch.empty
+    ) -> "BlockMatrix":
         """A matrix with nothing in it yet, whose memory is given as torch.empty gives it."""
         data = memory(KINDS[kind].shape(num_outputs, num_inputs), dtype=torch.uint8)
         return cls(data, kind, num_outputs, num_inputs)
@@ -148,7 +150,7 @@ class BlockMatrix:
         """
         kind, num_blocks = KINDS[self.kind], self.data.shape[0]
         groups, heads = _groups(self.data, kind, -(-self.num_inputs // GROUP))
-        lines, scales = groups.split((kind.line_bytes, kind.group_bytes - kind.line_bytes), 2)
+        lines, scales = groups[..., : kind.line_bytes], groups[..., kind.line_bytes :]
         lines = lines.reshape(num_blocks, -1, kind.bits, OUTPUTS, 4)
         if kind.bits == 8:
             quads = lines.to(torch.int16)
@@ -172,7 +174,7 @@ class BlockMatrix:
         return integers, found[: self.num_outputs], None if minima is None else minima[: self.num_outputs]
 
     def unpack(self) -> Tensor:
-        """The weights that it stands for, float32 [num_outputs, num_inputs]: those of the file, rounded once at most."""
+        """The weights that it stands for, float32 [num_outputs, num_inputs]; those with a minimum are rounded once."""
         integers, scales, minima = self.integers()
         values = integers * scales[..., None]
         values = values if minima is None else values + minima[..., None]
@@ -238,7 +240,9 @@ def first_rows(weight: Weight, count: int) -> Weight:
 
 def are_same(one: Weight | None, other: Weight | None) -> bool:
     """Whether both are tensors of the same bits; blocks are nobody's copy."""
-    return isinstance(one, Tensor) and isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    return (
+        isinstance(one, Tensor) and isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    )
 
 
 def _groups(data: Tensor, kind: BlockKind, num_groups: int) -> tuple[Tensor, Tensor]:
@@ -263,7 +267,8 @@ def _scales(scale: Scale, own: Tensor, heads: Tensor) -> Tensor:
     else:
         spans = heads.view(torch.float16).float()
         found = own.view(torch.int8).float() * spans.repeat(1, 1, own.shape[2] // OUTPUTS)
-    halves = found.unflatten(2, (-1, OUTPUTS)).expand(-1, -1, 2, -1) if scale is not Scale.HALVES else found.unflatten(2, (2, OUTPUTS))
+    # One for a group, or one for each half of it.
+    halves = found.view(*own.shape[:2], -1, OUTPUTS).expand(-1, -1, 2, -1)
     # [blocks, groups, halves, outputs] to outputs first.
     return halves.permute(0, 3, 1, 2).flatten(0, 1)
 
@@ -317,7 +322,7 @@ def block_product(x: Tensor, weight: BlockMatrix) -> Tensor:
     is_zero = largest < 2.0**-100
     # A number over a tensor would be a product with its reciprocal, which is rounded twice.
     factors = torch.where(is_zero, 0, torch.full_like(largest, 127) / largest)
-    inputs = (grouped * factors[..., None]).round().unflatten(2, (2, GROUP // 2)).double()
+    inputs = (grouped * factors[..., None]).round().view(*largest.shape, 2, -1).double()
     row_scales = torch.where(is_zero, 0, largest / 127)
     halves = (slice(0, 1), slice(1, 2)) if KINDS[weight.kind].scale is Scale.HALVES else (slice(0, 2),)
     output = x.new_zeros(x.shape[0], weight.num_outputs)

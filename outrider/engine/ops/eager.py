@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.noise import gumbel
-from outrider.engine.ops.faults import marked, refuse
 from outrider.engine.ops.blocks import BlockMatrix, StackedMatrix, Weight, block_product, quantise, unpacked
+from outrider.engine.ops.faults import marked, refuse
 from outrider.engine.ops.temperature import apply_temperature, argmax_mask
 
 # Elements of one temporary: 64 MiB of float32, so that long lists and wide vocabularies are worked through in pieces.

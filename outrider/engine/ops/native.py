@@ -60,7 +60,9 @@ class NativeOps:
         if len(weights) == 1 and not tensors:
             return weights[0]
         if len(tensors) == len(weights) and len({tensor.dtype for tensor in tensors}) == 1:
-            return torch.cat(tensors, out=self._arena.empty((sum(map(len, tensors)), *tensors[0].shape[1:]), tensors[0].dtype))
+            return torch.cat(
+                tensors, out=self._arena.empty((sum(map(len, tensors)), *tensors[0].shape[1:]), tensors[0].dtype)
+            )
         return _stacked([part for weight in weights for part in parts_of(weight)])
 
     def blocks(self, kind: str, num_outputs: int, num_inputs: int) -> BlockMatrix:
@@ -76,8 +78,14 @@ class NativeOps:
         kind, num_rows = KINDS[matrix.kind], stored.shape[0]
         expect("stored", stored, torch.uint8, (num_rows, kind.row_bytes(matrix.num_inputs)))
         expect("data", matrix.data, torch.uint8, kind.shape(*matrix.shape))
-        if first_row % OUTPUTS or not 0 <= first_row <= matrix.num_outputs - num_rows or head_dim and num_rows % head_dim:
-            raise ValueError(f"rows {first_row} to {first_row + num_rows} are not whole blocks and heads of {matrix.num_outputs}")
+        if (
+            first_row % OUTPUTS
+            or not 0 <= first_row <= matrix.num_outputs - num_rows
+            or (head_dim and num_rows % head_dim)
+        ):
+            raise ValueError(
+                f"rows {first_row} to {first_row + num_rows} are not whole blocks and heads of {matrix.num_outputs}"
+            )
         number = list(KINDS).index(matrix.kind)
         sizes = first_row, num_rows, matrix.num_inputs, head_dim
         found: int = self.functions.outrider_fill_blocks(
@@ -102,7 +110,9 @@ class NativeOps:
             expect("bias", bias, torch.float32, (num_outputs,))
         output = torch.empty(num_rows, num_outputs)
         address = None if bias is None else bias.data_ptr()
-        scratch_bytes = 0 if isinstance(weight, Tensor) else self.functions.outrider_linear_scratch(num_rows, num_inputs)
+        scratch_bytes = (
+            0 if isinstance(weight, Tensor) else self.functions.outrider_linear_scratch(num_rows, num_inputs)
+        )
         scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
         places = x.data_ptr(), place, number, address, output.data_ptr()
         sizes = num_rows, num_inputs, num_outputs
@@ -253,7 +263,7 @@ def expect(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 
 
 def expect_weight(name: str, weight: Weight, shape: tuple[int, int]) -> tuple[int, int]:
-    """Address of a matrix of this shape, and its format; raises ValueError for any other, and for what C would misread."""
+    """Address of a matrix of this shape, and its format; raises ValueError for what C would misread."""
     if isinstance(weight, Tensor):
         is_bf16 = weight.dtype is torch.bfloat16
         expect(name, weight, torch.bfloat16 if is_bf16 else torch.float32, shape)

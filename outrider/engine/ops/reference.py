@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batching import RowPlan
-from outrider.engine.ops.eager import EagerOps
 from outrider.engine.ops.blocks import Weight
+from outrider.engine.ops.eager import EagerOps
 
 
 class ReferenceOps(EagerOps):

@@ -12,8 +12,8 @@ import triton
 from torch import Tensor
 
 from outrider.engine.batching import CHUNK, RowPlan
-from outrider.engine.ops.eager import EagerOps
 from outrider.engine.ops.blocks import Weight
+from outrider.engine.ops.eager import EagerOps
 from outrider.engine.ops.triton import attention, choose, linear, rows
 
 # Of a persistent grid and of a product that is divided: this many programs for each multiprocessor.

@@ -32,7 +32,7 @@ from outrider.cli.bench.rounds.samples import (
 from outrider.engine.batching import Feed
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.decoder import TappedDecoder
-from outrider.engine.models.weights import DTYPES
+from outrider.engine.models.weights import BESIDE_BLOCKS, DTYPES
 from outrider.engine.runner import ModelRunner, reserve
 from outrider.engine.sampling.draw import DrawInput, forward_and_draw
 from outrider.engine.walk import Walk
@@ -69,7 +69,7 @@ class Instruments:
             settings = ModelServiceSettings(model, dtype=Dtype(dtype), threads=threads, kv_tokens=KV_TOKENS)
             loop = self.loops[role] = EngineLoop(load_model(settings).runner)
             size = self.sizes[role] = loop.size()
-            self._operators[role] = OperatorStep(loop.config, DTYPES[dtype], threads)
+            self._operators[role] = OperatorStep(loop.config, DTYPES[loop.dtype] or BESIDE_BLOCKS, threads)
             # Past the caches more bytes do not come faster, so a large model needs no second copy of its size.
             self._buffers.append((role, torch.ones(min(size.step_bytes, memory_bytes) // 4), threads))
         self._buffers.append((MEMORY, torch.ones(memory_bytes // 4), stack.threads))
@@ -174,7 +174,7 @@ class EngineLoop:
         if not isinstance(runner.config, ModelConfig):
             name, modelling = runner.identity.model_name, runner.identity.modelling
             raise ModelRefused(f"{name} is computed by {modelling}, whose floors are not known", model=name)
-        self.config, self._runner = runner.config, runner
+        self.config, self._runner, self.dtype = runner.config, runner, runner.identity.dtype
         self._token_ids = [(7 * index + 11) % runner.vocabulary_size for index in range(CONTEXT_LEN)]
         # Stays cached between the samples.
         self._session = runner.open(self._token_ids, CONTEXT_LEN)
