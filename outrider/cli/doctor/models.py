@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 
 from outrider.cli.doctor.report import Finding, failed, gibibytes, ok, skipped, warning
 from outrider.cli.local_stack import Stack
-from outrider.engine.models.weights import AUTO
 from outrider.errors import ModelRefused
 from outrider.model_files.generation_defaults import ModelDefaults
 from outrider.model_files.gguf.config import json_config
@@ -176,7 +175,7 @@ def check_model(role: str, model: str | None, files: ModelFiles | None, dtype: s
             f"{files.simulated.device.name}, {files.simulated.step_s(1, 1, 1) * 1e3:.1f} ms for one row, and its "
             "tokens come from a hash."
         )
-        if dtype in (AUTO, files.stored_dtype):
+        if dtype in ("auto", files.stored_dtype):
             return ok(check, sentence)
         return failed(check, sentence, f"Leave --dtype at bfloat16: {dtype} is not simulated.")
     sentence = (

@@ -45,7 +45,7 @@ class Ops(Protocol):
         """One matrix of the rows of all weights [N, K], as `linear` reads it fastest; may be the only one itself."""
 
     def embed(self, weight: Weight, token_ids: Tensor) -> Tensor:
-        """Rows [R, K] float32 of weight [V, K], looked up by token_ids [R] int64; IndexError past its end."""
+        """Rows [R, K] float32 of weight [V, K], looked up by token_ids [R] int64; exact."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """x [R, K] times the transpose of weight [N, K], plus bias [N] float32; returns [R, N] float32."""

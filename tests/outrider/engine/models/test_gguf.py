@@ -9,16 +9,19 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
+from support.models.engine_cases import native
 from support.models.model_cases import LLAMA3, THETA, YARN, all_logits, logits_and_reach, random_ids, reference
 from support.models.tiny_gguf import F32, Metadata, Tensors, metadata_of, tensors_of, write_gguf, write_parts
 from support.models.tiny_models import TARGET, TRAINED, write_tiny_model
 from support.stack import PATIENT, answers, running_stack, token_ids
+from torch import Tensor
 
 from outrider.cli.bench.common import OPENINGS
 from outrider.engine.models import gguf as module
 from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.rope import DividedRope, Llama3Rope
+from outrider.engine.ops.blocks import KINDS, BlockMatrix, unpacked
 from outrider.engine.runner import ModelRunner
 from outrider.errors import ModelRefused
 from outrider.model_files.gguf.header import TYPES, GgufFile
@@ -101,7 +104,7 @@ def random_blocks(kind: GGMLQuantizationType, num_rows: int, row_len: int) -> np
 def test_every_type_has_the_packages_numbers(
     tmp_path: Path, wide: tuple[Metadata, Tensors], kind: GGMLQuantizationType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32 to the bit, and rounded once in bfloat16; in pieces as at once."""
+    """In float32 and in blocks to the bit, and rounded once in bfloat16; in pieces as at once."""
     stored, (metadata, tensors) = random_blocks(kind, 512, 256), wide
     tensors = tensors | {"blk.0.ffn_up.weight": (stored, kind)}
     file = GgufFile.read(write_parts(tmp_path / "tiny.gguf", metadata, tensors))
@@ -109,11 +112,17 @@ def test_every_type_has_the_packages_numbers(
     assert expected.shape == (512, 256)
     assert expected.abs().max() > 0
     name = "model.layers.0.mlp.up_proj.weight"
-    full, narrow = (module.load_gguf(file, config, CPU, dtype)[name] for dtype in (torch.float32, torch.bfloat16))
+    full, narrow, kept = (
+        module.load_gguf(file, config, CPU, dtype, native())[name] for dtype in (torch.float32, torch.bfloat16, None)
+    )
+    assert isinstance(full, Tensor)
+    assert isinstance(narrow, Tensor)
     assert torch.equal(full, expected)
     assert torch.equal(narrow, expected.bfloat16())
+    assert torch.equal(unpacked(kept).float(), expected)
+    assert isinstance(kept, BlockMatrix) == (kind.name in KINDS)
     monkeypatch.setattr(module, "PIECE_NUMBERS", 7 * 256)
-    assert torch.equal(module.load_gguf(file, config, CPU, torch.float32)[name], expected)
+    assert torch.equal(unpacked(module.load_gguf(file, config, CPU, torch.float32, native())[name]), expected)
 
 
 def test_the_table_of_types_is_the_packages() -> None:

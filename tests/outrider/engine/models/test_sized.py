@@ -18,6 +18,8 @@ from outrider.engine.models.checkpoints import SizedCheckpoint, find_checkpoint
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.rope import LinearRope
 from outrider.engine.models.sized import STANDARD_DEVIATION, spots, widened
+from outrider.engine.ops.blocks import unpacked
+from outrider.engine.ops.eager import EagerOps
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import DrawInput, forward_and_draw
 from outrider.errors import ModelRefused
@@ -134,7 +136,8 @@ def test_the_whole_context_is_served(wide: ModelRunner, tmp_path: Path) -> None:
 
 def tensors_of(shape: Shape = WIDE, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The tensors of a wide model, made in memory."""
-    return SizedCheckpoint.of("wide", DRAFT, shape, seed).load(CPU, dtype)
+    made = SizedCheckpoint.of("wide", DRAFT, shape, seed).load(CPU, dtype, EagerOps())
+    return {name: unpacked(tensor) for name, tensor in made.items()}
 
 
 def test_what_writes_is_zero_and_the_rest_is_random() -> None:

@@ -117,7 +117,7 @@ def test_a_packed_matrix_of_another_shape_is_refused() -> None:
     weight = packed(matrix_of(20, 200), 8)
     with pytest.raises(ValueError, match=r"weight is \[20, 200\], but must be \[20, 100\]"):
         native().linear(torch.zeros(1, 100), weight)
-    short = BlockMatrix(weight.data[:1], 20, 200, 8)
+    short = BlockMatrix(weight.data[:1], "Q8_0", 20, 200)
     with pytest.raises(ValueError, match=r"weight is torch\.uint8"):
         native().linear(torch.zeros(1, 200), short)
 
