@@ -96,7 +96,7 @@ def trained_model(option: str, place: Path, extended_to: Preset | None = None) -
         file = None if path is None else GgufFile.read(path)
         facts = read_config(file) if file else ModelConfig.read(place)
         configured, built = CLASSES.get(facts.architecture, (None, None))
-        if configured is None or built is None or type(facts.rope) is not Rope:
+        if configured is None or built is None or type(facts.ropes[0]) is not Rope:
             raise InvalidRequest(option, str(place), "a model of Llama's or Qwen 3's shape without rope scaling")
         if facts.qkv_bias or facts.output_bias or facts.mlp_bias or set(facts.windows) != {None}:
             raise InvalidRequest(option, str(place), "a model without biases, whose attention has no window")
@@ -123,7 +123,7 @@ def gguf_config(configured: type[LlamaConfig | Qwen3Config], file: GgufFile, fac
     """The configuration of a file, whose tensors are those that it asks for, as transformers has it."""
     return configured(
         **(json_config(file) | {"num_key_value_heads": facts.num_kv_heads, "rms_norm_eps": facts.norm_epsilon}),
-        rope_parameters={"rope_type": "default", "rope_theta": facts.rope.theta},
+        rope_parameters={"rope_type": "default", "rope_theta": facts.ropes[0].theta},
         bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
     )
 

@@ -26,7 +26,8 @@ from outrider.engine.heads.chains import (
     SiluBlock,
 )
 from outrider.engine.heads.head import Head, TargetParts
-from outrider.engine.models.config import JsonKeys, read_json, read_rope
+from outrider.engine.models.json_keys import JsonKeys, read_json
+from outrider.engine.models.rope_keys import read_rope
 from outrider.engine.models.transformer import Linear
 from outrider.engine.models.weights import StoredTensor, check_tensors, files_hash, read_tensors
 from outrider.engine.ops import Ops, Weight

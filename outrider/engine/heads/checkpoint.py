@@ -14,7 +14,7 @@ import torch
 from outrider.engine.heads.chain_layouts import CHAIN_LAYOUTS
 from outrider.engine.heads.head import Head, TargetParts
 from outrider.engine.heads.layouts import LAYER_CONFIG, bare, read_eagle1, read_eagle3, read_kangaroo, read_mtp
-from outrider.engine.models.config import FLOAT32_MAX, JsonKeys, read_json
+from outrider.engine.models.json_keys import FLOAT32_MAX, JsonKeys, read_json
 from outrider.engine.models.weights import StoredTensor, stored_tensors, weight_files
 from outrider.engine.ops import Ops
 from outrider.errors import ModelRefused

@@ -26,7 +26,8 @@ from outrider.engine.heads.layouts import (
     read_eagle1,
     read_eagle3,
 )
-from outrider.engine.models.config import FLOAT32_MAX, JsonKeys, read_json, read_rope
+from outrider.engine.models.json_keys import FLOAT32_MAX, JsonKeys, read_json
+from outrider.engine.models.rope_keys import read_rope
 from outrider.errors import InvalidRequest, ModelRefused
 
 Json = Mapping[str, Any]

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from outrider.engine.heads.feature_head import FeatureHead, FeatureHeadConfig, Fuse, feature_tensors
 from outrider.engine.heads.head import TargetParts
-from outrider.engine.models.config import JsonKeys, read_rope
+from outrider.engine.models.json_keys import JsonKeys
+from outrider.engine.models.rope_keys import read_rope
 from outrider.engine.models.weights import FILE_DTYPES, StoredTensor, files_hash, read_tensors
 from outrider.engine.ops import Ops
 from outrider.engine.ops.blocks import are_same

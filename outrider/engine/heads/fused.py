@@ -94,6 +94,7 @@ def head_decoder(head: Head, target: TargetParts, ops: Ops) -> Decoder:
 def _layer(head: FeatureHead) -> LayerFields:
     law = head.law
     h, query, key = law.hidden_size, law.num_heads * law.head_dim, law.num_kv_heads * law.head_dim
+    tables = (law.context_len, law.head_dim // 2)
     if head.gate_up is None or head.down is None:
         raise ValueError("a layer without a multilayer perceptron does not fit the kernels")
     mlp = head.down.weight.shape[1]
@@ -104,6 +105,9 @@ def _layer(head: FeatureHead) -> LayerFields:
         address_of("query_norm", head.query_norm, (law.head_dim,)),
         address_of("key_norm", head.key_norm, (law.head_dim,)),
         address_of("post_norm", head.post_norm, (h,)),
+        *(None, None),
+        address_of("cos", head.cos, tables),
+        address_of("sin", head.sin, tables),
         matrix_fields("qkv", head.qkv, (query + 2 * key, h * (2 if law.fuse is Fuse.WIDE else 1))),
         matrix_fields("output", head.output, (h, query)),
         matrix_fields("gate_up", head.gate_up, (2 * mlp, h)),
@@ -114,16 +118,14 @@ def _layer(head: FeatureHead) -> LayerFields:
 
 def _model(head: FeatureHead, layer: int) -> DecoderFields:
     law = head.law
-    h, tables = law.hidden_size, (law.context_len, law.head_dim // 2)
+    h = law.hidden_size
     return DecoderFields(
         matrix_fields("embedding", Linear(head.embedding, None), (head.vocab_size, h)),
         matrix_fields("head", Linear(head.head, None), (head.head.shape[0], h)),
         address_of("out_norm", head.out_norm, (h,)),
-        address_of("cos", head.cos, tables),
-        address_of("sin", head.sin, tables),
         layer,
-        *(1, law.num_heads, law.num_kv_heads, law.head_dim),
-        *(law.norm_epsilon, law.head_dim**-0.5),
+        *(1, law.num_heads, law.num_kv_heads, law.head_dim, False),
+        *(law.norm_epsilon, law.head_dim**-0.5, 1.0),
     )
 
 

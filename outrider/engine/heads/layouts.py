@@ -18,7 +18,7 @@ from outrider.engine.heads.feature_checkpoint import (
 )
 from outrider.engine.heads.feature_head import Fuse
 from outrider.engine.heads.head import TargetParts
-from outrider.engine.models.config import JsonKeys
+from outrider.engine.models.json_keys import JsonKeys
 from outrider.engine.models.weights import StoredTensor
 from outrider.errors import ModelRefused
 

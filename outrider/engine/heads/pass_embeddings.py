@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.engine.heads.checkpoint import head_files
 from outrider.engine.heads.head import TargetParts
-from outrider.engine.models.config import read_json
+from outrider.engine.models.json_keys import read_json
 from outrider.engine.models.weights import check_tensors, read_tensors, stored_tensors
 from outrider.errors import ModelRefused
 

@@ -27,7 +27,8 @@ from outrider.engine.hf_models.config import (
     survey,
 )
 from outrider.engine.hf_models.decoder import HfDecoder
-from outrider.engine.models.config import DecoderFacts, JsonKeys, read_eos_token_ids, read_json
+from outrider.engine.models.config import DecoderFacts, read_eos_token_ids
+from outrider.engine.models.json_keys import JsonKeys, read_json
 from outrider.engine.models.progress import Progress
 from outrider.engine.models.weights import (
     BESIDE_BLOCKS,

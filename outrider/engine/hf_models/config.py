@@ -19,15 +19,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from outrider.engine.hf_models.decoder import NAME, AttentionCall, layer_of
-from outrider.engine.models.config import (
-    FULL,
-    MAX_LAYERS,
-    SLIDING,
-    DecoderFacts,
-    JsonKeys,
-    read_architecture,
-    read_json,
-)
+from outrider.engine.models.config import MAX_LAYERS, DecoderFacts, read_architecture
+from outrider.engine.models.json_keys import JsonKeys, read_json
+from outrider.engine.models.rope_keys import FULL, SLIDING
 from outrider.errors import ModelRefused
 
 PACKAGE = f"transformers-{transformers.__version__}"

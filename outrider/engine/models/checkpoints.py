@@ -9,8 +9,9 @@ from typing import Protocol, Self
 
 import torch
 
-from outrider.engine.models.config import FAMILIES, DecoderFacts, JsonKeys, ModelConfig, read_architecture, read_json
+from outrider.engine.models.config import DecoderFacts, ModelConfig, is_ours
 from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.json_keys import JsonKeys, read_json
 from outrider.engine.models.progress import Progress
 from outrider.engine.models.simulated import SimulatedCheckpoint
 from outrider.engine.models.sized import sized_hash, widen, widened
@@ -133,7 +134,7 @@ def find_checkpoint(model: str) -> Checkpoint:
         read: Callable[[str, Path], Checkpoint] = resolve_name(GGUF).of
         return read(name, folder)
     keys = JsonKeys(folder / "config.json", read_json(folder / "config.json"))
-    if read_architecture(keys) in FAMILIES:
+    if is_ours(keys):
         return FolderCheckpoint(name, folder, ModelConfig.read(folder))
     find: Callable[[str, Path], Checkpoint] = resolve_name(HF_MODELS)
     return find(name, folder)

@@ -5,101 +5,27 @@ them.
 
 Windows: a window of W lets the row at position t see the positions above t - W, itself included. Nothing is freed that
 a window hides: a truncation may bring it back into sight.
-
-Rotary embeddings: either "rope_parameters" hold everything, or "rope_scaling" does and "rope_theta" stands beside it;
-as in transformers, "rope_scaling" goes first where a file has both. What would give other angles than a sound file's is
-refused, though transformers only warns.
 """
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from outrider.engine.models.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope, yarn_amplitude
-from outrider.errors import ModelRefused
+from outrider.engine.models.json_keys import INT32_MAX, JsonKeys, read_json
+from outrider.engine.models.rope import Rope
+from outrider.engine.models.rope_keys import FULL, SLIDING, RopeRule, one_rope, partial_rope, rope_by_window
 
-MAX_JSON_BYTES = 64 << 20
-INT32_MAX = 2**31 - 1
-FLOAT32_MAX = 3.4028234663852886e38
 # Positions are float32 where angles are computed, which counts no further than this without gaps.
 MAX_CONTEXT_LEN = 1 << 24
 # Far above any model's: what is refused is a number that alone would fill the memory with the names of its layers.
 MAX_LAYERS = 1 << 12
-# Values of "layer_types", and keys under which newer files nest a rotary embedding for each kind of layer.
-FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT_WINDOW, DEFAULT_MAX_WINDOW_LAYERS = 4096, 28
-DEFAULT_THETA = 10000.0
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-ORIGINAL_LEN = "original_max_position_embeddings"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises ModelRefused when there is none."""
-    try:
-        # A cap, because a folder may come from anywhere and is read before anything about it is known.
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelRefused(f"{path} is larger than {MAX_JSON_BYTES} bytes", file=path)
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelRefused(f"{path} cannot be read: {error.strerror}", file=path) from None
-    except (ValueError, RecursionError) as error:
-        raise ModelRefused(f"{path} is not valid JSON: {error}", file=path) from None
-    if not isinstance(values, dict):
-        raise ModelRefused(f"{path} does not hold a JSON object", file=path)
-    return values
-
-
-@dataclass(frozen=True, slots=True)
-class JsonKeys:
-    """Typed access to one JSON object; `null` counts as absent, as it does for transformers."""
-
-    path: Path
-    values: dict[str, Any]
-    prefix: str = ""
-    """Place of this object in the file, for instance "rope_scaling."; errors name keys with it."""
-    spelled: Mapping[str, str] = field(default_factory=dict)
-    """Names in errors, for keys that have another name in the file."""
-
-    def refuse(self, key: str, fault: str) -> ModelRefused:
-        name = self.spelled.get(key, f"{self.prefix}{key}")
-        return ModelRefused(f'{self.path}: "{name}" {fault}', file=self.path, key=name)
-
-    def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = INT32_MAX) -> int:
-        """An integer from `minimum` to `maximum`; absent keys without a default are refused."""
-        value = self._get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-            # The largest integer is named only for a value above it.
-            is_above = isinstance(value, int) and value > maximum
-            limit = f"from {minimum} to {maximum}" if is_above or maximum < INT32_MAX else f"of at least {minimum}"
-            raise self.refuse(key, f"is {value!r}, but must be an integer {limit}")
-        return value
-
-    def number(self, key: str, default: float | None = None, minimum: float | None = None) -> float:
-        """A number of at least `minimum`, or a positive one, that float32 can hold; refused as an integer is."""
-        value = self._get(key, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        is_above = is_number and value > FLOAT32_MAX
-        if not is_number or is_above or not (value > 0 if minimum is None else value >= minimum):
-            limit = "positive number" if minimum is None else f"number of at least {minimum:g}"
-            limit += " that float32 can hold" if is_above else ""
-            raise self.refuse(key, f"is {value!r}, but must be a {limit}")
-        return float(value)
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise self.refuse(key, f"is {value!r}, but must be true or false")
-        return value
-
-    def _get(self, key: str, default: object) -> Any:  # noqa: ANN401 - what JSON can hold
-        value = self.values.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise self.refuse(key, "is missing")
-        return value
-
+# Of so many layers of Gemma 3 the last sees everything.
+DEFAULT_PATTERN = 6
+DEFAULT_CONTEXT_LEN = 32768
+# What a model of pictures and text has beside the latter.
+PICTURES = ("vision_tower", "multi_modal_projector")
 
 Windows = tuple[int | None, ...]
 """Window of each layer, or None where it sees everything."""
@@ -145,6 +71,17 @@ def switched_by_layer(keys: JsonKeys, num_layers: int) -> Windows:
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
+def most_layers(keys: JsonKeys, num_layers: int) -> Windows:
+    """Gemma 3's rule: the "layer_types", or all layers but each sixth, or what "sliding_window_pattern" says."""
+    window, types = _window(keys), keys.values.get("layer_types")
+    if types is None:
+        pattern = keys.integer("sliding_window_pattern", DEFAULT_PATTERN)
+        types = [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in range(num_layers)]
+    if window is None and SLIDING in types:
+        raise keys.refuse("sliding_window", f"is null, but there are layers of {SLIDING}")
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
 def _window(keys: JsonKeys) -> int | None:
     # An explicit null means no window; only an absent key has the default.
     if "sliding_window" in keys.values and keys.values["sliding_window"] is None:
@@ -152,90 +89,98 @@ def _window(keys: JsonKeys) -> int | None:
     return keys.integer("sliding_window", DEFAULT_WINDOW)
 
 
-def read_rope(keys: JsonKeys, max_positions: int, head_dim: int) -> Rope:
-    """The embedding of a model with "max_position_embeddings" max_positions. Raises ModelRefused."""
-    name = "rope_scaling" if keys.values.get("rope_scaling") else "rope_parameters"
-    values = keys.values.get(name) or {}
-    if not isinstance(values, dict):
-        raise keys.refuse(name, f"is {values!r}, but must be an object")
-    nested = next((kind for kind in (FULL, SLIDING) if kind in values), None)
-    if nested is not None:
-        raise keys.refuse(name, f"has an entry for {nested}, but only one rotary embedding for all layers is served")
-    inside = JsonKeys(keys.path, values, f"{name}.", keys.spelled)
-    for source in (keys, inside):
-        if source.values.get("partial_rotary_factor", 1) not in (None, 1):
-            raise source.refuse("partial_rotary_factor", "is not 1, but only whole heads are rotated")
-    theta = (inside if inside.values.get("rope_theta") is not None else keys).number("rope_theta", DEFAULT_THETA)
-    kind = inside.values.get("rope_type") or inside.values.get("type") or "default"
-    if kind == "default":
-        return Rope(theta=theta)
-    if kind == "linear":
-        return LinearRope(theta=theta, factor=inside.number("factor", minimum=1.0))
-    if kind == "dynamic":
-        # transformers counts from "max_position_embeddings" here, whatever else the file says.
-        if head_dim < 4:
-            raise keys.refuse("head_dim", f"is {head_dim}, but a dynamic rotary embedding needs at least 4")
-        return DynamicRope(theta=theta, factor=inside.number("factor", minimum=1.0), original_len=max_positions)
-    if kind == "llama3":
-        original_len = _original_len(keys, inside)
-        low, high = inside.number("low_freq_factor"), inside.number("high_freq_factor")
-        if high <= low:
-            raise inside.refuse("high_freq_factor", f"is {high:g}, but must be above the low_freq_factor {low:g}")
-        factor = inside.number("factor", minimum=1.0)
-        return Llama3Rope(
-            theta=theta, factor=factor, low_freq_factor=low, high_freq_factor=high, original_len=original_len
-        )
-    if kind == "yarn":
-        return _yarn(theta, inside, _original_len(keys, inside))
-    raise inside.refuse("rope_type", f"is {kind!r}, but must be one of {', '.join(ROPE_KINDS)}")
-
-
-def _original_len(keys: JsonKeys, inside: JsonKeys) -> int:
-    # Beside the other keys it wins, as in transformers; without it the frequencies would be anyone's guess.
-    return (keys if keys.values.get(ORIGINAL_LEN) is not None else inside).integer(ORIGINAL_LEN)
-
-
-def _yarn(theta: float, inside: JsonKeys, original_len: int) -> YarnRope:
-    factor = inside.number("factor", minimum=1.0)
-    fast, slow = inside.number("beta_fast", 32.0), inside.number("beta_slow", 1.0)
-    if fast < slow:
-        raise inside.refuse("beta_fast", f"is {fast:g}, but must be at least the beta_slow {slow:g}")
-    if theta <= 1:
-        raise inside.refuse("rope_theta", f"is {theta:g}, but yarn needs more than 1")
-    scales = (inside.number(name, 0.0, minimum=0.0) for name in ("mscale", "mscale_all_dim"))
-    return YarnRope(
-        theta=theta,
-        amplitude=inside.number("attention_factor", yarn_amplitude(factor, *scales)),
-        factor=factor,
-        original_len=original_len,
-        beta_fast=fast,
-        beta_slow=slow,
-        truncate=inside.flag("truncate", True),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Differences between architectures: biases, norms of query and key heads, defaults of keys."""
+    """Differences between architectures: biases, norms, gates, defaults of keys, and what a file calls its tensors."""
 
     qkv_bias: bool | None
     """None: the key "attention_bias" decides, for the output projection too."""
     qk_norm: bool = False
     mlp_bias_key: bool = False
-    default_head_dim: int | None = None
     windows: WindowRule = no_windows
-    default_context_len: int = 32768
+    ropes: RopeRule = one_rope
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Values of keys that a file leaves out, where they are not those of most families."""
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    """The key that names the function of the gate, and its only value that is served."""
+    scale_key: str | None = None
+    """The number whose inverse root multiplies scores, where it is not the size of a head."""
+    scales_embedding: bool = False
+    """Whether embeddings are multiplied by the root of their width."""
+    norms_outputs: bool = False
+    """Whether what attention and MLP give has norms of its own, before it is added."""
+    norms_from_zero: bool = False
+    """Whether norms are stored less 1, in safetensors."""
+    is_stacked: bool = False
+    """Whether q, k and v are one matrix of the file, and gate and up another."""
+    off: tuple[str, ...] = ()
+    """Keys of what only the code of transformers computes: absent, null or false here."""
+    part: str | None = None
+    """The key under which a model of several has the one of text."""
+    prefixes: tuple[tuple[str, str], ...] = ()
+    """Beginnings of tensors' names in the file, with those that they have alone."""
     foreign_tensors: tuple[str, ...] = ()
     """Beginnings of the names of tensors that lie beside the model's own and are not its."""
 
 
+GEMMA_3 = Family(
+    qkv_bias=None,
+    qk_norm=True,
+    windows=most_layers,
+    ropes=rope_by_window,
+    defaults={
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    scale_key="query_pre_attn_scalar",
+    scales_embedding=True,
+    norms_outputs=True,
+    norms_from_zero=True,
+    off=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
+)
 FAMILIES = {
-    "LlamaForCausalLM": Family(qkv_bias=None, mlp_bias_key=True, default_context_len=2048),
+    "LlamaForCausalLM": Family(qkv_bias=None, mlp_bias_key=True, defaults={"max_position_embeddings": 2048}),
     "Qwen2ForCausalLM": Family(qkv_bias=True, windows=switched_by_layer),
-    "Qwen3ForCausalLM": Family(qkv_bias=None, qk_norm=True, default_head_dim=128, windows=switched_by_layer),
-    "MistralForCausalLM": Family(qkv_bias=False, windows=same_in_every_layer, default_context_len=131072),
+    "Qwen3ForCausalLM": Family(qkv_bias=None, qk_norm=True, windows=switched_by_layer, defaults={"head_dim": 128}),
+    "MistralForCausalLM": Family(
+        qkv_bias=False, windows=same_in_every_layer, defaults={"max_position_embeddings": 131072}
+    ),
     # Qwen 2 with a layer for multi-token prediction beside it.
     "MiMoForCausalLM": Family(qkv_bias=True, windows=switched_by_layer, foreign_tensors=("model.mtp_layers.",)),
+    "Gemma3ForCausalLM": GEMMA_3,
+    # The same with a tower for pictures, which is left out.
+    "Gemma3ForConditionalGeneration": replace(
+        GEMMA_3,
+        part="text_config",
+        prefixes=(("language_model.", ""), ("model.language_model.", "model.")),
+        foreign_tensors=tuple(f"{top}{name}." for top in ("", "model.") for name in PICTURES),
+    ),
+    "Phi3ForCausalLM": Family(
+        qkv_bias=False,
+        windows=same_in_every_layer,
+        ropes=partial_rope,
+        defaults={
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+        },
+        is_stacked=True,
+    ),
 }
 # Architectures whose files bring code of their own, which is not run: what it computes is known here.
 KNOWN_CODE = ("MiMoForCausalLM",)
@@ -273,13 +218,20 @@ class ModelConfig(DecoderFacts):
     intermediate_size: int
     num_heads: int
     norm_epsilon: float
-    rope: Rope
+    ropes: tuple[Rope, ...]
+    """The rotary embedding of each layer."""
     windows: Windows
+    score_scale: float
+    """Factor of a query's products with keys."""
     tied_embeddings: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.architecture]
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -294,19 +246,26 @@ class ModelConfig(DecoderFacts):
         if architecture not in FAMILIES:
             raise keys.refuse("architectures", f"is {architecture}, but must be one of {', '.join(FAMILIES)}")
         family = FAMILIES[architecture]
-        activation = keys.values.get("hidden_act", "silu")
-        if activation != "silu":
-            raise keys.refuse("hidden_act", f'is {activation!r}, but must be "silu"')
+        keys = _of_text(keys, family)
+        is_on = next((key for key in family.off if keys.values.get(key)), None)
+        if is_on is not None:
+            raise keys.refuse(is_on, f"is {keys.values[is_on]!r}, but nothing is served there")
+        name, served = family.activation
+        activation = keys.values.get(name, served)
+        if activation != served:
+            raise keys.refuse(name, f'is {activation!r}, but must be "{served}"')
         num_heads = keys.integer("num_attention_heads")
         num_layers = keys.integer("num_hidden_layers", maximum=MAX_LAYERS)
         hidden_size = keys.integer("hidden_size")
-        head_dim = keys.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
-        max_positions = keys.integer("max_position_embeddings", family.default_context_len)
-        rope = read_rope(keys, max_positions, head_dim)
-        context_len = rope.context_len(max_positions)
-        if context_len > MAX_CONTEXT_LEN:
-            fault = f"and its scaling make {context_len} positions, but at most {MAX_CONTEXT_LEN} are served"
+        head_dim = keys.integer("head_dim", hidden_size // num_heads)
+        if head_dim % 2:
+            raise keys.refuse("head_dim", f"is {head_dim}, but rotary embeddings need an even number")
+        max_positions = keys.integer("max_position_embeddings", DEFAULT_CONTEXT_LEN)
+        ropes = family.ropes(keys, max_positions, head_dim)
+        if ropes.context_len > MAX_CONTEXT_LEN:
+            fault = f"and its scaling make {ropes.context_len} positions, but at most {MAX_CONTEXT_LEN} are served"
             raise keys.refuse("max_position_embeddings", fault)
+        windows = read_windows(keys, num_layers, ropes.context_len, family.windows)
         attention_bias = keys.flag("attention_bias") if family.qkv_bias is None else False
         config = cls(
             architecture=architecture,
@@ -318,9 +277,13 @@ class ModelConfig(DecoderFacts):
             num_kv_heads=keys.integer("num_key_value_heads", num_heads),
             head_dim=head_dim,
             norm_epsilon=keys.number("rms_norm_eps", 1e-6),
-            rope=rope,
-            context_len=context_len,
-            windows=read_windows(keys, num_layers, context_len, family.windows),
+            # By the file: a layer whose window hides nothing within the context is one of those with windows here.
+            ropes=tuple(
+                ropes.unlimited if window is None else ropes.windowed for window in family.windows(keys, num_layers)
+            ),
+            context_len=ropes.context_len,
+            windows=windows,
+            score_scale=(head_dim if family.scale_key is None else keys.number(family.scale_key)) ** -0.5,
             tied_embeddings=keys.flag("tie_word_embeddings"),
             qkv_bias=bool(family.qkv_bias) or attention_bias,
             output_bias=attention_bias,
@@ -330,9 +293,25 @@ class ModelConfig(DecoderFacts):
         )
         if num_heads % config.num_kv_heads:
             raise keys.refuse("num_key_value_heads", f"is {config.num_kv_heads}, which does not divide {num_heads}")
-        if head_dim % 2:
-            raise keys.refuse("head_dim", f"is {head_dim}, but rotary embeddings need an even number")
         return config
+
+
+def is_ours(keys: JsonKeys) -> bool:
+    """Whether our own transformer computes a model; of some families it leaves a few to the code of transformers."""
+    family = FAMILIES.get(read_architecture(keys))
+    return family is not None and not any(_of_text(keys, family).values.get(key) for key in family.off)
+
+
+def _of_text(keys: JsonKeys, family: Family) -> JsonKeys:
+    """The keys of the model of text, with the family's defaults. Raises ModelRefused."""
+    if family.part is not None:
+        inner = keys.values.get(family.part)
+        if not isinstance(inner, dict):
+            raise keys.refuse(family.part, f"is {inner!r}, but must be an object")
+        tied = {key: keys.values[key] for key in ("tie_word_embeddings",) if key in keys.values}
+        keys = JsonKeys(keys.path, {**inner, **tied}, f"{family.part}.", keys.spelled)
+    absent = {key: value for key, value in family.defaults.items() if keys.values.get(key) is None}
+    return replace(keys, values={**keys.values, **absent}) if absent else keys
 
 
 def read_architecture(keys: JsonKeys) -> str:

@@ -33,7 +33,7 @@ class FusedTransformer(LayeredDecoder, ProbedDecoder):
         # The plan of whole lists comes first: every forward needs it, if only for its rows.
         places = {window: place for place, window in enumerate([None, *self._windows])}
         plans = (places[window] for window in model.config.windows)
-        layers = (_layer(*each, model.config) for each in zip(model.layers, plans, strict=True))
+        layers = (_layer(*each, model.config) for each in zip(model.layers, model.tables, plans, strict=True))
         self._layers = (LayerFields * len(model.layers))(*layers)
         self._plans_type = PlanFields * len(places)
         self._decoder = _decoder(model, ctypes.addressof(self._layers))
@@ -101,7 +101,6 @@ def plan_fields(plan: RowPlan, wanted: Tensor) -> PlanFields:
 
 def _decoder(model: Transformer, layers: int) -> DecoderFields:
     config = model.config
-    tables = (config.context_len, config.head_dim // 2)
     shape = (config.vocab_size, config.hidden_size)
     if config.head_dim > MAX_HEAD_DIM:
         raise ValueError(f"heads of {config.head_dim} do not fit the kernels")
@@ -109,21 +108,24 @@ def _decoder(model: Transformer, layers: int) -> DecoderFields:
         matrix_fields("embedding", Linear(model.embedding, None), (len(model.embedding), config.hidden_size)),
         matrix_fields("head", Linear(model.head, None), shape),
         address_of("norm", model.norm, (config.hidden_size,)),
-        address_of("cos", model.cos, tables),
-        address_of("sin", model.sin, tables),
         layers,
         *(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim),
-        *(config.norm_epsilon, model.scale),
+        config.family.activation[1] != "silu",
+        *(config.norm_epsilon, model.scale, model.embedding_scale),
     )
 
 
-def _layer(layer: Layer, plan: int, config: ModelConfig) -> LayerFields:
+def _layer(layer: Layer, tables: tuple[Tensor, Tensor], plan: int, config: ModelConfig) -> LayerFields:
+    turns = (config.context_len, config.head_dim // 2)
     hidden, mlp, query = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
     return LayerFields(
         address_of("input_norm", layer.input_norm, (hidden,)),
         address_of("query_norm", layer.query_norm, (config.head_dim,)),
         address_of("key_norm", layer.key_norm, (config.head_dim,)),
         address_of("post_norm", layer.post_norm, (hidden,)),
+        address_of("attended_norm", layer.attended_norm, (hidden,)),
+        address_of("mlp_norm", layer.mlp_norm, (hidden,)),
+        *(address_of(name, table, turns) for name, table in zip(("cos", "sin"), tables, strict=True)),
         matrix_fields("qkv", layer.qkv, (query + 2 * config.num_kv_heads * config.head_dim, hidden)),
         matrix_fields("output", layer.output, (hidden, query)),
         matrix_fields("gate_up", layer.gate_up, (2 * mlp, hidden)),

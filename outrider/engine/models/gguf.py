@@ -17,7 +17,8 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from outrider.engine.models.checkpoints import FolderCheckpoint
-from outrider.engine.models.config import JsonKeys, ModelConfig, eos_token_ids_in
+from outrider.engine.models.config import ModelConfig, eos_token_ids_in
+from outrider.engine.models.json_keys import JsonKeys
 from outrider.engine.models.progress import Progress
 from outrider.engine.models.rope import DividedRope, Rope
 from outrider.engine.models.weights import check_numbers, expected_shapes, hash_bytes
@@ -82,7 +83,8 @@ def read_config(file: GgufFile) -> ModelConfig:
     config = ModelConfig.of(keys, eos_token_ids_in(keys) or frozenset())
     place = file.tensors.get(ROPE_FACTORS)
     if place is not None:
-        if type(config.rope) is not Rope:
+        rope = config.ropes[0]
+        if type(rope) is not Rope:
             fault = "stands beside a scaling of the rotary embedding, and only one can be meant"
             raise _refuse(file, ROPE_FACTORS, fault)
         if place.shape != (config.head_dim // 2,):
@@ -92,7 +94,8 @@ def read_config(file: GgufFile) -> ModelConfig:
         wrong = next((factor for factor in factors if not 1 <= factor <= MAX_DIVISOR), None)
         if wrong is not None:
             raise _refuse(file, ROPE_FACTORS, f"holds {wrong:g}, but a factor must be from 1 to {MAX_DIVISOR:g}")
-        config = replace(config, rope=DividedRope(theta=config.rope.theta, divisors=tuple(factors)))
+        divided = DividedRope(theta=rope.theta, divisors=tuple(factors))
+        config = replace(config, ropes=(divided,) * config.num_layers)
     places = {_gguf_name(name): shape for name, shape in expected_shapes(config).items()}
     for name, tensor in file.tensors.items():
         if name not in places and name != ROPE_FACTORS:

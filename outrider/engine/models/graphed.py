@@ -16,7 +16,7 @@ from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.decoder import LayeredDecoder, ProbedDecoder
-from outrider.engine.models.transformer import Layer, Linear, Transformer
+from outrider.engine.models.transformer import Linear, Transformer
 from outrider.engine.ops import Weight
 from outrider.engine.ops.triton import layers
 from outrider.engine.ops.triton_ops import PARTIAL_FLOATS, TritonOps, norm_options
@@ -65,10 +65,13 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
 
     @property
     def tiles(self) -> tuple[int, ...]:
-        """Rows of a tile; none where a layer sees only a window, because its lists begin elsewhere."""
+        """Rows of a tile; none where a layer sees only a window, because its lists begin elsewhere.
+
+        None too where layers have steps that these kernels lack: the forward is then op by op.
+        """
         tiles = WIDE_TILES if self.embedding.dtype is torch.float32 else TILES
         each = sorted({max(1, tile // self._heads_each) for tile in tiles})
-        return () if any(self.config.windows) else tuple(each)
+        return () if any(self.config.windows) or self.config.family.norms_outputs else tuple(each)
 
     @property
     def step_shapes(self) -> list[tuple[int, int]]:
@@ -158,7 +161,7 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
         for place, (layer, next_norm) in enumerate(zip(model.layers, norms, strict=True)):
             self._store_tap(place, x, work, cache)
             heads = ops.parts_of_product(hidden, layer.qkv.weight)
-            self._split_heads(layer, heads, work, query, cache.keys[place], cache.values[place])
+            self._split_heads(place, heads, work, query, cache)
             ops.attend_together(
                 query, work, tile_rows, cache.keys[place], cache.values[place], model.scale, partials, attended
             )
@@ -206,10 +209,9 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
             **self.ops.overlap,
         )
 
-    def _split_heads(
-        self, layer: Layer, parts: Tensor, work: Tensor, query: Tensor, keys: Tensor, values: Tensor
-    ) -> None:
-        config, bias, has_norm = self.config, layer.qkv.bias, layer.query_norm is not None
+    def _split_heads(self, place: int, parts: Tensor, work: Tensor, query: Tensor, cache: KVCache) -> None:
+        layer, config = self._model.layers[place], self.config
+        bias, has_norm = layer.qkv.bias, layer.query_norm is not None
         num_parts, num_rows, _ = parts.shape
         head_dim = config.head_dim
         layers.split_heads[(num_rows, config.num_heads + 2 * config.num_kv_heads)](
@@ -217,12 +219,11 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
             parts if bias is None else bias,
             layer.query_norm if has_norm else parts,
             layer.key_norm if has_norm else parts,
-            self._model.cos,
-            self._model.sin,
+            *self._model.tables[place],
             work,
             query,
-            keys,
-            values,
+            cache.keys[place],
+            cache.values[place],
             num_rows,
             config.num_heads,
             config.num_kv_heads,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,12 @@ class Rope:
     theta: float
     amplitude: float = 1.0
     """Factor of all cosines and sines."""
+    share: float = 1.0
+    """Part of a head's coordinates that turn, the first ones of a file; the others stand still."""
+
+    def num_turning(self, head_dim: int) -> int:
+        """How many of a head's coordinates turn, an even number."""
+        return int(head_dim * self.share)
 
     def context_len(self, max_positions: int) -> int:
         """Longest sequence, given "max_position_embeddings"; scaled embeddings take what vLLM takes."""
@@ -101,6 +108,24 @@ class DividedRope(Rope):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LongRope(Rope):
+    """LongRoPE (Ding et al., 2024) as far as its short factors hold: up to original_len.
+
+    Past that transformers takes other factors for all rows, the earlier ones too, once the text is longer.
+    """
+
+    original_len: int
+    divisors: tuple[float, ...]
+
+    def context_len(self, max_positions: int) -> int:
+        """max_positions are those of the long factors."""
+        return min(max_positions, self.original_len)
+
+    def frequencies(self, head_dim: int, positions: Tensor) -> Tensor:
+        return 1.0 / (torch.tensor(self.divisors) * self.theta ** _exponents(head_dim))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class YarnRope(Rope):
     """YaRN (Peng et al., 2023): like Llama 3's, but blended along a ramp over the pairs, and with an amplitude.
 
@@ -142,10 +167,22 @@ def yarn_amplitude(factor: float, numerator_scale: float = 0.0, denominator_scal
 
 
 def rotary_tables(rope: Rope, head_dim: int, context_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [context_len, D/2] float32 by position."""
-    positions = torch.arange(context_len)
-    angles = positions.float()[:, None] * rope.frequencies(head_dim, positions)
-    return (angles.cos() * rope.amplitude).to(device), (angles.sin() * rope.amplitude).to(device)
+    """cos and sin [context_len, D/2] float32 by position; the last pairs are those that stand still."""
+    positions, num_turning = torch.arange(context_len), rope.num_turning(head_dim)
+    angles = positions.float()[:, None] * rope.frequencies(num_turning, positions)
+    still = 0, (head_dim - num_turning) // 2
+    cos, sin = angles.cos() * rope.amplitude, angles.sin() * rope.amplitude
+    return functional.pad(cos, still, value=1.0).to(device), functional.pad(sin, still).to(device)
+
+
+def order_of_pairs(rope: Rope, head_dim: int) -> Tensor:
+    """For each coordinate of a head [D] its place in a file, where the pairs that turn come before the others.
+
+    A file pairs i with i + T/2 of the T coordinates that turn, and operations pair i with i + D/2 of all.
+    """
+    num_turning = rope.num_turning(head_dim)
+    turning, still = torch.arange(num_turning), torch.arange(num_turning, head_dim)
+    return torch.cat((turning.view(2, -1), still.view(2, -1)), 1).flatten()
 
 
 def _exponents(head_dim: int) -> Tensor:

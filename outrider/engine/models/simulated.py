@@ -20,8 +20,9 @@ from torch import Tensor
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
-from outrider.engine.models.config import DecoderFacts, JsonKeys, read_eos_token_ids, read_json
+from outrider.engine.models.config import DecoderFacts, read_eos_token_ids
 from outrider.engine.models.decoder import MEMORY_SHARE, Decoder
+from outrider.engine.models.json_keys import JsonKeys, read_json
 from outrider.engine.noise import UNIFORM_SHIFT, UNIFORM_STEP, Words, numpy_hash_words
 from outrider.engine.ops import Ops, Weight
 from outrider.errors import ModelRefused

@@ -53,6 +53,8 @@ def widened(small: ModelConfig, shape: Shape) -> ModelConfig:
         norm_epsilon=small.norm_epsilon * small.hidden_size / shape.hidden_size,
         context_len=CONTEXT_LEN,
         windows=(None,) * shape.num_layers,
+        ropes=small.ropes[:1] * shape.num_layers,
+        score_scale=shape.head_dim**-0.5,
     )
     obstacle = _obstacle(small, wide)
     if obstacle is not None:
@@ -63,7 +65,7 @@ def widened(small: ModelConfig, shape: Shape) -> ModelConfig:
 def _obstacle(small: ModelConfig, wide: ModelConfig) -> str | None:
     if small.qkv_bias or small.output_bias or small.mlp_bias or small.qk_norm:
         return "it has biases or norms of heads"
-    if type(small.rope) is not Rope or any(small.windows):
+    if type(small.ropes[0]) is not Rope or any(small.windows):
         return "it has a scaled rotary embedding or sliding windows"
     if wide.tied_embeddings and not small.tied_embeddings:
         return "it has an output matrix of its own"

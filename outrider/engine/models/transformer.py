@@ -1,4 +1,4 @@
-"""The transformer: one readable decoder for Llama, Qwen 2, Qwen 3 and Mistral.
+"""The transformer: one readable decoder for Llama, Qwen 2, Qwen 3, Mistral, Gemma 3 and Phi 3.
 
 A forward computes the rows of a plan, which may belong to many sequences, prompts and trees alike. Activations are
 float32 rows; all arithmetic that sums is in `ops`, and what is left here is elementwise, so a row's bits depend on
@@ -17,6 +17,13 @@ from outrider.engine.cache import KVCache
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.decoder import LayeredDecoder, ProbedDecoder
 from outrider.engine.models.rope import rotary_tables
+from outrider.engine.models.weights import (
+    NORM_AFTER_MLP,
+    NORM_BEFORE_MLP,
+    NORM_BEHIND,
+    STACKED_GATE,
+    STACKED_HEADS,
+)
 from outrider.engine.ops import Ops, Weight
 from outrider.engine.ops.blocks import unpacked
 
@@ -42,34 +49,48 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The tensors of one layer; query_norm and key_norm are Qwen 3's, [D]."""
+    """The tensors of one layer; norms that a family has not are None. query_norm and key_norm are [D]."""
 
     input_norm: Tensor
     qkv: Linear
     query_norm: Tensor | None
     key_norm: Tensor | None
     output: Linear
+    attended_norm: Tensor | None
+    """Of what attention gives, before it is added."""
     post_norm: Tensor
+    """Of what the MLP reads."""
     gate_up: Linear
     down: Linear
+    mlp_norm: Tensor | None
+    """Of what the MLP gives, before it is added."""
 
     @classmethod
     def take(cls, ops: Ops, tensors: MutableMapping[str, Any], prefix: str) -> Self:
         """Takes one layer's tensors out of `tensors`, so that their separate copies are freed as they are fused."""
+        is_stacked = f"{prefix}self_attn.{STACKED_HEADS}.weight" in tensors
+        heads = (STACKED_HEADS,) if is_stacked else ("q_proj", "k_proj", "v_proj")
+        gate = (STACKED_GATE,) if is_stacked else ("gate_proj", "up_proj")
+        # Its name says behind attention, where it is in families that have another norm before the MLP.
+        behind = tensors.pop(f"{prefix}{NORM_BEHIND}.weight")
+        before = tensors.pop(f"{prefix}{NORM_BEFORE_MLP}.weight", None)
         return cls(
             input_norm=tensors.pop(f"{prefix}input_layernorm.weight"),
-            qkv=Linear.take(ops, tensors, f"{prefix}self_attn.", "q_proj", "k_proj", "v_proj"),
+            qkv=Linear.take(ops, tensors, f"{prefix}self_attn.", *heads),
             query_norm=tensors.pop(f"{prefix}self_attn.q_norm.weight", None),
             key_norm=tensors.pop(f"{prefix}self_attn.k_norm.weight", None),
             output=Linear.take(ops, tensors, f"{prefix}self_attn.", "o_proj"),
-            post_norm=tensors.pop(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=Linear.take(ops, tensors, f"{prefix}mlp.", "gate_proj", "up_proj"),
+            attended_norm=None if before is None else behind,
+            post_norm=behind if before is None else before,
+            gate_up=Linear.take(ops, tensors, f"{prefix}mlp.", *gate),
             down=Linear.take(ops, tensors, f"{prefix}mlp.", "down_proj"),
+            mlp_norm=tensors.pop(f"{prefix}{NORM_AFTER_MLP}.weight", None),
         )
 
     @property
     def weights(self) -> list[Weight]:
-        norms = (self.input_norm, self.query_norm, self.key_norm, self.post_norm)
+        heads, outputs = (self.query_norm, self.key_norm), (self.attended_norm, self.mlp_norm)
+        norms = (self.input_norm, self.post_norm, *heads, *outputs)
         linears = (self.qkv, self.output, self.gate_up, self.down)
         return [*(norm for norm in norms if norm is not None), *(tensor for each in linears for tensor in each.weights)]
 
@@ -91,8 +112,17 @@ class Transformer(LayeredDecoder, ProbedDecoder):
         self._is_tied = head is None
         is_shared = self._is_tied and isinstance(self.head, type(embedding))
         self.embedding: Weight = self.head if is_shared else embedding
-        self.cos, self.sin = rotary_tables(config.rope, config.head_dim, config.context_len, self.embedding.device)
-        self.scale = config.head_dim**-0.5
+        sizes = config.head_dim, config.context_len, self.embedding.device
+        tables = {rope: rotary_tables(rope, *sizes) for rope in set(config.ropes)}
+        self.tables = [tables[rope] for rope in config.ropes]
+        """cos and sin [P, D/2] of each layer; layers of one rotary embedding share them."""
+        self.scale = config.score_scale
+        # As transformers has it: in the type of the matrix. One of a file's blocks stands for float32.
+        kept = self.embedding.dtype if isinstance(self.embedding, Tensor) else torch.float32
+        factor = config.hidden_size**0.5 if config.family.scales_embedding else 1.0
+        self.embedding_scale = torch.tensor(factor, dtype=kept).item()
+        is_silu = config.family.activation[1] == "silu"
+        self._gate = ops.silu_multiply if is_silu else ops.gelu_multiply
 
     @property
     def weights(self) -> list[Weight]:
@@ -112,15 +142,18 @@ class Transformer(LayeredDecoder, ProbedDecoder):
 
     def forward_layers(self, plan: RowPlan, cache: KVCache, wanted: Tensor, layers: range) -> Tensor:
         ops, epsilon = self.ops, self.config.norm_epsilon
-        x = cache.load_tap(layers.start, plan.slots) if layers.start else ops.embed(self.embedding, plan.token_ids)
+        if layers.start:
+            x = cache.load_tap(layers.start, plan.slots)  # [R, hidden]
+        else:
+            x = ops.embed(self.embedding, plan.token_ids) * self.embedding_scale
         views = {window: plan.windowed(window) for window in set(self.config.windows)}
-        each = list(zip(self.layers, self.config.windows, cache.keys, cache.values, strict=True))
         for boundary in layers:
-            layer, window, keys, values = each[boundary]
+            layer, view = self.layers[boundary], views[self.config.windows[boundary]]
             cache.store_tap(boundary, plan.slots, x)
-            x = x + self._attend(layer, ops.rms_norm(x, layer.input_norm, epsilon), views[window], keys, values)
+            attended = self._attend(boundary, ops.rms_norm(x, layer.input_norm, epsilon), view, cache)
+            x = x + self._norm_output(attended, layer.attended_norm)
             gate_up = self._linear(layer.gate_up, ops.rms_norm(x, layer.post_norm, epsilon))  # [R, 2M]
-            x = x + self._linear(layer.down, ops.silu_multiply(gate_up))
+            x = x + self._norm_output(self._linear(layer.down, self._gate(gate_up)), layer.mlp_norm)
         if layers.stop in cache.taps:
             is_end = layers.stop == self.config.num_layers
             cache.store_tap(layers.stop, plan.slots, ops.rms_norm(x, self.norm, epsilon) if is_end else x)
@@ -129,19 +162,23 @@ class Transformer(LayeredDecoder, ProbedDecoder):
         x = ops.rms_norm(x.index_select(0, wanted), self.norm, epsilon)
         return ops.linear(x, self.head, None)
 
-    def _attend(self, layer: Layer, x: Tensor, plan: RowPlan, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend(self, place: int, x: Tensor, plan: RowPlan, cache: KVCache) -> Tensor:
+        layer, keys, values = self.layers[place], cache.keys[place], cache.values[place]
         num_heads, num_groups = self.config.num_heads, self.config.num_kv_heads
         heads = self._linear(layer.qkv, x).view(x.shape[0], -1, self.config.head_dim)  # [R, H + 2G, D]
         query, key, value = heads.split_with_sizes((num_heads, num_groups, num_groups), 1)
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = self._norm_heads(query, layer.query_norm), self._norm_heads(key, layer.key_norm)
-        query = self.ops.rotate_and_store(query, key, value, plan, self.cos, self.sin, keys, values)
+        query = self.ops.rotate_and_store(query, key, value, plan, *self.tables[place], keys, values)
         return self._linear(layer.output, self.ops.attention(query, plan, keys, values, self.scale))
 
     def _norm_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
         # A single group is a view whose rows lie apart, and operations want them together.
         rows = heads.reshape(-1, self.config.head_dim).contiguous()
         return self.ops.rms_norm(rows, weight, self.config.norm_epsilon).view(heads.shape)
+
+    def _norm_output(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else self.ops.rms_norm(x, weight, self.config.norm_epsilon)
 
     def _linear(self, linear: Linear, x: Tensor) -> Tensor:
         return self.ops.linear(x, linear.weight, linear.bias)

@@ -19,8 +19,10 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from outrider.engine.models.config import FAMILIES, JsonKeys, ModelConfig, read_json
+from outrider.engine.models.config import ModelConfig
+from outrider.engine.models.json_keys import JsonKeys, read_json
 from outrider.engine.models.progress import Progress
+from outrider.engine.models.rope import order_of_pairs
 from outrider.errors import ModelRefused, NotReady
 from outrider.model_files.gguf.files import IGNORED, HubName, cached_gguf, fetch_file, fetch_gguf, gguf_in, part_names
 
@@ -44,6 +46,11 @@ HASHED_BYTES = 64 << 20
 PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+# Names of matrices and norms that some families have.
+STACKED_HEADS, STACKED_GATE = "qkv_proj", "gate_up_proj"
+NORM_BEHIND, NORM_BEFORE_MLP = "post_attention_layernorm", "pre_feedforward_layernorm"
+NORM_AFTER_MLP = "post_feedforward_layernorm"
 
 
 def resolve(name_or_path: str) -> Path:
@@ -168,15 +175,25 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     linears = [
-        ("self_attn.q_proj", query_size, hidden, config.qkv_bias),
-        ("self_attn.k_proj", kv_size, hidden, config.qkv_bias),
-        ("self_attn.v_proj", kv_size, hidden, config.qkv_bias),
         ("self_attn.o_proj", hidden, query_size, config.output_bias),
-        ("mlp.gate_proj", config.intermediate_size, hidden, config.mlp_bias),
-        ("mlp.up_proj", config.intermediate_size, hidden, config.mlp_bias),
         ("mlp.down_proj", hidden, config.intermediate_size, config.mlp_bias),
     ]
+    if config.family.is_stacked:
+        linears += [
+            (f"self_attn.{STACKED_HEADS}", query_size + 2 * kv_size, hidden, config.qkv_bias),
+            (f"mlp.{STACKED_GATE}", 2 * config.intermediate_size, hidden, config.mlp_bias),
+        ]
+    else:
+        linears += [
+            ("self_attn.q_proj", query_size, hidden, config.qkv_bias),
+            ("self_attn.k_proj", kv_size, hidden, config.qkv_bias),
+            ("self_attn.v_proj", kv_size, hidden, config.qkv_bias),
+            ("mlp.gate_proj", config.intermediate_size, hidden, config.mlp_bias),
+            ("mlp.up_proj", config.intermediate_size, hidden, config.mlp_bias),
+        ]
     norms = [("input_layernorm", hidden), ("post_attention_layernorm", hidden)]
+    if config.family.norms_outputs:
+        norms += [(NORM_BEFORE_MLP, hidden), (NORM_AFTER_MLP, hidden)]
     if config.qk_norm:
         norms += [("self_attn.q_norm", config.head_dim), ("self_attn.k_norm", config.head_dim)]
     for layer in range(config.num_layers):
@@ -255,12 +272,35 @@ def load_tensors(folder: Path, config: ModelConfig, device: torch.device, dtype:
     a tied model may be absent, and is used if it is there.
     """
     # What other models of the same folder hold, a head's layers for instance, is theirs.
-    foreign = FAMILIES[config.architecture].foreign_tensors
+    family = config.family
     found = stored_tensors(weight_files(folder))
-    stored = {tensor.name: tensor for tensor in found if not tensor.name.startswith(foreign)}
+    own = [tensor for tensor in found if not tensor.name.startswith(family.foreign_tensors)]
+    stored = {_name_alone(tensor.name, family.prefixes): tensor for tensor in own}
     shapes = expected_shapes(config)
     check_tensors(folder, stored, shapes, {"lm_head.weight": shapes["model.embed_tokens.weight"]})
-    return read_tensors(stored, device, dtype)
+    tensors = read_tensors(stored, device, dtype)
+    for name in tensors:
+        if family.norms_from_zero and "norm" in name:
+            tensors[name] += 1
+        order = order_of_rows(config, name)
+        if order is not None:
+            tensors[name] = tensors[name][order.to(device)]
+    return tensors
+
+
+def order_of_rows(config: ModelConfig, name: str) -> Tensor | None:
+    """For each row of a tensor its place in the file, where heads turn in part only; None where rows stay."""
+    if STACKED_HEADS not in name or config.ropes[0].share == 1:
+        return None
+    pairs = order_of_pairs(config.ropes[0], config.head_dim)
+    turning = torch.arange(config.num_heads + config.num_kv_heads)[:, None] * config.head_dim + pairs
+    num_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return torch.cat((turning.flatten(), torch.arange(turning.numel(), num_rows)))
+
+
+def _name_alone(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
+    found = next((each for each in prefixes if name.startswith(each[0])), ("", ""))
+    return found[1] + name.removeprefix(found[0])
 
 
 def read_tensors(stored: Mapping[str, StoredTensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

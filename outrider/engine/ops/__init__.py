@@ -80,6 +80,9 @@ class Ops(Protocol):
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up for gate_up [R, 2M] = gate [R, M] beside up [R, M]; returns [R, M]."""
 
+    def gelu_multiply(self, gate_up: Tensor) -> Tensor:
+        """The same with gelu in its tanh form (Hendrycks and Gimpel, 2016)."""
+
     def softmax(self, scores: Tensor) -> Tensor:
         """Probabilities [R, V] float64 of scores [R, V] float32, which may hold -inf; faults as in `draw`."""
 

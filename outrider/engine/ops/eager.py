@@ -88,6 +88,10 @@ class EagerOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
 
+    def gelu_multiply(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.gelu(gate, approximate="tanh") * up
+
     def softmax(self, scores: Tensor) -> Tensor:
         _check_scores(scores)
         return torch.softmax(scores.double(), dim=-1)

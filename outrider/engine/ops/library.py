@@ -23,7 +23,7 @@ _ARGUMENTS: dict[str, list[type]] = {
     "outrider_rms_norm": [*[_POINTER] * 4, _SIZE, _SIZE, _FLOAT],
     "outrider_rotate_and_store": [*[_POINTER] * 12, *[_SIZE] * 4],
     "outrider_attention": [*[_POINTER] * 8, *[_SIZE] * 5, _FLOAT],
-    "outrider_silu_multiply": [*[_POINTER] * 3, *[_SIZE] * 2],
+    "outrider_gate_multiply": [*[_POINTER] * 3, *[_SIZE] * 3],
     "outrider_draw": [*[_POINTER] * 5, *[_SIZE] * 3],
     "outrider_choose": [*[_POINTER] * 7, *[_SIZE] * 4],
     "outrider_mask": [*[_POINTER] * 4, *[_SIZE] * 3],
@@ -65,6 +65,7 @@ class LayerFields(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("input_norm", "query_norm", "key_norm", "post_norm")),
+        *((name, _POINTER) for name in ("attended_norm", "mlp_norm", "cos", "sin")),
         *((name, MatrixFields) for name in ("qkv", "output", "gate_up", "down")),
         ("plan", _SIZE),
     )
@@ -75,9 +76,9 @@ class DecoderFields(ctypes.Structure):
 
     _fields_ = (
         *((name, MatrixFields) for name in ("embedding", "head")),
-        *((name, _POINTER) for name in ("norm", "cos", "sin", "layers")),
-        *((name, _SIZE) for name in ("num_layers", "num_heads", "num_groups", "head_dim")),
-        *((name, _FLOAT) for name in ("epsilon", "scale")),
+        *((name, _POINTER) for name in ("norm", "layers")),
+        *((name, _SIZE) for name in ("num_layers", "num_heads", "num_groups", "head_dim", "is_gelu")),
+        *((name, _FLOAT) for name in ("epsilon", "scale", "embedding_scale")),
     )
 
 

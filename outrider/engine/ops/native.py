@@ -178,12 +178,18 @@ class NativeOps:
         return output
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
+        return self._gate_multiply(gate_up, is_gelu=False)
+
+    def gelu_multiply(self, gate_up: Tensor) -> Tensor:
+        return self._gate_multiply(gate_up, is_gelu=True)
+
+    def _gate_multiply(self, gate_up: Tensor, is_gelu: bool) -> Tensor:
         num_rows, width = _matrix("gate_up", gate_up)
         if width % 2:
             raise ValueError(f"gate_up has {width} columns, but must have an even number")
         output = torch.empty(num_rows, width // 2)
         places = gate_up.data_ptr(), output.data_ptr()
-        self.functions.outrider_silu_multiply(self.pool, *places, num_rows, width // 2)
+        self.functions.outrider_gate_multiply(self.pool, *places, num_rows, width // 2, is_gelu)
         return output
 
     def softmax(self, scores: Tensor) -> Tensor:

@@ -49,6 +49,9 @@ class ReferenceOps(EagerOps):
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
         return _by_row(super().silu_multiply, gate_up)
 
+    def gelu_multiply(self, gate_up: Tensor) -> Tensor:
+        return _by_row(super().gelu_multiply, gate_up)
+
     def softmax(self, scores: Tensor) -> Tensor:
         return _by_row(super().softmax, scores)
 

@@ -134,9 +134,16 @@ class TritonOps(EagerOps):
         return output
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
+        return self._gate_multiply(gate_up, is_gelu=False)
+
+    def gelu_multiply(self, gate_up: Tensor) -> Tensor:
+        return self._gate_multiply(gate_up, is_gelu=True)
+
+    def _gate_multiply(self, gate_up: Tensor, is_gelu: bool) -> Tensor:
         num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         output = torch.empty(num_rows, width, device=gate_up.device)
-        rows.silu_multiply[(num_rows, triton.cdiv(width, 1024))](gate_up, output, width, BLOCK=1024, **OPTIONS)
+        grid, sizes = (num_rows, triton.cdiv(width, 1024)), {"IS_GELU": is_gelu, "BLOCK": 1024}
+        rows.gate_multiply[grid](gate_up, output, width, **sizes, **OPTIONS)
         return output
 
     def rotate_and_store(

@@ -278,7 +278,7 @@ def test_bad_options_are_refused(options: dict[str, object], error: type[Excepti
 
 
 @pytest.mark.skipif(load_kernels() is None, reason="no compiled kernels on this machine")
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_heads_too_wide_for_the_kernels_are_refused_before_loading(tmp_path: Path, family: str) -> None:
     """In a sentence, and without a look at a weight."""
     folder = write_tiny_model(tmp_path / "tiny", family, head_dim=1024)

@@ -29,6 +29,29 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn-untruncated": {"rope_type": "yarn", **YARN, "truncate": False},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
 }
+# Both embeddings of a Gemma 3, of which one is scaled, in three layers of which the last sees everything.
+GEMMA_ROPES: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 9 * THETA},
+        "sliding_attention": {"rope_type": "default", "rope_theta": THETA},
+    },
+}
+# Heads of 20, of which 12 coordinates turn, and LongRoPE as far as it is served.
+SHORT_FACTORS = [1.0, 1.25, 1.5, 2.0, 2.5, 3.0]
+PARTIAL: dict[str, Any] = {
+    "hidden_size": 80,
+    "original_max_position_embeddings": 128,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": THETA,
+        "partial_rotary_factor": 0.6,
+        "short_factor": SHORT_FACTORS,
+        "long_factor": [4.0] * 6,
+        "original_max_position_embeddings": 128,
+    },
+}
 # Each hides something from rows of 40 positions; Qwen's hides it in one of two layers.
 WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-1": ("mistral", {"sliding_window": 1}),

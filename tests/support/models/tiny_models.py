@@ -27,17 +27,17 @@ FAMILIES = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": 128}),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        transformers.Gemma3ForCausalLM,
+        {"head_dim": 16, "sliding_window": 24, "sliding_window_pattern": 2},
+    ),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM, {"pad_token_id": 0, "sliding_window": 28}),
 }
 # Those that transformers' own code computes.
 HF_FAMILIES = {
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, {"n_inner": 88}),
     "gpt_neox": (transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM, {"intermediate_size": 88}),
-    "gemma3": (
-        transformers.Gemma3TextConfig,
-        transformers.Gemma3ForCausalLM,
-        {"head_dim": 16, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM, {"pad_token_id": 0, "sliding_window": 28}),
     "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM, {"pad_token_id": 0}),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, {"num_local_experts": 4}),
 }

@@ -14,7 +14,10 @@ typedef struct {
 } matrix;
 
 typedef struct {
-    const float *input_norm, *query_norm, *key_norm, *post_norm;
+    /* Null where a family has none. The last two are of what attention and MLP give, before it is added. */
+    const float *input_norm, *query_norm, *key_norm, *post_norm, *attended_norm, *mlp_norm;
+    /* Tables of the layer's rotary embedding. */
+    const float *cos, *sin;
     matrix qkv, output, gate_up, down;
     /* Which of the forward's plans its attention reads: 0, or one whose lists are cut to the layer's window. */
     int64_t plan;
@@ -22,10 +25,11 @@ typedef struct {
 
 typedef struct {
     matrix embedding, head;
-    const float *norm, *cos, *sin;
+    const float *norm;
     const layer *layers;
-    int64_t num_layers, num_heads, num_groups, head_dim;
-    float epsilon, scale;
+    /* is_gelu: of the gate, which is a silu elsewhere. */
+    int64_t num_layers, num_heads, num_groups, head_dim, is_gelu;
+    float epsilon, scale, embedding_scale;
 } decoder;
 
 typedef struct {
@@ -142,12 +146,19 @@ static void attend(pool *threads, const decoder *model, const layer *layer, cons
         const head_norm_job job = {model, layer, at->qkv};
         pool_run_costing(threads, norm_heads, &job, (uint32_t)num_rows, (double)(num_rows * row));
     }
-    outrider_rotate_and_store(threads, at->qkv, key, value, strides, plan->positions, plan->slots, model->cos,
-                              model->sin, at->query, keys, values, num_rows, model->num_heads, model->num_groups,
+    outrider_rotate_and_store(threads, at->qkv, key, value, strides, plan->positions, plan->slots, layer->cos,
+                              layer->sin, at->query, keys, values, num_rows, model->num_heads, model->num_groups,
                               head_dim);
     outrider_attention(threads, at->query, keys, values, plan->key_slots, plan->key_starts, plan->key_counts,
                        at->attended, num_rows, model->num_heads, model->num_groups, head_dim, plan->max_key_count,
                        model->scale);
+}
+
+static void add_product(pool *threads, const decoder *model, const float *norm, const activations *at,
+                        int64_t num_rows) {
+    const int64_t hidden = hidden_size(model);
+    if (norm != 0) outrider_rms_norm(threads, at->product, norm, at->product, num_rows, hidden, model->epsilon);
+    add(at->x, at->product, num_rows * hidden);
 }
 
 /* What a layer does with what its input norm has left in `normed`; adds it to x. */
@@ -157,12 +168,12 @@ static void run_behind_norm(pool *threads, const decoder *model, const layer *la
     multiply(threads, &layer->qkv, at->normed, at->qkv, num_rows, at->scratch);
     attend(threads, model, layer, plan, at, keys, values);
     multiply(threads, &layer->output, at->attended, at->product, num_rows, at->scratch);
-    add(at->x, at->product, num_rows * hidden);
+    add_product(threads, model, layer->attended_norm, at, num_rows);
     outrider_rms_norm(threads, at->x, layer->post_norm, at->normed, num_rows, hidden, model->epsilon);
     multiply(threads, &layer->gate_up, at->normed, at->gate_up, num_rows, at->scratch);
-    outrider_silu_multiply(threads, at->gate_up, at->gated, num_rows, layer->down.num_inputs);
+    outrider_gate_multiply(threads, at->gate_up, at->gated, num_rows, layer->down.num_inputs, model->is_gelu);
     multiply(threads, &layer->down, at->gated, at->product, num_rows, at->scratch);
-    add(at->x, at->product, num_rows * hidden);
+    add_product(threads, model, layer->mlp_norm, at, num_rows);
 }
 
 static void run_layer(pool *threads, const decoder *model, const layer *layer, const row_plan *plan,
@@ -206,10 +217,12 @@ void outrider_forward(pool *threads, const decoder *model, const row_plan *plans
     const int64_t hidden = hidden_size(model);
     activations at;
     lay_out(model, hidden, plan->num_rows, scratch, &at);
-    if (first == 0)
+    if (first == 0) {
         embed(model, plan, at.x);
-    else
+        for (int64_t i = 0; i < plan->num_rows * hidden; i++) at.x[i] *= model->embedding_scale;
+    } else {
         load_tap(model, taps, plan, first, at.x);
+    }
     for (int64_t index = first; index < last; index++) {
         const layer *each = &model->layers[index];
         store_taps(model, taps, plan, index, at.x);

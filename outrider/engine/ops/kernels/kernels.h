@@ -34,7 +34,8 @@ void outrider_attention(pool *threads, const float *query, const float *keys, co
                         int64_t num_rows, int64_t num_heads, int64_t num_groups, int64_t head_dim,
                         int64_t max_key_count, float scale);
 
-void outrider_silu_multiply(pool *threads, const float *gate_up, float *output, int64_t num_rows, int64_t width);
+void outrider_gate_multiply(pool *threads, const float *gate_up, float *output, int64_t num_rows, int64_t width,
+                            int64_t is_gelu);
 
 int64_t outrider_draw(pool *threads, const float *scores, const int64_t *keys, double *best, int64_t *ids,
                       int64_t num_rows, int64_t num_tokens, int64_t stretches);

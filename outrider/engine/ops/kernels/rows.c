@@ -24,7 +24,7 @@ typedef struct {
 typedef struct {
     const float *gate_up;
     float *output;
-    int64_t width;
+    int64_t width, is_gelu;
 } gate_job;
 
 void norm_one(const float *x, const float *weight, float *output, int64_t width, float epsilon) {
@@ -71,14 +71,17 @@ static void rotate_row(const void *argument, uint32_t row) {
     }
 }
 
+/* Of gelu's (1 + tanh(u)) / 2 is 1 / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks and Gimpel, 2016). */
 static void gate_row(const void *argument, uint32_t row) {
     const gate_job *job = argument;
     const float *gate = job->gate_up + 2 * row * job->width, *up = gate + job->width;
+    const floats linear = splat(-1.5957691216057308f), cubic = splat(-0.07135481282553325f);
     for (int64_t i = 0; i < job->width; i += WIDTH) {
         const int64_t left = job->width - i;
         const floats x = load_upto(gate + i, left);
-        const floats silu = x / (exponential(-x) + 1.0f);
-        store_upto(job->output + row * job->width + i, silu * load_upto(up + i, left), left);
+        const floats exponent = job->is_gelu ? x * fused(x * x, cubic, linear) : -x;
+        const floats gated = x / (exponential(exponent) + 1.0f);
+        store_upto(job->output + row * job->width + i, gated * load_upto(up + i, left), left);
     }
 }
 
@@ -102,8 +105,10 @@ void outrider_rotate_and_store(pool *threads, const float *query, const float *k
                      (double)(num_rows * (num_heads + num_groups) * head_dim));
 }
 
-/* gate_up [num_rows, 2 * width] holds gate beside up; output [num_rows, width]. */
-void outrider_silu_multiply(pool *threads, const float *gate_up, float *output, int64_t num_rows, int64_t width) {
-    const gate_job job = {gate_up, output, width};
+/* gate_up [num_rows, 2 * width] holds gate beside up; output [num_rows, width]. The gate's function is gelu in its tanh
+ * form, or silu. */
+void outrider_gate_multiply(pool *threads, const float *gate_up, float *output, int64_t num_rows, int64_t width,
+                            int64_t is_gelu) {
+    const gate_job job = {gate_up, output, width, is_gelu};
     pool_run_costing(threads, gate_row, &job, (uint32_t)num_rows, 8.0 * (double)(num_rows * width));
 }

@@ -35,14 +35,21 @@ def rms_norm(x, weight, output, size, epsilon, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def silu_multiply(gate_up, output, width, BLOCK: tl.constexpr):
-    """output [R, M] = silu(gate) * up of gate_up [R, 2M] = gate beside up, float32."""
+def gelu(x):
+    """x (1 + tanh(u)) / 2 = x / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks and Gimpel, 2016)."""
+    return tl.div_rn(x, 1.0 + tl.exp(x * (x * x * -0.07135481282553325 - 1.5957691216057308)))
+
+
+@triton.jit
+def gate_multiply(gate_up, output, width, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """output [R, M] = gelu(gate) or silu(gate) * up of gate_up [R, 2M] = gate beside up, float32."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < width
     gate = tl.load(gate_up + row * 2 * width + columns, mask=is_column, other=0.0)
     up = tl.load(gate_up + row * 2 * width + width + columns, mask=is_column, other=0.0)
-    tl.store(output + row * width + columns, silu(gate) * up, mask=is_column)
+    gated = gelu(gate) if IS_GELU else silu(gate)
+    tl.store(output + row * width + columns, gated * up, mask=is_column)
 
 
 @triton.jit

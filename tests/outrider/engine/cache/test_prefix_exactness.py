@@ -16,11 +16,11 @@ from outrider.engine.session import Session
 from outrider.token_tree import EMPTY, TokenTree
 
 DTYPES = ["bfloat16", "float32", "int8"]
-# Windows and scalings that end within the text; the last two are computed by transformers' code.
+# Windows and scalings that end within the text; the last is computed by transformers' code.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: WINDOWS[name] for name in ("mistral-7", "qwen3-layer-types")},
     "dynamic": ("llama", {"context_len": 64, "rope_parameters": {"rope_theta": THETA, **SCALINGS["dynamic"]}}),
-    **{name: (name, {}) for name in ("gpt2", "gemma3")},
+    **{name: (name, {}) for name in ("gemma3", "gpt2")},
 }
 
 

@@ -57,7 +57,7 @@ def test_an_index_beside_the_single_file_changes_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "mixtral"])
+@pytest.mark.parametrize("family", ["olmo2", "mixtral"])
 def test_shards_load_like_one_file(tmp_path: Path, family: str) -> None:
     """Experts that lie in different files are put together."""
     one = write_tiny_model(tmp_path / "one", family, seed=3)

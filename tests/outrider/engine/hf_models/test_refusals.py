@@ -82,7 +82,7 @@ ARCHITECTURES: list[tuple[type[transformers.PretrainedConfig], dict[str, Any], s
         "NemotronForCausalLM",
         "does not hand keywords down",
     ),
-    (transformers.Gemma3Config, {}, "Gemma3ForConditionalGeneration", "made of several models"),
+    (transformers.Mistral3Config, {}, "Mistral3ForConditionalGeneration", "made of several models"),
     (transformers.WhisperConfig, {}, "WhisperForCausalLM", "has an encoder"),
     (transformers.BertConfig, SMALL, "BertLMHeadModel", "is no decoder"),
     (transformers.GPT2Config, {}, "GPT2ForSequenceClassification", "which is no causal language model"),
@@ -145,7 +145,7 @@ def test_a_mixture_of_no_experts_is_refused(tmp_path: Path) -> None:
 )
 def test_attention_that_cannot_be_computed_is_refused(tmp_path: Path, changes: dict[str, object], words: str) -> None:
     """What a class takes as it stands, the kernels would not."""
-    folder = edit_config(write_tiny_model(tmp_path / "tiny", "gemma3"), **changes)
+    folder = edit_config(write_tiny_model(tmp_path / "tiny", "gemma3", final_logit_softcapping=3.0), **changes)
     assert words in refusal(lambda: find_checkpoint(str(folder)))
 
 

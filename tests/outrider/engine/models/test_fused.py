@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.models.engine_cases import BUILT, kv_state, native
-from support.models.model_cases import SCALINGS, THETA, WINDOWS
+from support.models.model_cases import GEMMA_ROPES, PARTIAL, SCALINGS, THETA, WINDOWS
 from support.models.tiny_models import TARGET, write_tiny_model
 
 from outrider.engine.batching import Feed, build_batch
@@ -31,6 +31,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     ("mistral", {}),
     *WINDOWS.values(),
+    ("gemma3", {}),
+    ("gemma3", GEMMA_ROPES),
+    ("phi3", PARTIAL),
     ("llama", {"rope_parameters": {"rope_theta": THETA, **SCALINGS["yarn-attention-factor"]}}),
 ]
 

@@ -61,7 +61,7 @@ def test_llama_3_embeddings_are_read_from_their_tensor(tmp_path: Path) -> None:
     """rope_freqs.weight divides the frequencies as Llama 3's formula does."""
     rope = {"rope_type": "llama3", "rope_theta": THETA, **LLAMA3}
     folder = write_tiny_model(tmp_path / "tiny", "llama", seed=11, rope_parameters=rope, context_len=512)
-    law, positions = ModelConfig.read(folder).rope, torch.arange(4)
+    law, positions = ModelConfig.read(folder).ropes[0], torch.arange(4)
     assert isinstance(law, Llama3Rope)
     plain = DividedRope(theta=THETA, divisors=(1.0,) * 8).frequencies(16, positions)
     divisors = (plain / law.frequencies(16, positions)).numpy()

@@ -11,8 +11,10 @@ from support.models.tiny_models import TARGET
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from outrider.engine.models.config import JsonKeys, ModelConfig, read_rope
+from outrider.engine.models.config import ModelConfig
+from outrider.engine.models.json_keys import JsonKeys
 from outrider.engine.models.rope import DynamicRope, Llama3Rope, Rope, YarnRope, rotary_tables, yarn_amplitude
+from outrider.engine.models.rope_keys import read_rope
 
 CPU = torch.device("cpu")
 LENGTH = 300
@@ -73,7 +75,7 @@ def ours(head_dim: int, max_positions: int, parameters: dict[str, Any], length: 
 def test_tables_of_the_embedded_target_are_those_of_transformers() -> None:
     """At every position of the context."""
     config = ModelConfig.read(TARGET)
-    tables = rotary_tables(config.rope, config.head_dim, config.context_len, CPU)
+    tables = rotary_tables(config.ropes[0], config.head_dim, config.context_len, CPU)
     embedding = LlamaRotaryEmbedding(transformers.AutoConfig.from_pretrained(TARGET))
     expected = embedding(torch.zeros(1), torch.arange(config.context_len)[None])
     for table, both_halves in zip(tables, expected, strict=True):

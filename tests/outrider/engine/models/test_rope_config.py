@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from support.models.model_cases import SCALINGS
 
-from outrider.engine.models.config import JsonKeys, read_rope
+from outrider.engine.models.json_keys import JsonKeys
 from outrider.engine.models.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
+from outrider.engine.models.rope_keys import read_rope
 from outrider.errors import ModelRefused
 
 LLAMA3 = SCALINGS["llama3"]

@@ -190,7 +190,7 @@ def test_pairs_go_to_those_of_their_frequency() -> None:
     assert heads == [0, 1, 3, 4]
     assert [place.item() for place in places["k_proj"].rows] == [0, 2, 4, 6, 8, 10, 12, 14]
     for pair in range(2):
-        assert config.rope.theta ** (-2 * pair / 4) == config.rope.theta ** (-2 * (2 * pair) / 8)
+        assert config.ropes[0].theta ** (-2 * pair / 4) == config.ropes[0].theta ** (-2 * (2 * pair) / 8)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_what_cannot_be_undone_is_refused(tmp_path: Path) -> None:
     """Norms of heads and some scalings see the wider head, windows the layers; a tied shape has one matrix."""
     with pytest.raises(ModelRefused, match="norms of heads"):
         widened(ModelConfig.read(write_tiny_model(tmp_path / "qwen3", "qwen3")), WIDE)
-    for changes in ({"rope": LinearRope(theta=10000.0, factor=2.0)}, {"windows": (None, 64)}):
+    for changes in ({"ropes": (LinearRope(theta=10000.0, factor=2.0),)}, {"windows": (None, 64)}):
         with pytest.raises(ModelRefused, match="scaled rotary embedding or sliding windows"):
             widened(replace(ModelConfig.read(DRAFT), **changes), WIDE)
     untied = replace(ModelConfig.read(DRAFT), tied_embeddings=False)

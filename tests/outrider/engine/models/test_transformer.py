@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.models.model_cases import all_logits, logits_and_reach, random_ids, reference, worst_difference
+from support.models.model_cases import (
+    GEMMA_ROPES,
+    PARTIAL,
+    all_logits,
+    logits_and_reach,
+    random_ids,
+    reference,
+    worst_difference,
+)
 from support.models.tiny_models import TARGET, write_tiny_model
 
 from outrider.engine.runner import ModelRunner
@@ -19,6 +27,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {}),
     ("qwen3", {"max_shard_size": "60KB"}),
     ("mistral", {}),
+    ("gemma3", {}),
+    ("gemma3", GEMMA_ROPES),
+    ("gemma3", {"query_pre_attn_scalar": 24, "head_dim": 20, "tie_word_embeddings": False, "attention_bias": True}),
+    ("phi3", {}),
+    ("phi3", PARTIAL),
+    ("phi3", {"sliding_window": None, "num_key_value_heads": 1}),
 ]
 
 

@@ -53,7 +53,7 @@ def test_shards_load_like_one_file(tmp_path: Path) -> None:
     assert all(torch.equal(expected[name], loaded[name]) for name in expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "olmo2"])
 def test_shards_without_an_index_load_like_one_file(tmp_path: Path, family: str) -> None:
     """They say by their names how many there are, also for a model of transformers' own code."""
     one = write_tiny_model(tmp_path / "one", family)

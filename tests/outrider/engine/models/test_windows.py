@@ -6,14 +6,8 @@ from typing import Any
 import pytest
 import transformers
 
-from outrider.engine.models.config import (
-    JsonKeys,
-    Windows,
-    no_windows,
-    read_windows,
-    same_in_every_layer,
-    switched_by_layer,
-)
+from outrider.engine.models.config import Windows, no_windows, read_windows, same_in_every_layer, switched_by_layer
+from outrider.engine.models.json_keys import JsonKeys
 from outrider.errors import ModelRefused
 
 RULES = {"llama": no_windows, "mistral": same_in_every_layer, "qwen": switched_by_layer}
