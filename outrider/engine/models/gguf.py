@@ -20,13 +20,13 @@ from outrider.engine.models.checkpoints import FolderCheckpoint
 from outrider.engine.models.config import ModelConfig, eos_token_ids_in
 from outrider.engine.models.json_keys import JsonKeys
 from outrider.engine.models.progress import Progress
-from outrider.engine.models.rope import DividedRope, Rope
-from outrider.engine.models.weights import check_numbers, expected_shapes, hash_bytes
+from outrider.engine.models.rope import DividedRope, LongRope, Rope
+from outrider.engine.models.weights import check_numbers, expected_shapes, hash_bytes, order_of_rows
 from outrider.engine.ops import Ops, Weight
 from outrider.engine.ops.blocks import KINDS
 from outrider.engine.ops.native import NativeOps
 from outrider.errors import ModelRefused
-from outrider.model_files.gguf.config import architecture_of, json_config, spelled
+from outrider.model_files.gguf.config import LONG_FACTORS, SHORT_FACTORS, architecture_of, json_config, spelled
 from outrider.model_files.gguf.header import GgufFile, TensorPlace
 
 PIECE_NUMBERS = 1 << 20
@@ -48,8 +48,16 @@ IN_LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+}
+# Where a family norms what attention and MLP give.
+OF_OUTPUTS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
@@ -80,25 +88,28 @@ class GgufCheckpoint(FolderCheckpoint):
 def read_config(file: GgufFile) -> ModelConfig:
     """The shape of the model, its tensors compared with it. Raises ModelRefused with one sentence."""
     keys = JsonKeys(file.path, json_config(file), spelled=spelled(file))
+    if architecture_of(file) == "phi3" and SHORT_FACTORS in file.tensors:
+        keys.values["rope_scaling"]["short_factor"] = _numbers(file, SHORT_FACTORS)
     config = ModelConfig.of(keys, eos_token_ids_in(keys) or frozenset())
     place = file.tensors.get(ROPE_FACTORS)
     if place is not None:
         rope = config.ropes[0]
-        if type(rope) is not Rope:
+        if set(config.ropes) != {Rope(theta=rope.theta)}:
             fault = "stands beside a scaling of the rotary embedding, and only one can be meant"
             raise _refuse(file, ROPE_FACTORS, fault)
         if place.shape != (config.head_dim // 2,):
             fault = f"has the shape {list(place.shape)}, but must have [{config.head_dim // 2}]"
             raise _refuse(file, ROPE_FACTORS, fault)
-        factors = _widened(np.memmap(place.file, np.uint8, "r"), place, torch.float32).tolist()
+        factors = _numbers(file, ROPE_FACTORS)
         wrong = next((factor for factor in factors if not 1 <= factor <= MAX_DIVISOR), None)
         if wrong is not None:
             raise _refuse(file, ROPE_FACTORS, f"holds {wrong:g}, but a factor must be from 1 to {MAX_DIVISOR:g}")
         divided = DividedRope(theta=rope.theta, divisors=tuple(factors))
         config = replace(config, ropes=(divided,) * config.num_layers)
-    places = {_gguf_name(name): shape for name, shape in expected_shapes(config).items()}
+    places = {_gguf_name(name, config): shape for name, shape in expected_shapes(config).items()}
+    factors_of_phi = (SHORT_FACTORS, LONG_FACTORS) if isinstance(config.ropes[0], LongRope) else ()
     for name, tensor in file.tensors.items():
-        if name not in places and name != ROPE_FACTORS:
+        if name not in places and name not in (ROPE_FACTORS, *factors_of_phi):
             raise _refuse(file, name, "is none that its configuration asks for")
         if name in places and tensor.shape != places[name]:
             fault = f"has the shape {list(tensor.shape)}, but its configuration asks for {list(places[name])}"
@@ -123,15 +134,16 @@ def load_gguf(
     data = {part: np.memmap(part, np.uint8, "r") for part in {place.file for place in file.tensors.values()}}
     with Progress("reading weights", "", sum(place.size for place in file.tensors.values())) as progress:
         for name in expected_shapes(config):
-            place = file.tensors[_gguf_name(name)]
+            place = file.tensors[_gguf_name(name, config)]
             progress.file = place.file.name
+            order = order_of_rows(config, name)
             heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2], 0)
             if dtype is None and len(place.shape) > 1 and place.type.name in KINDS and isinstance(ops, NativeOps):
                 stored = data[place.file][place.offset : place.offset + place.size].reshape(place.shape[0], -1)
                 matrix = ops.blocks(place.type.name, place.shape[0], place.shape[1])
-                faults = ops.fill(
-                    matrix, torch.from_numpy(np.array(stored)), 0, config.head_dim if heads and is_permuted else 0
-                )
+                stored = np.array(stored) if order is None else stored[order.numpy()]
+                swapped = config.head_dim if heads and is_permuted else 0
+                faults = ops.fill(matrix, torch.from_numpy(stored), 0, swapped)
                 if faults:
                     raise _refuse(file, place.name, f"holds {faults} scales that are NaN or infinity")
                 tensors[name] = matrix
@@ -142,6 +154,7 @@ def load_gguf(
             if heads and is_permuted:
                 halves = tensor.view(heads, config.head_dim // 2, 2, -1)
                 tensor = halves.transpose(1, 2).reshape(tensor.shape)
+            tensor = tensor if order is None else tensor[order]
             check_numbers(place.file, place.name, tensor)
             tensors[name] = tensor.to(device)
             progress.done_bytes += place.size
@@ -172,15 +185,21 @@ def _widened(data: "np.memmap[tuple[int, ...], np.dtype[np.uint8]]", place: Tens
     return made.view(place.shape)
 
 
+def _numbers(file: GgufFile, name: str) -> list[float]:
+    place = file.tensors[name]
+    found: list[float] = _widened(np.memmap(place.file, np.uint8, "r"), place, torch.float32).flatten().tolist()
+    return found
+
+
 def _row_bytes(place: TensorPlace) -> int:
     return place.shape[-1] // place.type.block_len * place.type.block_bytes
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, config: ModelConfig) -> str:
     """Name of a checkpoint's tensor in a file."""
     stem, _, kind = name.rpartition(".")
-    found = _LAYER.fullmatch(stem)
-    return f"blk.{found[1]}.{IN_LAYER[found[2]]}.{kind}" if found else f"{OUTSIDE[stem]}.{kind}"
+    found, in_layer = _LAYER.fullmatch(stem), IN_LAYER | (OF_OUTPUTS if config.family.norms_outputs else {})
+    return f"blk.{found[1]}.{in_layer[found[2]]}.{kind}" if found else f"{OUTSIDE[stem]}.{kind}"
 
 
 def _refuse(file: GgufFile, name: str, fault: str) -> ModelRefused:

@@ -6,14 +6,25 @@ would make other numbers than the families that are served, and cannot be said i
 
 from array import array
 from collections.abc import Mapping, Sequence
+from math import nextafter
 from typing import Any
 
 from outrider.errors import ModelRefused, shown
 from outrider.model_files.gguf.header import GgufFile
 
+# Values of "layer_types".
+FULL, SLIDING = "full_attention", "sliding_attention"
 # Mistral's models, and many others of Llama's shape, call themselves llama.
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
 MISTRAL = "MistralForCausalLM"
+# What others have that is not served, where a reader may expect them.
+UNSERVED = {"gemma2": "has caps on attention scores and logits, which are not served"}
 # Keys of config.json, and those of GGUF that hold the same.
 KEYS = {
     "hidden_size": "embedding_length",
@@ -36,6 +47,22 @@ SCALING = {
 }
 # Keys that are looked at one by one.
 LOOKED_AT = ("attention.value_length", "rope.dimension_count", "attention.sliding_window")
+# Those of one architecture.
+OWN: Mapping[str, Mapping[str, str]] = {
+    "gemma3": {
+        "sliding_window": "attention.sliding_window",
+        "sliding_window_pattern": "attention.sliding_window_pattern",
+        "layer_types": "attention.sliding_window_pattern",
+        "rope_local_base_freq": "rope.freq_base_swa",
+    },
+    "phi3": {
+        "sliding_window": "attention.sliding_window",
+        "partial_rotary_factor": "rope.dimension_count",
+        "attention_factor": "rope.scaling.attn_factor",
+    },
+}
+# Of Gemma 3 27B, whose scores are scaled by the width of a head where others have the size of its keys.
+LAYERS_OF_27B = 62
 # What would change the numbers, with the only values at which it does not. A factor of 0 is switched off.
 NEUTRAL: Mapping[str, Sequence[float]] = {
     "expert_count": (0,),
@@ -71,12 +98,15 @@ KNOWN = frozenset((*KEYS.values(), *SCALING.values(), *LOOKED_AT, *NOTHING))
 # Ids that stand for none: -1, and what it becomes where only 32 bits without a sign are written.
 NO_TOKEN = (-1, 2**32 - 1)
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 
 def architecture_of(file: GgufFile) -> str:
     """`general.architecture`, one of ARCHITECTURES. Raises ModelRefused."""
     found = file.metadata.get("general.architecture")
+    if isinstance(found, str) and found in UNSERVED:
+        raise file.refuse("general.architecture", f"is {found!r}, which {UNSERVED[found]}")
     if not isinstance(found, str) or found not in ARCHITECTURES:
         raise file.refuse("general.architecture", f"is {shown(found)}, but must be one of {', '.join(ARCHITECTURES)}")
     return found
@@ -85,7 +115,7 @@ def architecture_of(file: GgufFile) -> str:
 def spelled(file: GgufFile) -> dict[str, str]:
     """Names in the file of the keys of `json_config`, for errors."""
     prefix = architecture_of(file)
-    return {key: f"{prefix}.{name}" for key, name in (KEYS | SCALING).items()}
+    return {key: f"{prefix}.{name}" for key, name in (KEYS | SCALING | dict(OWN.get(prefix, {}))).items()}
 
 
 def json_config(file: GgufFile) -> dict[str, Any]:
@@ -99,20 +129,14 @@ def json_config(file: GgufFile) -> dict[str, Any]:
     missing = next((key for key in REQUIRED if key not in config), None)
     if missing is not None:
         raise file.refuse(f"{name}.{KEYS[missing]}", "is missing")
-    for key, value in given.items():
-        neutral = NEUTRAL.get(key)
-        is_off = not any(value) if isinstance(value, array | list) else not value
-        if key not in KNOWN and not (is_off if neutral is None else value in neutral):
-            unknown = "a key that is not known here and may change the numbers"
-            limit = unknown if neutral is None else f"but only {neutral[0]!r} is served"
-            raise file.refuse(f"{name}.{key}", f"is {shown(value)}, {limit}")
+    _check_known(file, name, given)
     embedding = file.tensors.get(EMBEDDING)
     if embedding is None:
         raise ModelRefused(f"{file.path} lacks the tensor {EMBEDDING}", file=file.path, tensor=EMBEDDING)
     heads, width = config["num_attention_heads"], config["hidden_size"]
     if "head_dim" not in config and type(heads) is int and type(width) is int and heads > 0:
         config["head_dim"] = width // heads
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in ("attention.value_length", *(() if name == "phi3" else ("rope.dimension_count",))):
         if given.get(key, config.get("head_dim")) != config.get("head_dim"):
             limit = f"the size of a head, {shown(config.get('head_dim'))}"
             raise file.refuse(f"{name}.{key}", f"is {shown(given[key])}, but must be {limit}")
@@ -128,13 +152,68 @@ def json_config(file: GgufFile) -> dict[str, Any]:
     }
     named = {file.metadata[key] for key in ENDS if type(file.metadata.get(key)) is int}
     ends = sorted(named - set(NO_TOKEN))
-    window, key = given.get("attention.sliding_window", 0), f"{name}.attention.sliding_window"
+    config |= {"eos_token_id": ends} if ends else {}
+    window = given.get("attention.sliding_window", 0)
     window = 0 if window == -1 else window
     if type(window) is not int or window < 0:
+        key = f"{name}.attention.sliding_window"
         raise file.refuse(key, f"is {shown(window)}, but must be a number of positions")
-    context_len = config["max_position_embeddings"]
-    if window and not (type(context_len) is int and window >= context_len):
-        if name != "llama" or config["attention_bias"] or config["mlp_bias"]:
-            raise file.refuse(key, f"is {window}, but does not say in which layers; only Mistral's shape has it in all")
-        config |= {"architectures": [MISTRAL], "sliding_window": window}
-    return config | ({"eos_token_id": ends} if ends else {})
+    own = {"gemma3": _of_gemma, "phi3": _of_phi}.get(name, _of_mistral)
+    return config | own(file, config, given, window)
+
+
+def _check_known(file: GgufFile, name: str, given: Mapping[str, Any]) -> None:
+    for key, value in given.items():
+        neutral = NEUTRAL.get(key)
+        is_off = not any(value) if isinstance(value, array | list) else not value
+        is_known = key in KNOWN or key in OWN.get(name, {}).values()
+        if not is_known and not (is_off if neutral is None else value in neutral):
+            unknown = "a key that is not known here and may change the numbers"
+            limit = unknown if neutral is None else f"but only {neutral[0]!r} is served"
+            raise file.refuse(f"{name}.{key}", f"is {shown(value)}, {limit}")
+
+
+def _of_mistral(file: GgufFile, config: Mapping[str, Any], _: Mapping[str, Any], window: int) -> dict[str, Any]:
+    """What a window makes of a Llama."""
+    name, context_len = architecture_of(file), config["max_position_embeddings"]
+    if not window or (type(context_len) is int and window >= context_len):
+        return {}
+    if name != "llama" or config["attention_bias"] or config["mlp_bias"]:
+        fault = f"is {window}, but does not say in which layers; only Mistral's shape has it in all"
+        raise file.refuse(f"{name}.attention.sliding_window", fault)
+    return {"architectures": [MISTRAL], "sliding_window": window}
+
+
+def _of_gemma(_: GgufFile, config: Mapping[str, Any], given: Mapping[str, Any], window: int) -> dict[str, Any]:
+    """The keys that Gemma 3 has beside those of all; llama.cpp knows the scale of scores by the number of layers."""
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    is_27b = config["num_hidden_layers"] == LAYERS_OF_27B and type(width) is type(heads) is int and heads > 0
+    found = {"query_pre_attn_scalar": width // heads if is_27b else config.get("head_dim")}
+    if "rope.freq_base_swa" in given:
+        found["rope_local_base_freq"] = given["rope.freq_base_swa"]
+    pattern = given.get("attention.sliding_window_pattern")
+    if not window:
+        # Every layer is the last of one.
+        return found | {"sliding_window_pattern": 1}
+    if isinstance(pattern, list | array):
+        return found | {"sliding_window": window, "layer_types": [SLIDING if each else FULL for each in pattern]}
+    return found | {"sliding_window": window} | ({} if pattern is None else {"sliding_window_pattern": pattern})
+
+
+def _of_phi(file: GgufFile, config: Mapping[str, Any], given: Mapping[str, Any], window: int) -> dict[str, Any]:
+    """The keys that Phi 3 and 4 have beside those of all; short factors are a tensor, and not among them."""
+    head_dim, factor = config.get("head_dim"), given.get("rope.scaling.attn_factor")
+    turning = given.get("rope.dimension_count", head_dim)
+    if type(turning) is not int or type(head_dim) is not int or not 2 <= turning <= head_dim or turning % 2:
+        limit = f"an even number from 2 to the size of a head, {shown(head_dim)}"
+        raise file.refuse("phi3.rope.dimension_count", f"is {shown(turning)}, but must be {limit}")
+    # The product with the size of a head is rounded down.
+    found = {"partial_rotary_factor": nextafter(turning / head_dim, 1), "sliding_window": window or None}
+    original = given.get("rope.scaling.original_context_length", config["max_position_embeddings"])
+    if SHORT_FACTORS not in file.tensors:
+        if factor not in (None, *NEUTRAL["rope.scaling.attn_factor"]):
+            fault = f"is {shown(factor)}, but the file has no tensor {SHORT_FACTORS}"
+            raise file.refuse("phi3.rope.scaling.attn_factor", fault)
+        return found
+    scaling = {"rope_type": "longrope", "attention_factor": factor}
+    return found | {"rope_scaling": scaling, "original_max_position_embeddings": original}

@@ -1,6 +1,7 @@
 """GGUF files for tests: a model folder written anew by the gguf package, in the way of llama.cpp's converter."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3",
+    "Phi3ForCausalLM": "phi3",
 }
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -31,7 +34,14 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
     "post_attention_layernorm": "ffn_norm",
+}
+OF_GEMMA = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 F32 = GGMLQuantizationType.F32
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -90,16 +100,28 @@ def metadata_of(folder: Path) -> Metadata:
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
         "rope.dimension_count": head_dim,
     }
-    if config.get("sliding_window") and name == "llama":
+    if config.get("sliding_window") and name in ("llama", "gemma3", "phi3"):
         own["attention.sliding_window"] = config["sliding_window"]
-    kind, factor = config["rope_parameters"]["rope_type"], config["rope_parameters"].get("factor")
+    rope = config["rope_parameters"]
+    if name == "gemma3":
+        own |= {
+            "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config["layer_types"]],
+            "rope.freq_base_swa": float(rope["sliding_attention"]["rope_theta"]),
+        }
+        rope = rope["full_attention"]
+    own["rope.freq_base"] = float(rope["rope_theta"])
+    kind, factor = rope["rope_type"], rope.get("factor")
     if kind in ("linear", "yarn"):
         own |= {"rope.scaling.type": kind, "rope.scaling.factor": float(factor)}
-    if kind == "yarn":
-        own["rope.scaling.original_context_length"] = config["rope_parameters"]["original_max_position_embeddings"]
+    if kind in ("yarn", "longrope"):
+        own["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if name == "phi3":
+        own["rope.dimension_count"] = int(head_dim * rope["partial_rotary_factor"])
+    if kind == "longrope":
+        stretch, original = config["max_position_embeddings"], rope["original_max_position_embeddings"]
+        own["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(stretch / original) / math.log(original))
     return {
         "general.architecture": name,
         **{f"{name}.{key}": value for key, value in own.items()},
@@ -132,9 +154,12 @@ def tensors_of(folder: Path, kind: GGMLQuantizationType) -> Tensors:
     config = json.loads((folder / "config.json").read_text())
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     tensors: Tensors = {}
+    is_gemma = config["architectures"] == ["Gemma3ForCausalLM"]
     for name, tensor in load_file(folder / "model.safetensors").items():
         array, gguf_name = tensor.float().numpy(), name
-        for own, theirs in NAMES.items():
+        if is_gemma and "norm" in name:
+            array = array + 1
+        for own, theirs in (NAMES | (OF_GEMMA if is_gemma else {})).items():
             gguf_name = gguf_name.replace(own, theirs)
         part = gguf_name.split(".")[-2]
         if ARCHITECTURES[config["architectures"][0]] == "llama" and part in heads:
@@ -142,4 +167,7 @@ def tensors_of(folder: Path, kind: GGMLQuantizationType) -> Tensors:
             array = halves.swapaxes(1, 2).reshape(array.shape)
         own_kind = kind if array.ndim > 1 else F32
         tensors[gguf_name] = (array if own_kind == F32 else quantize(array, own_kind), own_kind)
+    for length in ("short", "long") if config["rope_parameters"].get("rope_type") == "longrope" else ():
+        factors = np.array(config["rope_parameters"][f"{length}_factor"], np.float32)
+        tensors[f"rope_factors_{length}.weight"] = (factors, F32)
     return tensors

@@ -30,7 +30,7 @@ FAMILIES = {
     "gemma3": (
         transformers.Gemma3TextConfig,
         transformers.Gemma3ForCausalLM,
-        {"head_dim": 16, "sliding_window": 24, "sliding_window_pattern": 2},
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24, "sliding_window_pattern": 2},
     ),
     "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM, {"pad_token_id": 0, "sliding_window": 28}),
 }

@@ -10,7 +10,17 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 from support.models.engine_cases import native
-from support.models.model_cases import LLAMA3, THETA, YARN, all_logits, logits_and_reach, random_ids, reference
+from support.models.model_cases import (
+    GEMMA_ROPES,
+    LLAMA3,
+    PARTIAL,
+    THETA,
+    YARN,
+    all_logits,
+    logits_and_reach,
+    random_ids,
+    reference,
+)
 from support.models.tiny_gguf import F32, Metadata, Tensors, metadata_of, tensors_of, write_gguf, write_parts
 from support.models.tiny_models import TARGET, TRAINED, write_tiny_model
 from support.stack import PATIENT, answers, running_stack, token_ids
@@ -36,6 +46,10 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": THETA, **YARN}}),
     ("qwen3", {}),
     ("mistral", {"sliding_window": 9}),
+    ("gemma3", {}),
+    ("gemma3", GEMMA_ROPES),
+    ("phi3", {}),
+    ("phi3", PARTIAL),
 ]
 
 
