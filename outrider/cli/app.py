@@ -282,6 +282,7 @@ def _stack(
         },
         host=machine.host,
         kv_tokens=models.kv_tokens,
+        kv_dtype=models.kv_dtype.value,
         context_len=models.context_len,
         dtype=models.dtype or Dtype.AUTO,
         device=machine.device,

@@ -72,6 +72,7 @@ class Stack:
     host: str = HOST
     """Where the gateway listens, an IPv6 address in brackets; the services are for it alone."""
     kv_tokens: int | None = None
+    kv_dtype: str = "auto"
     """Tokens that the cache of each service holds; None leaves that to the service."""
     context_len: int | None = None
     """Most tokens of a session; None takes what the target reads."""
@@ -137,6 +138,7 @@ def model_launch(role: str, stack: Stack) -> Launch:
         "--threads": stack.threads if is_target else stack.draft_threads,
         "--no-prefix-cache": not stack.prefix_cache,
         "--kv-tokens": stack.kv_tokens,
+        "--kv-dtype": stack.kv_dtype,
         "--kv-memory-share": SHARED_MEMORY_SHARE if stack.shares_device and stack.kv_tokens is None else None,
         "--context-len": stack.context_len if is_target else None,
         # For what it loads; other lines below warnings are not shown.

@@ -18,7 +18,7 @@ from outrider.cli.pairs import Pair
 from outrider.client import GenerationOptions, Speculation
 from outrider.client.requests import CONSTRAINTS
 from outrider.errors import InvalidRequest, OutriderError
-from outrider.model_service.settings import MAX_THREADS, Dtype, check_cascade
+from outrider.model_service.settings import MAX_THREADS, Dtype, KvDtype, check_cascade
 from outrider.parameters import (
     MAX_BANNED_WORDS,
     MAX_LOGPROB_COUNT,
@@ -314,6 +314,9 @@ class Models:
             minimum=1,
         ),
     ] = None
+    kv_dtype: Annotated[
+        KvDtype, _models("--kv-dtype", help="Type of keys and values on CPUs; bfloat16 takes half the memory.")
+    ] = KvDtype.AUTO
     context_len: Annotated[
         Count,
         _count(_models, "Most tokens of a prompt and its answer together. Default: what the target reads.", minimum=1),

@@ -232,7 +232,8 @@ class KVCache:
         shape = (num_slots, num_kv_heads, head_dim)
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.features = torch.empty(num_slots, 0, dtype=dtype, device=device)
+        exact = torch.float32 if device.type == "cpu" else dtype
+        self.features = torch.empty(num_slots, 0, dtype=exact, device=device)
         """[num_slots, F]: what is kept of the token in each slot beside keys and values."""
         self.taps: tuple[int, ...] = ()
         """Boundaries of a model whose residuals its forwards store as features, side by side: b is what enters layer b,

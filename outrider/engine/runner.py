@@ -23,7 +23,7 @@ from outrider.engine.models.config import DecoderFacts
 from outrider.engine.models.decoder import MEMORY_SHARE, Decoder, TappedDecoder
 from outrider.engine.models.fused import fused
 from outrider.engine.models.transformer import Transformer
-from outrider.engine.models.weights import AUTO, DTYPES, PACKED_BITS, unchanged
+from outrider.engine.models.weights import AUTO, DTYPES, KV_DTYPES, PACKED_BITS, unchanged
 from outrider.engine.ops import Ops, choose_ops
 from outrider.engine.ops.blocks import first_rows
 from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
@@ -92,6 +92,8 @@ class ModelIdentity:
     """Ids that the tokenizer knows: one more than the largest; at most the width of the logits."""
     modelling: str = ""
     """Library that computes the model, with its version; empty for our own code."""
+    kv_dtype: str = "auto"
+    """Type of keys and values, where it is asked for."""
 
 
 class StepExtension:
@@ -167,22 +169,21 @@ class ModelRunner:
         context_len: int | None = None,
         vocabulary_size: int | None = None,
         kernels: str = "auto",
+        kv_dtype: str = "auto",
     ) -> Self:
         """Loads a folder, a hub id, a sized or simulated model (model_names.py), or what find_checkpoint found.
 
         dtype, "bfloat16", "float32", or on the CPU "int8", "int4" or "file", is that of the weights in memory, whatever
         the files hold; "file" keeps those of a GGUF file as they are, and "auto" is that, or bfloat16 elsewhere.
+        kv_dtype, "float32" or "bfloat16", is that of keys and values on the CPU, by default float32.
         kv_tokens is the size of the cache in tokens; by default Decoder.default_kv_tokens, on CUDA of kv_memory_share,
         in (0, 1], of what is free beside the weights. context_len is the most tokens of a session, by default as many
         as the model reads. vocabulary_size defaults to the width of
         the logits. Raises ModelRefused and InvalidRequest, and NotReady when files changed meanwhile.
         """
         torch_device = checked_device(device)
-        if dtype not in (*DTYPES, AUTO):
-            raise InvalidRequest("dtype", dtype, f"one of {', '.join((*DTYPES, AUTO))}")
+        _check_types(dtype, kv_dtype, torch_device)
         packed_bits, is_file = PACKED_BITS.get(dtype), dtype == "file"
-        if (packed_bits is not None or is_file) and torch_device.type != "cpu":
-            raise InvalidRequest("dtype", dtype, f"bfloat16 or float32 on {device}: integers are for the CPU")
         if not 1 <= num_threads <= MAX_THREADS:
             raise InvalidRequest("num_threads", num_threads, f"in [1, {MAX_THREADS}]")
         if kv_tokens is not None and kv_tokens < 1:
@@ -217,7 +218,8 @@ class ModelRunner:
         with unchanged(checkpoint.folder):
             decoder = checkpoint.build(torch_device, DTYPES[dtype], ops)
             digest = checkpoint.digest()
-        identity = ModelIdentity(checkpoint.name, digest, dtype, num_threads, size, checkpoint.modelling)
+        decoder.kv_dtype = KV_DTYPES[kv_dtype]
+        identity = ModelIdentity(checkpoint.name, digest, dtype, num_threads, size, checkpoint.modelling, kv_dtype)
         kv_tokens = kv_tokens or decoder.default_kv_tokens(longest, kv_memory_share or MEMORY_SHARE)
         return cls(decoder, identity, kv_tokens, context_len=longest)
 
@@ -272,7 +274,8 @@ class ModelRunner:
     def numerics_id(self) -> str:
         """Name of everything that may change the last bit of a logit, for instance "cpu-bfloat16-native-v4"."""
         doubt = "variant" if "triton" in self.ops.name and not self.is_row_invariant else ""
-        parts = (self.device.type, self.identity.dtype, self.identity.modelling, self.ops.name, doubt)
+        cached = "kv16" if self.identity.kv_dtype == "bfloat16" else ""
+        parts = (self.device.type, self.identity.dtype, cached, self.identity.modelling, self.ops.name, doubt)
         return "-".join(filter(None, parts))
 
     @property
@@ -395,6 +398,20 @@ class ModelRunner:
         for extreme in (min(token_ids), max(token_ids)):
             if not 0 <= extreme < end:
                 raise InvalidRequest("token_ids", extreme, f"in [0, {end})")
+
+
+def _check_types(dtype: str, kv_dtype: str, device: torch.device) -> None:
+    """Raises InvalidRequest for types of weights, or of keys and values, that there are not on this device."""
+    if dtype not in (*DTYPES, AUTO):
+        raise InvalidRequest("dtype", dtype, f"one of {', '.join((*DTYPES, AUTO))}")
+    if kv_dtype not in KV_DTYPES:
+        raise InvalidRequest("kv_dtype", kv_dtype, f"one of {', '.join(KV_DTYPES)}")
+    if device.type == "cpu":
+        return
+    if dtype in PACKED_BITS or dtype == "file":
+        raise InvalidRequest("dtype", dtype, f"bfloat16 or float32 on {device}: integers are for the CPU")
+    if kv_dtype != "auto":
+        raise InvalidRequest("kv_dtype", kv_dtype, f"auto on {device}: keys and values are there as weights are")
 
 
 def _check_share(share: float, kv_tokens: int | None, device: torch.device) -> None:

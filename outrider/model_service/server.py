@@ -150,6 +150,7 @@ def load_model(settings: ModelServiceSettings) -> LoadedModel:
             num_threads=settings.threads,
             kv_tokens=settings.kv_tokens,
             kv_memory_share=settings.memory_share,
+            kv_dtype=settings.kv_dtype.value,
             context_len=settings.context_len,
             vocabulary_size=vocabulary.size,
         )

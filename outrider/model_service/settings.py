@@ -84,6 +84,14 @@ class Dtype(StrEnum):
     INT4 = "int4"
 
 
+class KvDtype(StrEnum):
+    """Types of keys and values on the CPU."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
 Listen = Annotated[str, Setting("Where to serve gRPC; port 0 takes a free one.", addresses(min_port=0))]
 
 
@@ -124,6 +132,13 @@ class ModelServiceSettings(ProcessSettings):
             default="512 MiB, or one context; on CUDA --kv-memory-share; of sim its device's memory",
         ),
     ] = None
+    kv_dtype: Annotated[
+        KvDtype,
+        Setting(
+            "Type of keys and values on the CPU: float32, or bfloat16, which takes half as much memory and changes the "
+            "numerics; auto is float32."
+        ),
+    ] = KvDtype.AUTO
     kv_memory_share: Annotated[
         float | None,
         Setting(

@@ -317,6 +317,7 @@ def stack_of(models: MeasuredModels, cpus: ComputeThreads, hosted: options.Hoste
         gateway_flags={"--generation-defaults": NONE},
         dtype=(models.dtype or Dtype.AUTO).value,
         kv_tokens=models.kv_tokens,
+        kv_dtype=models.kv_dtype.value,
         context_len=models.context_len,
         threads=cpus.threads or available_cpus(),
         draft_threads=threads,

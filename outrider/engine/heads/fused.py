@@ -19,7 +19,7 @@ from outrider.engine.models.fused import address_of, matrix_fields, plan_fields
 from outrider.engine.models.transformer import Linear
 from outrider.engine.ops import Ops, Weight
 from outrider.engine.ops.library import DecoderFields, HeadFields, LayerFields, MatrixFields
-from outrider.engine.ops.native import MAX_HEAD_DIM, NativeOps, expect
+from outrider.engine.ops.native import FORMAT_F32, MAX_HEAD_DIM, NativeOps, expect
 
 
 class FusedHead(Decoder):
@@ -124,7 +124,7 @@ def _model(head: FeatureHead, layer: int) -> DecoderFields:
         matrix_fields("head", Linear(head.head, None), (head.head.shape[0], h)),
         address_of("out_norm", head.out_norm, (h,)),
         layer,
-        *(1, law.num_heads, law.num_kv_heads, law.head_dim, False),
+        *(1, law.num_heads, law.num_kv_heads, law.head_dim, False, FORMAT_F32),
         *(law.norm_epsilon, law.head_dim**-0.5, 1.0),
     )
 

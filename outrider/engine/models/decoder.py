@@ -27,6 +27,8 @@ class Decoder(ABC):
     ops: Ops
     embedding: Weight
     """The embedding matrix; device and type of the weights are its own."""
+    kv_dtype: torch.dtype | None = None
+    """Type of keys and values, where that is asked for."""
 
     @property
     @abstractmethod
@@ -56,6 +58,8 @@ class Decoder(ABC):
     @property
     def cache_dtype(self) -> torch.dtype:
         """Type of keys and values: as exact as activations on the CPU, as small as weights on an accelerator."""
+        if self.kv_dtype is not None:
+            return self.kv_dtype
         return torch.float32 if self.embedding.device.type == "cpu" else self.embedding.dtype
 
     def default_kv_tokens(self, context_len: int, memory_share: float = MEMORY_SHARE) -> int:

@@ -17,7 +17,7 @@ from outrider.engine.models.decoder import LayeredDecoder, ProbedDecoder
 from outrider.engine.models.transformer import Layer, Linear, Transformer
 from outrider.engine.ops import Weight
 from outrider.engine.ops.library import DecoderFields, LayerFields, MatrixFields, PlanFields, TapFields
-from outrider.engine.ops.native import MAX_HEAD_DIM, NativeOps, expect, expect_weight
+from outrider.engine.ops.native import FORMAT_F32, MAX_HEAD_DIM, NativeOps, expect, expect_caches, expect_weight
 
 
 class FusedTransformer(LayeredDecoder, ProbedDecoder):
@@ -50,6 +50,7 @@ class FusedTransformer(LayeredDecoder, ProbedDecoder):
         self._model.embed_more(rows)
         self.embedding = self._model.embedding
         self._decoder = _decoder(self._model, ctypes.addressof(self._layers))
+        self._cache = None
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
         return self.forward_layers(plan, cache, wanted, range(self.config.num_layers))
@@ -74,9 +75,10 @@ class FusedTransformer(LayeredDecoder, ProbedDecoder):
 
     def _bind(self, cache: KVCache) -> None:
         shape = (cache.keys[0].shape[0], self.config.num_kv_heads, self.config.head_dim)
-        for name, tensors in (("keys", cache.keys), ("values", cache.values)):
-            for tensor in tensors:
-                expect(name, tensor, torch.float32, shape)
+        numbers = {expect_caches(*each, shape) for each in zip(cache.keys, cache.values, strict=True)}
+        if len(numbers) > 1:
+            raise ValueError("layers keep their keys in different types")
+        self._decoder.cache_format = numbers.pop()
         self._keys = (ctypes.c_void_p * len(cache.keys))(*(tensor.data_ptr() for tensor in cache.keys))
         self._values = (ctypes.c_void_p * len(cache.values))(*(tensor.data_ptr() for tensor in cache.values))
         num_slots, num_taps = cache.features.shape[0], len(cache.taps)
@@ -110,7 +112,7 @@ def _decoder(model: Transformer, layers: int) -> DecoderFields:
         address_of("norm", model.norm, (config.hidden_size,)),
         layers,
         *(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim),
-        config.family.activation[1] != "silu",
+        *(config.family.activation[1] != "silu", FORMAT_F32),
         *(config.norm_epsilon, model.scale, model.embedding_scale),
     )
 

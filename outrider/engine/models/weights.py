@@ -34,6 +34,8 @@ DTYPES = {
     "int4": torch.bfloat16,
     "file": None,
 }
+KV_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Types of keys and values on the CPU."""
 # What goes with blocks, in a head for instance, is read as this.
 BESIDE_BLOCKS = torch.bfloat16
 AUTO = "auto"

@@ -20,7 +20,7 @@ from outrider.engine.ops.library import Kernels
 MAX_THREADS = 256
 MAX_HEAD_DIM = 512
 # Of kernels/blocks.h.
-FORMAT_PARTS, FIRST_KIND = 1, 256
+FORMAT_PARTS, FORMAT_BF16, FORMAT_F32, FIRST_KIND = 1, 16, 32, 256
 # How long an idle worker looks for work before it sleeps. Longer than what one thread does alone in the middle of a
 # forward, far shorter than a network round trip, so that a waiting service leaves the processor to others. Measured on
 # two processors: without looking a step of the embedded target takes a fifth longer; 50 and 200 save 1 to 4 hundredths.
@@ -145,8 +145,7 @@ class NativeOps:
         )
         for name, table in (("cos", cos), ("sin", sin)):
             expect(name, table, torch.float32, (cos.shape[0], head_dim // 2))
-        for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-            expect(name, cache, torch.float32, (key_cache.shape[0], num_groups, head_dim))
+        number = expect_caches(key_cache, value_cache, (key_cache.shape[0], num_groups, head_dim))
         for name, column in (("positions", plan.positions), ("slots", plan.slots)):
             expect(name, column, torch.int64, (num_rows,))
         if head_dim % 2:
@@ -154,7 +153,7 @@ class NativeOps:
         output = torch.empty(num_rows, num_heads, head_dim)
         inputs = query.data_ptr(), key.data_ptr(), value.data_ptr(), ctypes.addressof(strides)
         places = plan.positions.data_ptr(), plan.slots.data_ptr(), cos.data_ptr(), sin.data_ptr()
-        outputs = output.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr()
+        outputs = output.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), number
         sizes = num_rows, num_heads, num_groups, head_dim
         self.functions.outrider_rotate_and_store(self.pool, *inputs, *places, *outputs, *sizes)
         return output
@@ -163,15 +162,14 @@ class NativeOps:
         num_rows, num_heads, head_dim = query.shape
         num_slots, num_groups, _ = key_cache.shape
         expect("query", query, torch.float32, (num_rows, num_heads, head_dim))
-        expect("key_cache", key_cache, torch.float32, (num_slots, num_groups, head_dim))
-        expect("value_cache", value_cache, torch.float32, (num_slots, num_groups, head_dim))
+        number = expect_caches(key_cache, value_cache, (num_slots, num_groups, head_dim))
         expect("key_slots", plan.key_slots, torch.int32, (plan.key_slots.shape[0],))
         expect("key_starts", plan.key_starts, torch.int64, (num_rows,))
         expect("key_counts", plan.key_counts, torch.int32, (num_rows,))
         if num_heads % num_groups or not 1 <= head_dim <= MAX_HEAD_DIM:
             raise ValueError(f"{num_heads} heads of {head_dim} over {num_groups} groups do not fit the kernels")
         output = torch.empty(num_rows, num_heads * head_dim)
-        inputs = query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr()
+        inputs = query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), number
         lists = plan.key_slots.data_ptr(), plan.key_starts.data_ptr(), plan.key_counts.data_ptr()
         sizes = num_rows, num_heads, num_groups, head_dim, plan.max_key_count
         self.functions.outrider_attention(self.pool, *inputs, *lists, output.data_ptr(), *sizes, scale)
@@ -271,13 +269,21 @@ def expect_weight(name: str, weight: Weight, shape: tuple[int, int]) -> tuple[in
     if isinstance(weight, Tensor):
         is_bf16 = weight.dtype is torch.bfloat16
         expect(name, weight, torch.bfloat16 if is_bf16 else torch.float32, shape)
-        return weight.data_ptr(), 16 if is_bf16 else 32
+        return weight.data_ptr(), FORMAT_BF16 if is_bf16 else FORMAT_F32
     if weight.shape != shape:
         raise ValueError(f"{name} is {list(weight.shape)}, but must be {list(shape)}")
     if isinstance(weight, StackedMatrix):
         return weight.places.data_ptr(), FORMAT_PARTS
     expect(name, weight.data, torch.uint8, KINDS[weight.kind].shape(*shape))
     return weight.data.data_ptr(), FIRST_KIND + list(KINDS).index(weight.kind)
+
+
+def expect_caches(keys: Tensor, values: Tensor, shape: tuple[int, int, int]) -> int:
+    """The format of keys and values of this shape; raises ValueError for what C would misread."""
+    dtype = keys.dtype if keys.dtype is torch.bfloat16 else torch.float32
+    for name, cache in (("keys", keys), ("values", values)):
+        expect(name, cache, dtype, shape)
+    return FORMAT_BF16 if dtype is torch.bfloat16 else FORMAT_F32
 
 
 def _stacked(parts: Sequence[Tensor | BlockMatrix]) -> StackedMatrix:

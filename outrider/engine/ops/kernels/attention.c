@@ -9,7 +9,6 @@
 #include <math.h>
 
 #define CHUNK 64
-#define MAX_HEAD_DIM 512
 /* Heads that read the same keys and values advance together: alone, one waits for its own last addition, and reads for
  * itself what serves all. How many scores are summed together is up to the registers. */
 #if REGISTER_BYTES == 64
@@ -22,7 +21,8 @@
 
 typedef struct {
     const float *query;
-    const float *keys, *values;
+    /* float32 or bfloat16. */
+    const void *keys, *values;
     const int32_t *key_slots;
     const int64_t *key_starts;
     const int32_t *key_counts;
@@ -37,24 +37,41 @@ typedef struct {
     float highest, weight_sum, keep;
 } head_state;
 
+/* The next WIDTH numbers of a cache from place `index` on, of which only `left` are there. */
+INLINE floats load_cached(const void *cache, int64_t index, int64_t left, int is_bf16) {
+    return is_bf16 ? load_bf16_upto((const uint16_t *)cache + index, left) : load_upto((const float *)cache + index, left);
+}
+
+/* lanes + query * key for the next sixteen elements, of which only `left` are there. */
+INLINE lanes16 add_key(lanes16 lanes, const float *query, const void *keys, int64_t key, int64_t left, int is_bf16) {
+    UNROLL
+    for (int part = 0; part < PARTS; part++) {
+        const int64_t here = part * WIDTH, rest = left - here;
+        const floats numbers = load_cached(keys, key + here, rest, is_bf16);
+        lanes.part[part] = fused(load_upto(query + here, rest), numbers, lanes.part[part]);
+    }
+    return lanes;
+}
+
 /* Scores of `count` keys for heads whose queries lie side by side; the rest of the chunk becomes -inf, whose weight is
  * exactly zero. */
-INLINE void score_chunk(const attention_job *job, const float *query, const float *base, const int32_t *slots,
-                        int count, head_state *heads, int num_heads) {
+INLINE void score_chunk(const attention_job *job, const float *query, int64_t offset, const int32_t *slots, int count,
+                        head_state *heads, int num_heads, int is_bf16) {
     const int64_t head_dim = job->head_dim, whole = head_dim / LANES * LANES, stride = job->num_groups * head_dim;
     for (int first = 0; first < count; first += 4) {
-        const float *keys[4];
+        int64_t keys[4];
         lanes16 sums[4][4] = {0};
         for (int key = 0; key < 4; key++) {
             const int within = first + key < count ? first + key : count - 1;
-            keys[key] = base + slots[within] * stride;
+            keys[key] = offset + slots[within] * stride;
         }
         for (int64_t d = 0; d < whole; d += LANES) {
             UNROLL
             for (int key = 0; key < 4; key++) {
                 UNROLL
                 for (int head = 0; head < num_heads; head++)
-                    sums[head][key] = add_products(sums[head][key], query + head * head_dim + d, keys[key] + d);
+                    sums[head][key] = add_key(sums[head][key], query + head * head_dim + d, job->keys, keys[key] + d,
+                                              LANES, is_bf16);
             }
         }
         if (whole < head_dim) {
@@ -62,8 +79,8 @@ INLINE void score_chunk(const attention_job *job, const float *query, const floa
             for (int key = 0; key < 4; key++) {
                 UNROLL
                 for (int head = 0; head < num_heads; head++)
-                    sums[head][key] = add_last_products(sums[head][key], query + head * head_dim + whole,
-                                                        keys[key] + whole, head_dim - whole);
+                    sums[head][key] = add_key(sums[head][key], query + head * head_dim + whole, job->keys,
+                                              keys[key] + whole, head_dim - whole, is_bf16);
             }
         }
         floats4 dots[4];
@@ -94,8 +111,9 @@ INLINE float weigh(float scores[CHUNK], float highest) {
 }
 
 /* total[d] = total[d] * keep + sum over keys of weight * value[d], keys in order, for four registers of elements. */
-INLINE void add_values(head_state *heads, int num_heads, int64_t d, const float *base, const int32_t *slots, int count,
-                       int64_t stride, int64_t left) {
+INLINE void add_values(const attention_job *job, head_state *heads, int num_heads, int64_t d, int64_t offset,
+                       const int32_t *slots, int count, int64_t left, int is_bf16) {
+    const int64_t stride = job->num_groups * job->head_dim;
     floats sums[TOGETHER][4];
     UNROLL
     for (int head = 0; head < num_heads; head++) {
@@ -104,10 +122,11 @@ INLINE void add_values(head_state *heads, int num_heads, int64_t d, const float 
             sums[head][part] = load(heads[head].total + d + part * WIDTH) * heads[head].keep;
     }
     for (int key = 0; key < count; key++) {
-        const float *value = base + d + slots[key] * stride;
+        const int64_t value = offset + d + slots[key] * stride;
         UNROLL
         for (int part = 0; part < 4; part++) {
-            const floats values = load_upto(value + part * WIDTH, left - part * WIDTH);
+            const int64_t here = part * WIDTH;
+            const floats values = load_cached(job->values, value + here, left - here, is_bf16);
             UNROLL
             for (int head = 0; head < num_heads; head++)
                 sums[head][part] = fused(splat(heads[head].scores[key]), values, sums[head][part]);
@@ -121,13 +140,12 @@ INLINE void add_values(head_state *heads, int num_heads, int64_t d, const float 
 }
 
 /* The whole registers of a head first, with a constant that the loads above are simplified for. */
-INLINE void add_heads_values(const attention_job *job, head_state *heads, int num_heads, const float *base,
-                             const int32_t *slots, int count) {
-    const int64_t stride = job->num_groups * job->head_dim;
+INLINE void add_heads_values(const attention_job *job, head_state *heads, int num_heads, int64_t offset,
+                             const int32_t *slots, int count, int is_bf16) {
     int64_t d = 0;
     for (; d + 4 * WIDTH <= job->head_dim; d += 4 * WIDTH)
-        add_values(heads, num_heads, d, base, slots, count, stride, 4 * WIDTH);
-    if (d < job->head_dim) add_values(heads, num_heads, d, base, slots, count, stride, job->head_dim - d);
+        add_values(job, heads, num_heads, d, offset, slots, count, 4 * WIDTH, is_bf16);
+    if (d < job->head_dim) add_values(job, heads, num_heads, d, offset, slots, count, job->head_dim - d, is_bf16);
 }
 
 /* Turns the chunk's scores into weights, against the highest score so far. */
@@ -139,7 +157,7 @@ INLINE void weigh_chunk(head_state *head) {
 }
 
 /* num_heads heads from `head` on, all of one group. */
-INLINE void attend_heads(const attention_job *job, int64_t row, int64_t head, int num_heads) {
+INLINE void attend_heads(const attention_job *job, int64_t row, int64_t head, int num_heads, int is_bf16) {
     const int64_t head_dim = job->head_dim, place = (row * job->num_heads + head) * head_dim;
     const int64_t offset = head / (job->num_heads / job->num_groups) * head_dim;
     const int32_t *slots = job->key_slots + job->key_starts[row];
@@ -154,10 +172,10 @@ INLINE void attend_heads(const attention_job *job, int64_t row, int64_t head, in
         const int count = left < CHUNK ? (int)left : CHUNK;
         UNROLL
         for (int each = 0; each < num_heads; each += SCORED_TOGETHER)
-            score_chunk(job, job->query + place + each * head_dim, job->keys + offset, slots + start, count,
-                        heads + each, num_heads < SCORED_TOGETHER ? num_heads : SCORED_TOGETHER);
+            score_chunk(job, job->query + place + each * head_dim, offset, slots + start, count, heads + each,
+                        num_heads < SCORED_TOGETHER ? num_heads : SCORED_TOGETHER, is_bf16);
         for (int each = 0; each < num_heads; each++) weigh_chunk(&heads[each]);
-        add_heads_values(job, heads, num_heads, job->values + offset, slots + start, count);
+        add_heads_values(job, heads, num_heads, offset, slots + start, count, is_bf16);
     }
     for (int each = 0; each < num_heads; each++) {
         float *output = job->output + place + each * head_dim;
@@ -167,24 +185,27 @@ INLINE void attend_heads(const attention_job *job, int64_t row, int64_t head, in
 }
 
 /* Rows one after the other for the same heads: those of one session find keys and values in the cache. */
-static void attend(const void *argument, uint32_t index) {
-    const attention_job *job = argument;
+INLINE void attend(const attention_job *job, uint32_t index, int is_bf16) {
     const int64_t heads_of_a_group = job->num_heads / job->num_groups, items = job->items_of_a_group;
     const int64_t row = index % job->num_rows, item = index / job->num_rows % items;
     const int64_t first = heads_of_a_group * item / items, end = heads_of_a_group * (item + 1) / items;
     const int64_t head = index / job->num_rows / items * heads_of_a_group + first;
     switch (end - first) {
 #if TOGETHER > 2
-    case 4: attend_heads(job, row, head, 4); break;
-    case 3: attend_heads(job, row, head, 3); break;
+    case 4: attend_heads(job, row, head, 4, is_bf16); break;
+    case 3: attend_heads(job, row, head, 3, is_bf16); break;
 #endif
-    case 2: attend_heads(job, row, head, 2); break;
-    default: attend_heads(job, row, head, 1); break;
+    case 2: attend_heads(job, row, head, 2, is_bf16); break;
+    default: attend_heads(job, row, head, 1, is_bf16); break;
     }
 }
 
-/* query [num_rows, num_heads, head_dim], caches [slots, num_groups, head_dim], output like query. */
-void outrider_attention(pool *threads, const float *query, const float *keys, const float *values,
+static void attend_f32(const void *job, uint32_t index) { attend(job, index, 0); }
+
+static void attend_bf16(const void *job, uint32_t index) { attend(job, index, 1); }
+
+/* query [num_rows, num_heads, head_dim], caches [slots, num_groups, head_dim] of a format, output like query. */
+void outrider_attention(pool *threads, const float *query, const void *keys, const void *values, int64_t format,
                         const int32_t *key_slots, const int64_t *key_starts, const int32_t *key_counts, float *output,
                         int64_t num_rows, int64_t num_heads, int64_t num_groups, int64_t head_dim,
                         int64_t max_key_count, float scale) {
@@ -194,6 +215,6 @@ void outrider_attention(pool *threads, const float *query, const float *keys, co
     while (num_rows * num_groups * items < pool_num_threads(threads) && items < heads_of_a_group) items++;
     const attention_job job = {query,    keys,      values,     key_slots, key_starts, key_counts, output,
                                num_rows, num_heads, num_groups, head_dim,  items,      scale};
-    pool_run_costing(threads, attend, &job, (uint32_t)(num_rows * num_groups * items),
+    pool_run_costing(threads, format == FORMAT_BF16 ? attend_bf16 : attend_f32, &job, (uint32_t)(num_rows * num_groups * items),
                      2.0 * (double)(num_rows * num_heads * head_dim * max_key_count));
 }

@@ -29,6 +29,8 @@ typedef struct {
     const layer *layers;
     /* is_gelu: of the gate, which is a silu elsewhere. */
     int64_t num_layers, num_heads, num_groups, head_dim, is_gelu;
+    /* Of the caches of keys and values. */
+    int64_t cache_format;
     float epsilon, scale, embedding_scale;
 } decoder;
 
@@ -138,7 +140,7 @@ static void norm_heads(const void *argument, uint32_t row) {
 }
 
 static void attend(pool *threads, const decoder *model, const layer *layer, const row_plan *plan,
-                   const activations *at, float *keys, float *values) {
+                   const activations *at, void *keys, void *values) {
     const int64_t head_dim = model->head_dim, row = qkv_size(model), num_rows = plan->num_rows;
     const int64_t strides[] = {row, head_dim, row, head_dim, row, head_dim};
     float *key = at->qkv + query_size(model), *value = key + model->num_groups * head_dim;
@@ -147,9 +149,9 @@ static void attend(pool *threads, const decoder *model, const layer *layer, cons
         pool_run_costing(threads, norm_heads, &job, (uint32_t)num_rows, (double)(num_rows * row));
     }
     outrider_rotate_and_store(threads, at->qkv, key, value, strides, plan->positions, plan->slots, layer->cos,
-                              layer->sin, at->query, keys, values, num_rows, model->num_heads, model->num_groups,
+                              layer->sin, at->query, keys, values, model->cache_format, num_rows, model->num_heads, model->num_groups,
                               head_dim);
-    outrider_attention(threads, at->query, keys, values, plan->key_slots, plan->key_starts, plan->key_counts,
+    outrider_attention(threads, at->query, keys, values, model->cache_format, plan->key_slots, plan->key_starts, plan->key_counts,
                        at->attended, num_rows, model->num_heads, model->num_groups, head_dim, plan->max_key_count,
                        model->scale);
 }
@@ -163,7 +165,7 @@ static void add_product(pool *threads, const decoder *model, const float *norm, 
 
 /* What a layer does with what its input norm has left in `normed`; adds it to x. */
 static void run_behind_norm(pool *threads, const decoder *model, const layer *layer, const row_plan *plan,
-                            const activations *at, float *keys, float *values) {
+                            const activations *at, void *keys, void *values) {
     const int64_t hidden = hidden_size(model), num_rows = plan->num_rows;
     multiply(threads, &layer->qkv, at->normed, at->qkv, num_rows, at->scratch);
     attend(threads, model, layer, plan, at, keys, values);
@@ -177,7 +179,7 @@ static void run_behind_norm(pool *threads, const decoder *model, const layer *la
 }
 
 static void run_layer(pool *threads, const decoder *model, const layer *layer, const row_plan *plan,
-                      const activations *at, float *keys, float *values) {
+                      const activations *at, void *keys, void *values) {
     outrider_rms_norm(threads, at->x, layer->input_norm, at->normed, plan->num_rows, hidden_size(model),
                       model->epsilon);
     run_behind_norm(threads, model, layer, plan, at, keys, values);
@@ -210,8 +212,8 @@ static void store_taps(const decoder *model, const taps *taps, const row_plan *p
  * begin with what is tapped there, which must be; logits are what norm and head make of what leaves layer last - 1.
  * keys and values [num_layers] point to caches [slots, num_groups, head_dim]; scratch holds as many floats as
  * outrider_forward_floats says; logits [num_wanted, vocabulary]. */
-void outrider_forward(pool *threads, const decoder *model, const row_plan *plans, float *const *keys,
-                      float *const *values, const taps *taps, int64_t first, int64_t last, float *scratch,
+void outrider_forward(pool *threads, const decoder *model, const row_plan *plans, void *const *keys,
+                      void *const *values, const taps *taps, int64_t first, int64_t last, float *scratch,
                       float *logits) {
     const row_plan *plan = &plans[0];
     const int64_t hidden = hidden_size(model);

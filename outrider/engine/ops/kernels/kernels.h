@@ -5,6 +5,8 @@
 #include "blocks.h"
 #include "pool.h"
 
+#define MAX_HEAD_DIM 512
+
 void outrider_linear(pool *threads, const float *x, const void *weight, int64_t format, const float *bias, float *output,
                      int64_t num_rows, int64_t num_inputs, int64_t num_outputs, void *scratch);
 
@@ -25,11 +27,11 @@ void norm_one(const float *x, const float *weight, float *output, int64_t width,
 
 void outrider_rotate_and_store(pool *threads, const float *query, const float *key, const float *value,
                                const int64_t strides[6], const int64_t *positions, const int64_t *slots,
-                               const float *cos, const float *sin, float *query_out, float *key_cache,
-                               float *value_cache, int64_t num_rows, int64_t num_heads, int64_t num_groups,
+                               const float *cos, const float *sin, float *query_out, void *key_cache,
+                               void *value_cache, int64_t format, int64_t num_rows, int64_t num_heads, int64_t num_groups,
                                int64_t head_dim);
 
-void outrider_attention(pool *threads, const float *query, const float *keys, const float *values,
+void outrider_attention(pool *threads, const float *query, const void *keys, const void *values, int64_t format,
                         const int32_t *key_slots, const int64_t *key_starts, const int32_t *key_counts, float *output,
                         int64_t num_rows, int64_t num_heads, int64_t num_groups, int64_t head_dim,
                         int64_t max_key_count, float scale);

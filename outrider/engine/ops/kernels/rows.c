@@ -15,7 +15,10 @@ typedef struct {
     const float *query, *key, *value;
     const int64_t *positions, *slots;
     const float *cos, *sin;
-    float *query_out, *key_cache, *value_cache;
+    float *query_out;
+    /* float32 or bfloat16. */
+    void *key_cache, *value_cache;
+    int64_t format;
     /* Strides of rows and heads, in floats. */
     int64_t query_row, query_head, key_row, key_head, value_row, value_head;
     int64_t num_heads, num_groups, head_dim;
@@ -56,6 +59,13 @@ INLINE void rotate_head(const float *from, float *to, const float *cos, const fl
     }
 }
 
+/* The nearest bfloat16, of two equally near ones the even; NaN stays NaN. */
+INLINE uint16_t rounded_bf16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 static void rotate_row(const void *argument, uint32_t row) {
     const rotate_job *job = argument;
     const int64_t head_dim = job->head_dim, half = head_dim / 2;
@@ -65,9 +75,19 @@ static void rotate_row(const void *argument, uint32_t row) {
                     job->query_out + (row * job->num_heads + head) * head_dim, cos, sin, half);
     for (int64_t group = 0; group < job->num_groups; group++) {
         const int64_t place = (job->slots[row] * job->num_groups + group) * head_dim;
-        rotate_head(job->key + row * job->key_row + group * job->key_head, job->key_cache + place, cos, sin, half);
-        memcpy(job->value_cache + place, job->value + row * job->value_row + group * job->value_head,
-               (size_t)head_dim * sizeof(float));
+        const float *key = job->key + row * job->key_row + group * job->key_head;
+        const float *value = job->value + row * job->value_row + group * job->value_head;
+        if (job->format == FORMAT_F32) {
+            rotate_head(key, (float *)job->key_cache + place, cos, sin, half);
+            memcpy((float *)job->value_cache + place, value, (size_t)head_dim * sizeof(float));
+            continue;
+        }
+        float rotated[MAX_HEAD_DIM];
+        rotate_head(key, rotated, cos, sin, half);
+        for (int64_t i = 0; i < head_dim; i++) {
+            ((uint16_t *)job->key_cache)[place + i] = rounded_bf16(rotated[i]);
+            ((uint16_t *)job->value_cache)[place + i] = rounded_bf16(value[i]);
+        }
     }
 }
 
@@ -95,11 +115,11 @@ void outrider_rms_norm(pool *threads, const float *x, const float *weight, float
 /* Six strides, in floats: query row and head, key row and head, value row and head. */
 void outrider_rotate_and_store(pool *threads, const float *query, const float *key, const float *value,
                                const int64_t strides[6], const int64_t *positions, const int64_t *slots,
-                               const float *cos, const float *sin, float *query_out, float *key_cache,
-                               float *value_cache, int64_t num_rows, int64_t num_heads, int64_t num_groups,
+                               const float *cos, const float *sin, float *query_out, void *key_cache,
+                               void *value_cache, int64_t format, int64_t num_rows, int64_t num_heads, int64_t num_groups,
                                int64_t head_dim) {
     const rotate_job job = {query,      key,        value,      positions,  slots,     cos,        sin,     query_out,
-                            key_cache,  value_cache, strides[0], strides[1], strides[2], strides[3], strides[4],
+                            key_cache,  value_cache, format,     strides[0], strides[1], strides[2], strides[3], strides[4],
                             strides[5], num_heads,  num_groups, head_dim};
     pool_run_costing(threads, rotate_row, &job, (uint32_t)num_rows,
                      (double)(num_rows * (num_heads + num_groups) * head_dim));
