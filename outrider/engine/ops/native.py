@@ -281,7 +281,7 @@ def expect_weight(name: str, weight: Weight, shape: tuple[int, int]) -> tuple[in
 def expect_caches(keys: Tensor, values: Tensor, shape: tuple[int, int, int]) -> int:
     """The format of keys and values of this shape; raises ValueError for what C would misread."""
     dtype = keys.dtype if keys.dtype is torch.bfloat16 else torch.float32
-    for name, cache in (("keys", keys), ("values", values)):
+    for name, cache in (("key_cache", keys), ("value_cache", values)):
         expect(name, cache, dtype, shape)
     return FORMAT_BF16 if dtype is torch.bfloat16 else FORMAT_F32
 

@@ -21,13 +21,14 @@ from outrider.engine.session import Session
 from outrider.errors import CacheFull, InvalidRequest, ModelRefused, PromptTooLong
 from outrider.token_tree import EMPTY, TokenTree
 
-DTYPES = ["bfloat16", "float32", "int8", "int4"]
+DTYPES = ["bfloat16", "float32", "int8", "int4", "bfloat16/bfloat16"]
 
 
 @functools.cache
-def target(dtype: str) -> ModelRunner:
-    """The embedded target with two threads, loaded once."""
-    return ModelRunner.load(str(TARGET), dtype=dtype, num_threads=2, kv_tokens=4096)
+def target(types: str) -> ModelRunner:
+    """The embedded target with two threads, loaded once: types of weights, and of keys and values behind a stroke."""
+    dtype, _, kv_dtype = types.partition("/")
+    return ModelRunner.load(str(TARGET), dtype=dtype, num_threads=2, kv_tokens=4096, kv_dtype=kv_dtype or "auto")
 
 
 @pytest.fixture(params=DTYPES)

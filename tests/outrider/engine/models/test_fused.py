@@ -175,5 +175,5 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         runner.model.forward(plan, runner.cache, torch.zeros(2, dtype=torch.int64))
     cache = runner_of(TARGET, torch.bfloat16).cache
     cache.keys[1] = cache.keys[1].double()
-    with pytest.raises(ValueError, match="keys"):
+    with pytest.raises(ValueError, match="key_cache"):
         runner.model.forward(plan, cache, wanted)

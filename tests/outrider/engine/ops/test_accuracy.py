@@ -1,8 +1,10 @@
 """Each implementation of each operation against the same mathematics in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from support.models.engine_cases import attend, attention_case, every_ops, rotate
+from support.models.engine_cases import attend, attention_case, every_ops, rotate, rows_of
 from support.rounding import allowed, share_of
 from torch import Tensor
 from torch.nn import functional
@@ -88,6 +90,21 @@ def test_attention_reads_its_own_list(ops: Ops, num_heads: int, num_groups: int,
         exact = torch.einsum("hl,lhd->hd", torch.softmax(scores, dim=1), values)
         # A softmax makes of what a score is off a share of the weight.
         assert_near(found[row], exact, head_dim + count, growth=1 + float(scores.abs().max()))
+
+
+@EVERY_OPS
+def test_keys_and_values_of_bfloat16_are_the_nearest(ops: Ops) -> None:
+    """They are rounded once, to even where two are equally near, and attention reads them as they are then."""
+    case = attention_case(12, 4, 2, 72)
+    case.value[0, 0, :4] = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, torch.nan, torch.inf])
+    narrow = replace(case, key_cache=case.key_cache.bfloat16(), value_cache=case.value_cache.bfloat16())
+    assert torch.equal(rotate(ops, narrow), rotate(ops, case))
+    for found, exact in ((narrow.key_cache, case.key_cache), (narrow.value_cache, case.value_cache)):
+        assert torch.equal(found.nan_to_num(7), exact.bfloat16().nan_to_num(7))
+    sound = rows_of(narrow, slice(1, 12))
+    sound.value_cache.nan_to_num_(0)
+    widened = replace(sound, key_cache=sound.key_cache.float(), value_cache=sound.value_cache.float())
+    assert torch.equal(attend(ops, sound), attend(ops, widened))
 
 
 @EVERY_OPS

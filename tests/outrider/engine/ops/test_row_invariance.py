@@ -1,11 +1,12 @@
 """The rule of the CPU path: a row's bits do not depend on the other rows, on chunking, on threads or on the build."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
-from support.models.engine_cases import BUILT, attend, attention_case, keys_of, native, rotate, rows_of
+from support.models.engine_cases import BUILT, AttentionCase, attend, attention_case, keys_of, native, rotate, rows_of
 from torch import Tensor
 
 from outrider.engine.ops import Ops, Weight
@@ -26,9 +27,10 @@ def by_rows() -> dict[str, Operation]:
     packed = {bits: ReferenceOps(bits).stack([weight]) for bits in (8, 4)}
     scores, keys = torch.randn(NUM_ROWS, 300, generator=generator), keys_of(NUM_ROWS, generator)
     case = attention_case(NUM_ROWS, 6, 2, 72)
+    narrow = replace(case, key_cache=case.key_cache.bfloat16(), value_cache=case.value_cache.bfloat16())
 
-    def stored(ops: Ops, rows: slice) -> Tensor:
-        part = rows_of(case, rows)
+    def stored(ops: Ops, rows: slice, whole: AttentionCase = case) -> Tensor:
+        part = rows_of(whole, rows)
         query = rotate(ops, part)
         cached = [cache[part.plan.slots] for cache in (part.key_cache, part.value_cache)]
         return torch.cat([heads.flatten(1) for heads in (query, *cached)], dim=1)
@@ -41,7 +43,9 @@ def by_rows() -> dict[str, Operation]:
         "rms_norm": lambda ops, rows: ops.rms_norm(x[rows], weight[0], 1e-6),
         "silu_multiply": lambda ops, rows: ops.silu_multiply(x[rows, :202].contiguous()),
         "rotate_and_store": stored,
+        "rotate_and_store bf16": lambda ops, rows: stored(ops, rows, narrow),
         "attention": lambda ops, rows: attend(ops, rows_of(case, rows)),
+        "attention bf16": lambda ops, rows: attend(ops, rows_of(narrow, rows)),
         "softmax": lambda ops, rows: ops.softmax(scores[rows]),
         "draw": lambda ops, rows: ops.draw(scores[rows], keys[rows]),
     }
