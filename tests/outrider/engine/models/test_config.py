@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.models.tiny_models import TARGET
+from transformers import Gemma3TextConfig
 
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.rope import LinearRope, Rope
@@ -20,6 +21,10 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+
+
+GEMMA = {"architectures": ["Gemma3ForCausalLM"], "head_dim": None}
+PHI = {"architectures": ["Phi3ForCausalLM"]}
 
 
 def read(folder: Path, **changes: object) -> ModelConfig:
@@ -95,6 +100,35 @@ def test_families_differ_in_biases_and_norms(
     assert (config.qkv_bias, config.output_bias, config.qk_norm) == switches
 
 
+def test_a_gemma_that_says_little_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    """As the files of Gemma 3 4B, whose keys of text stand in an object of their own, and leave most to defaults."""
+    said = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    scaled = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    whole = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": said | scaled,
+        "eos_token_id": [1, 106],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole | {"vision_config": {"hidden_size": 1152}}))
+    config, theirs = ModelConfig.read(tmp_path), Gemma3TextConfig(**said, **scaled)
+    for own, name in {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}.items():
+        assert getattr(config, own) == getattr(theirs, name)
+    assert (config.vocab_size, config.head_dim, config.tied_embeddings) == (theirs.vocab_size, theirs.head_dim, True)
+    assert (config.context_len, config.score_scale, config.norm_epsilon) == (131072, 256**-0.5, theirs.rms_norm_eps)
+    local, everywhere = Rope(theta=10000.0), LinearRope(theta=1e6, factor=8.0)
+    windowed = [kind == "sliding_attention" for kind in theirs.layer_types]
+    assert config.ropes == tuple(local if each else everywhere for each in windowed)
+    assert config.windows == tuple(1024 if each else None for each in windowed)
+    assert (windowed.count(False), config.eos_token_ids) == (5, {1, 106})
+
+
+def test_a_layer_with_a_window_turns_in_its_own_way_though_the_context_is_shorter(tmp_path: Path) -> None:
+    """A window that hides nothing is none; the embedding is the layer's all the same."""
+    config = read(tmp_path, architectures=["Gemma3ForCausalLM"], sliding_window_pattern=2)
+    assert config.windows == (None, None)
+    assert [rope.theta for rope in config.ropes] == [10000.0, 1e6]
+
+
 @pytest.mark.parametrize(
     ("generation", "expected"),
     [({"eos_token_id": [7, 9]}, {5, 7, 9}), ({"eos_token_id": 0}, {0, 5}), ({}, {5}), ({"eos_token_id": -1}, {5})],
@@ -119,6 +153,13 @@ def test_both_configurations_name_ends(tmp_path: Path, generation: dict[str, obj
         ({"max_position_embeddings": 2**31 - 1}, "max_position_embeddings", "2147483647 positions"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "whole heads"),
         ({"hidden_act": "gelu"}, "hidden_act", "'gelu'"),
+        (GEMMA | {"hidden_activation": "silu"}, "hidden_activation", "'silu', but must be \"gelu_pytorch_tanh\""),
+        (GEMMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping", "is 30.0, but"),
+        (GEMMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping", "is 50.0, but"),
+        (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention", "is True, but"),
+        (GEMMA | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar", "positive"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config", "is None, but must be an object"),
+        (PHI | {"partial_rotary_factor": 0.7}, "partial_rotary_factor", "an even number of a head's 16 coordinates"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types", "linear_attention"),
         ({"hidden_size": "64"}, "hidden_size", "'64', but must be an integer"),
         ({"hidden_size": None}, "hidden_size", "is missing"),

@@ -1,6 +1,7 @@
 """Reading rotary keys: two spellings, the context that a scaling makes, and one sentence for each that is refused."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ import pytest
 from support.models.model_cases import SCALINGS
 
 from outrider.engine.models.json_keys import JsonKeys
-from outrider.engine.models.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
-from outrider.engine.models.rope_keys import read_rope
+from outrider.engine.models.rope import DynamicRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope
+from outrider.engine.models.rope_keys import RopeRule, Ropes, partial_rope, read_rope, rope_by_window
 from outrider.errors import ModelRefused
 
 LLAMA3 = SCALINGS["llama3"]
@@ -126,6 +127,85 @@ def test_unsound_scalings_are_refused(spelling: str, scaling: dict[str, Any], ke
     assert f'config.json: "{spelling}.{key}" ' in caught.value.message
     assert words in caught.value.message
     assert "\n" not in caught.value.message
+
+
+def read_by(rule: RopeRule, **values: Any) -> Ropes:
+    """The embeddings of a file with these keys, 256 positions and heads of 20."""
+    return rule(JsonKeys(Path("config.json"), json.loads(json.dumps(values))), 256, 20)
+
+
+def test_two_embeddings_are_read_in_both_spellings() -> None:
+    """Gemma 3's: that of layers with a window is never scaled by the other's keys, and a scaling adds no positions."""
+    scaling, found = (
+        {"rope_type": "linear", "factor": 8.0},
+        Ropes(LinearRope(theta=5e5, factor=8.0), Rope(theta=7.0), 256),
+    )
+    nested = {"full_attention": scaling | {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 7.0}}
+    assert read_by(rope_by_window, rope_parameters=nested) == found
+    assert read_by(rope_by_window, rope_theta=5e5, rope_local_base_freq=7.0, rope_scaling=scaling) == found
+    assert read_by(rope_by_window) == Ropes(Rope(theta=1e6), Rope(theta=1e4), 256)
+
+
+LONG = {"rope_type": "longrope", "short_factor": [1, 2, 3, 4, 5, 6], "long_factor": [9.0] * 6}
+
+
+def test_longrope_is_read_as_far_as_its_short_factors_go() -> None:
+    """Phi's: the original positions beside the scaling, in older files under other names, and its amplitude."""
+    amplitude = math.sqrt(1 + math.log(4) / math.log(64))
+    rope = LongRope(theta=5e5, share=0.6, amplitude=amplitude, original_len=64, divisors=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
+    both = {"rope_theta": 5e5, "partial_rotary_factor": 0.6, "original_max_position_embeddings": 64}
+    for spelled in ({"rope_parameters": LONG | both}, {"rope_scaling": LONG} | both):
+        assert read_by(partial_rope, **spelled) == Ropes(rope, rope, 64)
+    for name in ("su", "yarn"):
+        assert read_by(partial_rope, rope_scaling=LONG | {"type": name, "rope_type": None}, **both).unlimited == rope
+    stated = LONG | {"attention_factor": 1.25, "factor": 32.0}
+    assert read_by(partial_rope, rope_scaling=stated, **both).unlimited.amplitude == 1.25
+    assert read_by(partial_rope, partial_rotary_factor=0.5) == Ropes(*(Rope(theta=10000.0, share=0.5),) * 2, 256)
+
+
+@pytest.mark.parametrize(
+    ("rule", "values", "key", "words"),
+    [
+        (
+            rope_by_window,
+            {"rope_parameters": {"rope_theta": 1e4}},
+            "rope_parameters",
+            "an entry for each kind of layer",
+        ),
+        (
+            rope_by_window,
+            {"rope_parameters": {"full_attention": 3}},
+            "rope_parameters.full_attention",
+            "is not an object",
+        ),
+        (rope_by_window, {"rope_scaling": "linear"}, "rope_scaling", "is not an object"),
+        (rope_by_window, {"rope_scaling": {"type": "linear"}}, "rope_parameters.full_attention.factor", "is missing"),
+        (rope_by_window, {"rope_local_base_freq": 0}, "rope_local_base_freq", "positive"),
+        (partial_rope, {"partial_rotary_factor": 0.55}, "partial_rotary_factor", "must make an even number"),
+        (partial_rope, {"partial_rotary_factor": 1.5}, "partial_rotary_factor", "must make an even number"),
+        (
+            partial_rope,
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            "rope_scaling.rope_type",
+            "'linear', but must",
+        ),
+        (partial_rope, {"rope_scaling": LONG}, "rope_scaling.original_max_position_embeddings", "is missing"),
+        (
+            partial_rope,
+            {"rope_scaling": LONG, "original_max_position_embeddings": 64},
+            "rope_scaling.short_factor",
+            "a list of 10 positive numbers",
+        ),
+    ],
+)
+def test_unsound_embeddings_of_such_families_are_refused(
+    rule: RopeRule, values: dict[str, Any], key: str, words: str
+) -> None:
+    """One sentence with the key and the fault."""
+    with pytest.raises(ModelRefused) as caught:
+        read_by(rule, **values)
+    assert f'config.json: "{key}" ' in caught.value.message
+    assert words in caught.value.message
 
 
 @pytest.mark.parametrize(

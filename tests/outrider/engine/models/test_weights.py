@@ -67,6 +67,24 @@ def test_shards_without_an_index_load_like_one_file(tmp_path: Path, family: str)
     assert torch.equal(*decoded)
 
 
+@pytest.mark.parametrize(
+    "beginnings", [("model.language_model.", "model.vision_tower."), ("language_model.model.", "vision_tower.")]
+)
+def test_of_a_model_of_pictures_the_one_of_text_is_read(tmp_path: Path, beginnings: tuple[str, str]) -> None:
+    """Under both names that its tensors have had; the tower is left out."""
+    alone = write_tiny_model(tmp_path / "alone", "gemma3")
+    config, tensors = json.loads((alone / "config.json").read_text()), load_file(alone / "model.safetensors")
+    whole = Path(shutil.copytree(alone, tmp_path / "whole"))
+    keys = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": config, "vision_config": {}}
+    (whole / "config.json").write_text(json.dumps(keys))
+    renamed = {name.replace("model.", beginnings[0], 1): tensor for name, tensor in tensors.items()}
+    save_file(renamed | {f"{beginnings[1]}patch.weight": torch.zeros(3, 3)}, whole / "model.safetensors")
+    expected, found = load(alone), load(whole)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert torch.equal(found["model.norm.weight"], tensors["model.norm.weight"] + 1)
+
+
 def test_a_missing_shard_is_named_without_an_index(tmp_path: Path) -> None:
     """And so is one that is another model's, or left over."""
     folder = write_tiny_model(tmp_path / "shards", "llama", max_shard_size="60KB")

@@ -6,11 +6,23 @@ from typing import Any
 import pytest
 import transformers
 
-from outrider.engine.models.config import Windows, no_windows, read_windows, same_in_every_layer, switched_by_layer
+from outrider.engine.models.config import (
+    Windows,
+    most_layers,
+    no_windows,
+    read_windows,
+    same_in_every_layer,
+    switched_by_layer,
+)
 from outrider.engine.models.json_keys import JsonKeys
 from outrider.errors import ModelRefused
 
-RULES = {"llama": no_windows, "mistral": same_in_every_layer, "qwen": switched_by_layer}
+RULES = {
+    "llama": no_windows,
+    "mistral": same_in_every_layer,
+    "qwen": switched_by_layer,
+    "gemma": most_layers,
+}
 ON = {"use_sliding_window": True, "sliding_window": 8}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -37,6 +49,14 @@ def read(rule: str, values: dict[str, Any], context_len: int = 100_000) -> Windo
         ("qwen", {"use_sliding_window": True, "max_window_layers": 2}, (None, None, 4096)),
         ("qwen", ON | {"layer_types": [SLIDING, FULL, SLIDING]}, (8, None, 8)),
         ("qwen", {"layer_types": [FULL] * 3}, (None, None, None)),
+        ("gemma", {"sliding_window": 8}, (8, 8, 8)),
+        ("gemma", {"sliding_window": 8, "sliding_window_pattern": 2}, (8, None, 8)),
+        ("gemma", {"sliding_window_pattern": 1}, (None, None, None)),
+        (
+            "gemma",
+            {"sliding_window": 8, "sliding_window_pattern": 2, "layer_types": [FULL, FULL, SLIDING]},
+            (None, None, 8),
+        ),
     ],
 )
 def test_windows_by_layer(rule: str, values: dict[str, Any], windows: Windows) -> None:
@@ -79,6 +99,14 @@ def test_a_window_that_hides_nothing_is_none() -> None:
         ("qwen", ON | {"layer_types": [FULL, [], FULL]}, "layer_types", "names []"),
         ("qwen", ON | {"max_window_layers": -1}, "max_window_layers", "at least 0"),
         ("qwen", {"use_sliding_window": 1}, "use_sliding_window", "true or false"),
+        ("gemma", {"sliding_window": None}, "sliding_window", "is null, but there are layers of sliding_attention"),
+        (
+            "gemma",
+            {"sliding_window_pattern": 0},
+            "sliding_window_pattern",
+            "is 0, but must be an integer of at least 1",
+        ),
+        ("gemma", {"layer_types": [FULL, FULL, "linear"]}, "layer_types", "'linear', which is not served"),
     ],
 )
 def test_unsound_windows_are_refused(rule: str, values: dict[str, Any], key: str, words: str) -> None:

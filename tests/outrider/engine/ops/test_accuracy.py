@@ -58,6 +58,18 @@ def test_silu_multiply_gates(ops: Ops) -> None:
 
 
 @EVERY_OPS
+def test_gelu_multiply_gates(ops: Ops) -> None:
+    """gelu(gate) * up in its tanh form, to a rounding of the gate where that is near nought."""
+    gate_up = torch.randn(5, 2 * 77, generator=torch.Generator().manual_seed(1)) * 4
+    gate_up[0, :6] = torch.tensor([-1000.0, 1000.0, -90.0, 0.0, -6.0, 1e-20])
+    gate, up = gate_up.double().chunk(2, dim=1)
+    exact = functional.gelu(gate, approximate="tanh")
+    # 1 + tanh of a number below nought is what is left of two that are near each other.
+    found, room = ops.gelu_multiply(gate_up).double(), 64 * 2.0**-24 * gate.abs().clamp_max(8) * up.abs()
+    assert bool(((found - exact * up).abs() <= room).all())
+
+
+@EVERY_OPS
 @pytest.mark.parametrize("head_dim", [2, 40, 64, 128])
 def test_rotation_pairs_halves(ops: Ops, head_dim: int) -> None:
     """Element i turns with i + D/2 by the row's own position; keys and values land in its slot and nowhere else."""

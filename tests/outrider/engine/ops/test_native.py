@@ -100,6 +100,8 @@ def test_other_operations_check_too() -> None:
         ops.rms_norm(torch.zeros(2, 8), torch.zeros(7), 1e-6)
     with pytest.raises(ValueError, match="even"):
         ops.silu_multiply(torch.zeros(2, 7))
+    with pytest.raises(ValueError, match="even"):
+        ops.gelu_multiply(torch.zeros(2, 7))
     with pytest.raises(ValueError, match="scores"):
         ops.softmax(torch.zeros(2, 7).double())
     with pytest.raises(ValueError, match="keys"):

@@ -42,6 +42,7 @@ def by_rows() -> dict[str, Operation]:
         "linear f32": lambda ops, rows: ops.linear(x[rows], weight),
         "rms_norm": lambda ops, rows: ops.rms_norm(x[rows], weight[0], 1e-6),
         "silu_multiply": lambda ops, rows: ops.silu_multiply(x[rows, :202].contiguous()),
+        "gelu_multiply": lambda ops, rows: ops.gelu_multiply(x[rows, :202].contiguous()),
         "rotate_and_store": stored,
         "rotate_and_store bf16": lambda ops, rows: stored(ops, rows, narrow),
         "attention": lambda ops, rows: attend(ops, rows_of(case, rows)),

@@ -176,6 +176,11 @@ def naming(name: str) -> Callable[[Metadata, Tensors], object]:
 NORM = "blk.1.attn_norm.weight"
 CONTENTS: dict[str, tuple[Callable[[Metadata, Tensors], object], str]] = {
     "mamba": (naming("mamba"), "\"general.architecture\" is 'mamba', but must be one of llama, qwen2, qwen3"),
+    "caps": (naming("gemma2"), "\"general.architecture\" is 'gemma2', which has caps on attention scores and logits"),
+    "factors of another family": (
+        lambda _, tensors: tensors.update({"rope_factors_short.weight": (np.ones(8, np.float32), F32)}),
+        "the tensor rope_factors_short.weight is none that its configuration asks for",
+    ),
     "a part": (lambda metadata, _: metadata.update({"split.count": 3}), '"split.count" is 3, but the parts of a'),
     "no size": (without("llama.embedding_length"), '"llama.embedding_length" is missing'),
     "text for size": (having(block_count="two"), "\"llama.block_count\" is 'two', but must be an integer"),

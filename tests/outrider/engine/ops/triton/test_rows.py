@@ -20,12 +20,15 @@ def test_norms_and_gates_are_near_float64(width: int) -> None:
     exact = x.double() / (x.double().square().mean(1, keepdim=True) + 1e-6).sqrt() * weight
     gate, up = gate_up.double().chunk(2, dim=1)
     assert float((normed - exact).norm() / exact.norm()) < 1e-6
-    gated = functional.silu(gate) * up
-    assert float((multiplied - gated).norm() / gated.norm()) < 1e-6
+    gated, also = ops.gelu_multiply(gate_up), functional.gelu(gate, approximate="tanh") * up
+    assert float((gated - also).norm() / also.norm()) < 1e-6
+    expected = functional.silu(gate) * up
+    assert float((multiplied - expected).norm() / expected.norm()) < 1e-6
     for row in range(5):
         part = slice(row, row + 1)
         assert_same(ops.rms_norm(x[part], weight, 1e-6), normed[part])
         assert_same(ops.silu_multiply(gate_up[part]), multiplied[part])
+        assert_same(ops.gelu_multiply(gate_up[part]), gated[part])
 
 
 def test_a_row_of_zeros_and_large_gates_stay_finite() -> None:
