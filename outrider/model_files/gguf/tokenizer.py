@@ -24,8 +24,9 @@ TEMPLATE = "tokenizer.chat_template"
 # Of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-# The words of Llama 3's and Qwen's tokenizers, of Mistral's Tekken: https://github.com/meta-llama/llama3,
-# https://github.com/QwenLM/Qwen2.5 and https://github.com/mistralai/mistral-common. They differ in digits and letters.
+# The words of Llama 3's and Qwen's tokenizers, of Mistral's Tekken, of OpenAI's: https://github.com/meta-llama/llama3,
+# https://github.com/QwenLM/Qwen2.5, https://github.com/mistralai/mistral-common and https://github.com/openai/tiktoken.
+# They differ in digits and letters.
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA_3 = rf"{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{REST}"
@@ -35,6 +36,7 @@ TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|"
     rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{REST}"
 )
+O200K = TEKKEN.replace("+|", f"+{ENDINGS}?|", 1).replace("*|", f"*{ENDINGS}?|", 1).replace(r"\p{N}|", r"\p{N}{1,3}|")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,9 @@ WORDS = {
     "qwen2": QWEN_2_WORDS,
     "deepseek-r1-qwen": QWEN_2_WORDS,
     "tekken": Words(TEKKEN, whole_words_first=True, begins=True),
+    # Of Phi 4, whose words are those of cl100k, and of Phi 4 mini.
+    "dbrx": Words(LLAMA_3),
+    "gpt-4o": Words(O200K),
 }
 # Where a file does not say how words are cut: tokens that stand under these ids in the vocabulary of one family alone.
 SIGNATURES = {
@@ -74,6 +79,8 @@ SIGNATURES = {
     "smollm": {0: "<|endoftext|>", 1: "<|im_start|>", 2: "<|im_end|>", 3: "<repo_name>", 5: "<file_sep>"},
     "gpt-2": {220: "\u0120", 256: "\u0120t", 257: "\u0120a", 50256: "<|endoftext|>"},
 }
+# Special tokens of Phi 3 behind which white space is text; behind its others it is none, as in its tokenizer.json.
+PHI_3, LEAVES_SPACE = "phi3", ("<unk>", "<s>", "<|endoftext|>")
 # Names of special tokens in templates, and the file's; "seperator" is how the format spells it.
 SPECIAL = {
     "bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "cls": "cls", "mask": "mask",
@@ -97,10 +104,16 @@ def read_tokenizer(file: GgufFile) -> Tokenizer:
             tokenizer, begins = _sentence_piece(file, vocabulary, tokens, types), True
         else:
             raise file.refuse(MODEL, f'is {shown(kind)}, but must be "gpt2" or "llama"')
+        takes_space = kind == "llama" and file.metadata.get("general.architecture") == PHI_3
         added = [
-            AddedToken(tokens[index], normalized=False, special=kind != USER_DEFINED)
-            for index, kind in enumerate(types)
-            if kind in (UNKNOWN, CONTROL, USER_DEFINED) and tokens[index]
+            AddedToken(
+                tokens[index],
+                normalized=False,
+                special=of_type != USER_DEFINED,
+                rstrip=takes_space and tokens[index] not in LEAVES_SPACE,
+            )
+            for index, of_type in enumerate(types)
+            if of_type in (UNKNOWN, CONTROL, USER_DEFINED) and tokens[index]
         ]
         tokenizer.add_tokens(added)
         # A whole text has its bos and eos token where the file asks for them.

@@ -73,6 +73,8 @@ def test_transformers_reads_the_same_tokens(tmp_path: Path) -> None:
         ("llama-bpe", ["It", "'s", " ", "198", "4", "a", "  ", " ", "5", "\n\n", "x", "\u0301."]),
         ("qwen2", ["It", "'s", " ", "1", "9", "8", "4", "a", "  ", " ", "5", "\n\n", "x", "\u0301."]),
         ("tekken", ["It", "'s", " ", "1", "9", "8", "4", "a", "  ", " ", "5", "\n\n", "x\u0301", "."]),
+        ("dbrx", ["It", "'s", " ", "198", "4", "a", "  ", " ", "5", "\n\n", "x", "\u0301."]),
+        ("gpt-4o", ["It's", " ", "198", "4", "a", "  ", " ", "5", "\n\n", "x\u0301", "."]),
     ],
 )
 def test_words_are_cut_as_the_name_says(tmp_path: Path, name: str, words: list[str]) -> None:
@@ -174,6 +176,22 @@ def test_unknown_characters_are_bytes_and_texts_begin_with_bos(tmp_path: Path) -
     assert tokenizer.decode(encoding.ids) == "the é"
     bare = read_tokenizer(sentence_piece(tmp_path, add_space_prefix=False))
     assert bare.encode("the").tokens == ["<s>", "t", "he"]
+
+
+def test_special_tokens_of_phi_3_take_the_space_behind_them(tmp_path: Path) -> None:
+    """As its own tokenizer has it, and no other family's."""
+    specials = ["<unk>", "<s>", "<|end|>", "<|user|>"]
+    changes = {
+        "tokens": [*specials, *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES],
+        "scores": [0.0] * 260 + list(PIECES.values()),
+        "token_type": [2, 3, 3, 3] + [6] * 256 + [1] * len(PIECES),
+    }
+    file = sentence_piece(tmp_path, **changes, add_bos_token=False)
+    for architecture, line in (("phi3", []), ("llama", [SPACE, "<0x0A>"])):
+        file.metadata["general.architecture"] = architecture
+        tokenizer = read_tokenizer(file)
+        found = [tokenizer.id_to_token(each) for each in tokenizer.encode("<|user|>\n<s> the<|end|>\n").ids]
+        assert found == ["<|user|>", *line, "<s>", SPACE, f"{SPACE}the", "<|end|>", *line]
 
 
 def test_templates_and_special_tokens_are_read(tmp_path: Path) -> None:
