@@ -124,7 +124,7 @@ def _model(head: FeatureHead, layer: int) -> DecoderFields:
         matrix_fields("head", Linear(head.head, None), (head.head.shape[0], h)),
         address_of("out_norm", head.out_norm, (h,)),
         layer,
-        *(1, law.num_heads, law.num_kv_heads, law.head_dim, False, FORMAT_F32),
+        *(1, law.num_heads, law.num_kv_heads, law.head_dim, law.head_dim, False, FORMAT_F32),
         *(law.norm_epsilon, law.head_dim**-0.5, 1.0),
     )
 

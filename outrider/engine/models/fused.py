@@ -112,13 +112,14 @@ def _decoder(model: Transformer, layers: int) -> DecoderFields:
         address_of("norm", model.norm, (config.hidden_size,)),
         layers,
         *(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim),
+        config.ropes[0].num_turning(config.head_dim),
         *(config.family.activation[1] != "silu", FORMAT_F32),
         *(config.norm_epsilon, model.scale, model.embedding_scale),
     )
 
 
 def _layer(layer: Layer, tables: tuple[Tensor, Tensor], plan: int, config: ModelConfig) -> LayerFields:
-    turns = (config.context_len, config.head_dim // 2)
+    turns = (config.context_len, config.ropes[0].num_turning(config.head_dim) // 2)
     hidden, mlp, query = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
     return LayerFields(
         address_of("input_norm", layer.input_norm, (hidden,)),

@@ -21,7 +21,7 @@ from outrider.engine.models.config import ModelConfig, eos_token_ids_in
 from outrider.engine.models.json_keys import JsonKeys
 from outrider.engine.models.progress import Progress
 from outrider.engine.models.rope import DividedRope, LongRope, Rope
-from outrider.engine.models.weights import check_numbers, expected_shapes, hash_bytes, order_of_rows
+from outrider.engine.models.weights import check_numbers, expected_shapes, hash_bytes
 from outrider.engine.ops import Ops, Weight
 from outrider.engine.ops.blocks import KINDS
 from outrider.engine.ops.native import NativeOps
@@ -136,14 +136,12 @@ def load_gguf(
         for name in expected_shapes(config):
             place = file.tensors[_gguf_name(name, config)]
             progress.file = place.file.name
-            order = order_of_rows(config, name)
             heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2], 0)
             if dtype is None and len(place.shape) > 1 and place.type.name in KINDS and isinstance(ops, NativeOps):
                 stored = data[place.file][place.offset : place.offset + place.size].reshape(place.shape[0], -1)
                 matrix = ops.blocks(place.type.name, place.shape[0], place.shape[1])
-                stored = np.array(stored) if order is None else stored[order.numpy()]
                 swapped = config.head_dim if heads and is_permuted else 0
-                faults = ops.fill(matrix, torch.from_numpy(stored), 0, swapped)
+                faults = ops.fill(matrix, torch.from_numpy(np.array(stored)), 0, swapped)
                 if faults:
                     raise _refuse(file, place.name, f"holds {faults} scales that are NaN or infinity")
                 tensors[name] = matrix
@@ -154,7 +152,6 @@ def load_gguf(
             if heads and is_permuted:
                 halves = tensor.view(heads, config.head_dim // 2, 2, -1)
                 tensor = halves.transpose(1, 2).reshape(tensor.shape)
-            tensor = tensor if order is None else tensor[order]
             check_numbers(place.file, place.name, tensor)
             tensors[name] = tensor.to(device)
             progress.done_bytes += place.size

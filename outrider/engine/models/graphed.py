@@ -233,6 +233,7 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
             HAS_BIAS=bias is not None,
             HAS_NORM=has_norm,
             HEAD_DIM=head_dim,
+            TURNING=config.ropes[0].num_turning(head_dim),
             BLOCK=triton.next_power_of_2(head_dim),
             HALF=triton.next_power_of_2(head_dim // 2),
             num_warps=1,

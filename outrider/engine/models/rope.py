@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +19,7 @@ class Rope:
     amplitude: float = 1.0
     """Factor of all cosines and sines."""
     share: float = 1.0
-    """Part of a head's coordinates that turn, the first ones of a file; the others stand still."""
+    """Part of a head's coordinates that turn, the first ones; the others stand still."""
 
     def num_turning(self, head_dim: int) -> int:
         """How many of a head's coordinates turn, an even number."""
@@ -167,22 +166,10 @@ def yarn_amplitude(factor: float, numerator_scale: float = 0.0, denominator_scal
 
 
 def rotary_tables(rope: Rope, head_dim: int, context_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [context_len, D/2] float32 by position; the last pairs are those that stand still."""
-    positions, num_turning = torch.arange(context_len), rope.num_turning(head_dim)
-    angles = positions.float()[:, None] * rope.frequencies(num_turning, positions)
-    still = 0, (head_dim - num_turning) // 2
-    cos, sin = angles.cos() * rope.amplitude, angles.sin() * rope.amplitude
-    return functional.pad(cos, still, value=1.0).to(device), functional.pad(sin, still).to(device)
-
-
-def order_of_pairs(rope: Rope, head_dim: int) -> Tensor:
-    """For each coordinate of a head [D] its place in a file, where the pairs that turn come before the others.
-
-    A file pairs i with i + T/2 of the T coordinates that turn, and operations pair i with i + D/2 of all.
-    """
-    num_turning = rope.num_turning(head_dim)
-    turning, still = torch.arange(num_turning), torch.arange(num_turning, head_dim)
-    return torch.cat((turning.view(2, -1), still.view(2, -1)), 1).flatten()
+    """cos and sin [context_len, T/2] float32 by position, of the T coordinates of a head that turn."""
+    positions = torch.arange(context_len)
+    angles = positions.float()[:, None] * rope.frequencies(rope.num_turning(head_dim), positions)
+    return (angles.cos() * rope.amplitude).to(device), (angles.sin() * rope.amplitude).to(device)
 
 
 def _exponents(head_dim: int) -> Tensor:

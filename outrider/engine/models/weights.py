@@ -22,7 +22,6 @@ from torch import Tensor
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.json_keys import JsonKeys, read_json
 from outrider.engine.models.progress import Progress
-from outrider.engine.models.rope import order_of_pairs
 from outrider.errors import ModelRefused, NotReady
 from outrider.model_files.gguf.files import IGNORED, HubName, cached_gguf, fetch_file, fetch_gguf, gguf_in, part_names
 
@@ -284,20 +283,7 @@ def load_tensors(folder: Path, config: ModelConfig, device: torch.device, dtype:
     for name in tensors:
         if family.norms_from_zero and "norm" in name:
             tensors[name] += 1
-        order = order_of_rows(config, name)
-        if order is not None:
-            tensors[name] = tensors[name][order.to(device)]
     return tensors
-
-
-def order_of_rows(config: ModelConfig, name: str) -> Tensor | None:
-    """For each row of a tensor its place in the file, where heads turn in part only; None where rows stay."""
-    if STACKED_HEADS not in name or config.ropes[0].share == 1:
-        return None
-    pairs = order_of_pairs(config.ropes[0], config.head_dim)
-    turning = torch.arange(config.num_heads + config.num_kv_heads)[:, None] * config.head_dim + pairs
-    num_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    return torch.cat((turning.flatten(), torch.arange(turning.numel(), num_rows)))
 
 
 def _name_alone(name: str, prefixes: Sequence[tuple[str, str]]) -> str:

@@ -67,8 +67,8 @@ class Ops(Protocol):
         """Rotates query and key by their positions, stores key and value at plan.slots, returns query [R, H, D].
 
         query [R, H, D], key and value [R, G, D] may be views into one fused product (last dimension contiguous).
-        cos and sin are [P, D/2] float32 tables by position; element i pairs with i + D/2, as in Hugging Face's
-        rotate_half (Su et al., 2021). The caches are [S, G, D].
+        cos and sin are [P, T/2] float32 tables by position, of the first T of D elements; element i pairs with i + T/2,
+        as in Hugging Face's rotate_half (Su et al., 2021), and the others stay. The caches are [S, G, D].
         """
 
     def attention(self, query: Tensor, plan: RowPlan, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:

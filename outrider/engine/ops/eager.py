@@ -139,8 +139,9 @@ class EagerOps:
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    half = cos.shape[-1]
+    first, second, still = heads.split_with_sizes((half, half, heads.shape[-1] - 2 * half), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, still), dim=-1)
 
 
 def _pieces(num_rows: int, elements_per_row: int) -> Iterator[slice]:

@@ -21,7 +21,7 @@ _ARGUMENTS: dict[str, list[type]] = {
     "outrider_fill_blocks": [_POINTER, _SIZE, _POINTER, *[_SIZE] * 4, _POINTER],
     "outrider_embed": [_POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE],
     "outrider_rms_norm": [*[_POINTER] * 4, _SIZE, _SIZE, _FLOAT],
-    "outrider_rotate_and_store": [*[_POINTER] * 12, *[_SIZE] * 5],
+    "outrider_rotate_and_store": [*[_POINTER] * 12, *[_SIZE] * 6],
     "outrider_attention": [*[_POINTER] * 4, _SIZE, *[_POINTER] * 4, *[_SIZE] * 5, _FLOAT],
     "outrider_gate_multiply": [*[_POINTER] * 3, *[_SIZE] * 3],
     "outrider_draw": [*[_POINTER] * 5, *[_SIZE] * 3],
@@ -77,7 +77,8 @@ class DecoderFields(ctypes.Structure):
     _fields_ = (
         *((name, MatrixFields) for name in ("embedding", "head")),
         *((name, _POINTER) for name in ("norm", "layers")),
-        *((name, _SIZE) for name in ("num_layers", "num_heads", "num_groups", "head_dim", "is_gelu", "cache_format")),
+        *((name, _SIZE) for name in ("num_layers", "num_heads", "num_groups", "head_dim", "num_turning", "is_gelu")),
+        ("cache_format", _SIZE),
         *((name, _FLOAT) for name in ("epsilon", "scale", "embedding_scale")),
     )
 

@@ -144,7 +144,7 @@ class NativeOps:
             *_head_strides("value", value, (num_rows, num_groups, head_dim)),
         )
         for name, table in (("cos", cos), ("sin", sin)):
-            expect(name, table, torch.float32, (cos.shape[0], head_dim // 2))
+            expect(name, table, torch.float32, (cos.shape[0], min(cos.shape[1], head_dim // 2)))
         number = expect_caches(key_cache, value_cache, (key_cache.shape[0], num_groups, head_dim))
         for name, column in (("positions", plan.positions), ("slots", plan.slots)):
             expect(name, column, torch.int64, (num_rows,))
@@ -154,7 +154,7 @@ class NativeOps:
         inputs = query.data_ptr(), key.data_ptr(), value.data_ptr(), ctypes.addressof(strides)
         places = plan.positions.data_ptr(), plan.slots.data_ptr(), cos.data_ptr(), sin.data_ptr()
         outputs = output.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), number
-        sizes = num_rows, num_heads, num_groups, head_dim
+        sizes = num_rows, num_heads, num_groups, head_dim, 2 * cos.shape[1]
         self.functions.outrider_rotate_and_store(self.pool, *inputs, *places, *outputs, *sizes)
         return output
 

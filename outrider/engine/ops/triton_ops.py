@@ -177,6 +177,7 @@ class TritonOps(EagerOps):
             num_heads,
             num_groups,
             HEAD_DIM=head_dim,
+            TURNING=2 * cos.shape[1],
             BLOCK=triton.next_power_of_2(head_dim // 2),
             num_warps=1,
             **OPTIONS,

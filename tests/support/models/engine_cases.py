@@ -139,12 +139,17 @@ def keys_of(num_rows: int, generator: torch.Generator) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator)
 
 
-def attention_case(num_rows: int, num_heads: int, num_groups: int, head_dim: int, seed: int = 0) -> AttentionCase:
-    """Rows in chains of up to five that share a list of slots, in random order in the cache, 1 to 300 keys long."""
+def attention_case(
+    num_rows: int, num_heads: int, num_groups: int, head_dim: int, seed: int = 0, num_turning: int | None = None
+) -> AttentionCase:
+    """Rows in chains of up to five that share a list of slots, in random order in the cache, 1 to 300 keys long.
+
+    Without num_turning whole heads turn.
+    """
     generator = torch.Generator().manual_seed(seed)
     fused = torch.randn(num_rows, (num_heads + 2 * num_groups) * head_dim, generator=generator)
     query, key, value = fused.split([num_heads * head_dim, num_groups * head_dim, num_groups * head_dim], dim=1)
-    angles = torch.rand(512, head_dim // 2, generator=generator) * 6
+    angles = torch.rand(512, (num_turning or head_dim) // 2, generator=generator) * 6
     return AttentionCase(
         query.view(num_rows, num_heads, head_dim),
         key.view(num_rows, num_groups, head_dim),

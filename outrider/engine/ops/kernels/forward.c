@@ -28,7 +28,7 @@ typedef struct {
     const float *norm;
     const layer *layers;
     /* is_gelu: of the gate, which is a silu elsewhere. */
-    int64_t num_layers, num_heads, num_groups, head_dim, is_gelu;
+    int64_t num_layers, num_heads, num_groups, head_dim, num_turning, is_gelu;
     /* Of the caches of keys and values. */
     int64_t cache_format;
     float epsilon, scale, embedding_scale;
@@ -150,7 +150,7 @@ static void attend(pool *threads, const decoder *model, const layer *layer, cons
     }
     outrider_rotate_and_store(threads, at->qkv, key, value, strides, plan->positions, plan->slots, layer->cos,
                               layer->sin, at->query, keys, values, model->cache_format, num_rows, model->num_heads, model->num_groups,
-                              head_dim);
+                              head_dim, model->num_turning);
     outrider_attention(threads, at->query, keys, values, model->cache_format, plan->key_slots, plan->key_starts, plan->key_counts,
                        at->attended, num_rows, model->num_heads, model->num_groups, head_dim, plan->max_key_count,
                        model->scale);

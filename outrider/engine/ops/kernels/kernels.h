@@ -29,7 +29,7 @@ void outrider_rotate_and_store(pool *threads, const float *query, const float *k
                                const int64_t strides[6], const int64_t *positions, const int64_t *slots,
                                const float *cos, const float *sin, float *query_out, void *key_cache,
                                void *value_cache, int64_t format, int64_t num_rows, int64_t num_heads, int64_t num_groups,
-                               int64_t head_dim);
+                               int64_t head_dim, int64_t num_turning);
 
 void outrider_attention(pool *threads, const float *query, const void *keys, const void *values, int64_t format,
                         const int32_t *key_slots, const int64_t *key_starts, const int32_t *key_counts, float *output,

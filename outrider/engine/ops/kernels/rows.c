@@ -21,7 +21,7 @@ typedef struct {
     int64_t format;
     /* Strides of rows and heads, in floats. */
     int64_t query_row, query_head, key_row, key_head, value_row, value_head;
-    int64_t num_heads, num_groups, head_dim;
+    int64_t num_heads, num_groups, head_dim, num_turning;
 } rotate_job;
 
 typedef struct {
@@ -48,8 +48,8 @@ static void norm_row(const void *argument, uint32_t row) {
     norm_one(job->x + offset, job->weight, job->output + offset, job->width, job->epsilon);
 }
 
-/* Pairs element i with i + head_dim / 2, as Hugging Face's rotate_half does. */
-INLINE void rotate_head(const float *from, float *to, const float *cos, const float *sin, int64_t half) {
+/* Pairs element i with i + half of those that turn, as Hugging Face's rotate_half does; those behind them stay. */
+INLINE void rotate_head(const float *from, float *to, const float *cos, const float *sin, int64_t half, int64_t head_dim) {
     for (int64_t i = 0; i < half; i += WIDTH) {
         const int64_t left = half - i;
         const floats c = load_upto(cos + i, left), s = load_upto(sin + i, left);
@@ -57,6 +57,7 @@ INLINE void rotate_head(const float *from, float *to, const float *cos, const fl
         store_upto(to + i, fused(first, c, -(second * s)), left);
         store_upto(to + half + i, fused(second, c, first * s), left);
     }
+    if (2 * half < head_dim) memcpy(to + 2 * half, from + 2 * half, (size_t)(head_dim - 2 * half) * sizeof(float));
 }
 
 /* The nearest bfloat16, of two equally near ones the even; NaN stays NaN. */
@@ -68,22 +69,22 @@ INLINE uint16_t rounded_bf16(float value) {
 
 static void rotate_row(const void *argument, uint32_t row) {
     const rotate_job *job = argument;
-    const int64_t head_dim = job->head_dim, half = head_dim / 2;
+    const int64_t head_dim = job->head_dim, half = job->num_turning / 2;
     const float *cos = job->cos + job->positions[row] * half, *sin = job->sin + job->positions[row] * half;
     for (int64_t head = 0; head < job->num_heads; head++)
         rotate_head(job->query + row * job->query_row + head * job->query_head,
-                    job->query_out + (row * job->num_heads + head) * head_dim, cos, sin, half);
+                    job->query_out + (row * job->num_heads + head) * head_dim, cos, sin, half, head_dim);
     for (int64_t group = 0; group < job->num_groups; group++) {
         const int64_t place = (job->slots[row] * job->num_groups + group) * head_dim;
         const float *key = job->key + row * job->key_row + group * job->key_head;
         const float *value = job->value + row * job->value_row + group * job->value_head;
         if (job->format == FORMAT_F32) {
-            rotate_head(key, (float *)job->key_cache + place, cos, sin, half);
+            rotate_head(key, (float *)job->key_cache + place, cos, sin, half, head_dim);
             memcpy((float *)job->value_cache + place, value, (size_t)head_dim * sizeof(float));
             continue;
         }
         float rotated[MAX_HEAD_DIM];
-        rotate_head(key, rotated, cos, sin, half);
+        rotate_head(key, rotated, cos, sin, half, head_dim);
         for (int64_t i = 0; i < head_dim; i++) {
             ((uint16_t *)job->key_cache)[place + i] = rounded_bf16(rotated[i]);
             ((uint16_t *)job->value_cache)[place + i] = rounded_bf16(value[i]);
@@ -112,15 +113,16 @@ void outrider_rms_norm(pool *threads, const float *x, const float *weight, float
     pool_run_costing(threads, norm_row, &job, (uint32_t)num_rows, (double)(num_rows * width));
 }
 
-/* Six strides, in floats: query row and head, key row and head, value row and head. */
+/* Six strides, in floats: query row and head, key row and head, value row and head. Tables have half as many columns as
+ * coordinates of a head turn, the first ones. */
 void outrider_rotate_and_store(pool *threads, const float *query, const float *key, const float *value,
                                const int64_t strides[6], const int64_t *positions, const int64_t *slots,
                                const float *cos, const float *sin, float *query_out, void *key_cache,
                                void *value_cache, int64_t format, int64_t num_rows, int64_t num_heads, int64_t num_groups,
-                               int64_t head_dim) {
+                               int64_t head_dim, int64_t num_turning) {
     const rotate_job job = {query,      key,        value,      positions,  slots,     cos,        sin,     query_out,
                             key_cache,  value_cache, format,     strides[0], strides[1], strides[2], strides[3], strides[4],
-                            strides[5], num_heads,  num_groups, head_dim};
+                            strides[5], num_heads,  num_groups, head_dim,   num_turning};
     pool_run_costing(threads, rotate_row, &job, (uint32_t)num_rows,
                      (double)(num_rows * (num_heads + num_groups) * head_dim));
 }

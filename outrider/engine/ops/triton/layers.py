@@ -9,7 +9,7 @@ import triton.language as tl
 
 from outrider.engine.ops.triton.launch import NUM_ROWS, POSITIONS, SLOTS, TOKEN_IDS, begin
 from outrider.engine.ops.triton.linear import add_units
-from outrider.engine.ops.triton.rows import norm_factor, normed, rotated, silu
+from outrider.engine.ops.triton.rows import norm_factor, normed, places_of_pairs, rotated, silu
 
 
 @triton.jit
@@ -105,6 +105,7 @@ def split_heads(
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    TURNING: tl.constexpr,
     BLOCK: tl.constexpr,
     HALF: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -120,14 +121,15 @@ def split_heads(
     part_size = num_rows.to(tl.int64) * row_width
     half = tl.arange(0, HALF)
     is_half = half < HEAD_DIM // 2
+    low, high = places_of_pairs(half, HEAD_DIM, TURNING)
     if row < tl.load(work + NUM_ROWS):
         column = head * HEAD_DIM
         own = partials + row * row_width + column
-        first = add_units(own, half, is_half, part_size, NUM_PARTS)
-        second = add_units(own, HEAD_DIM // 2 + half, is_half, part_size, NUM_PARTS)
+        first = add_units(own, low, is_half, part_size, NUM_PARTS)
+        second = add_units(own, high, is_half, part_size, NUM_PARTS)
         if HAS_BIAS:
-            first += tl.load(bias + column + half, mask=is_half, other=0.0)
-            second += tl.load(bias + column + HEAD_DIM // 2 + half, mask=is_half, other=0.0)
+            first += tl.load(bias + column + low, mask=is_half, other=0.0)
+            second += tl.load(bias + column + high, mask=is_half, other=0.0)
         if head < num_heads + num_groups:
             if HAS_NORM:
                 dims = tl.arange(0, BLOCK)
@@ -140,22 +142,22 @@ def split_heads(
                 norm = query_norm
                 if head >= num_heads:
                     norm = key_norm
-                first = first * factor * tl.load(norm + half, mask=is_half, other=0.0)
-                second = second * factor * tl.load(norm + HEAD_DIM // 2 + half, mask=is_half, other=0.0)
-            angles = tl.load(work + tl.load(work + POSITIONS) + row) * (HEAD_DIM // 2) + half
-            row_cos = tl.load(cos + angles, mask=is_half, other=0.0)
-            row_sin = tl.load(sin + angles, mask=is_half, other=0.0)
+                first = first * factor * tl.load(norm + low, mask=is_half, other=0.0)
+                second = second * factor * tl.load(norm + high, mask=is_half, other=0.0)
+            angles = tl.load(work + tl.load(work + POSITIONS) + row) * (TURNING // 2) + half
+            row_cos = tl.load(cos + angles, mask=half < TURNING // 2, other=1.0)
+            row_sin = tl.load(sin + angles, mask=half < TURNING // 2, other=0.0)
             first, second = rotated(first, second, row_cos, row_sin)
         if head < num_heads:
-            target = query + (row * num_heads + head) * HEAD_DIM + half
+            target = query + (row * num_heads + head) * HEAD_DIM
         else:
             slot = tl.load(work + tl.load(work + SLOTS) + row).to(tl.int64)
-            place = (slot * num_groups + (head - num_heads) % num_groups) * HEAD_DIM + half
+            place = (slot * num_groups + (head - num_heads) % num_groups) * HEAD_DIM
             target = key_cache + place
             if head >= num_heads + num_groups:
                 target = value_cache + place
-        tl.store(target, first, mask=is_half)
-        tl.store(target + HEAD_DIM // 2, second, mask=is_half)
+        tl.store(target + low, first, mask=is_half)
+        tl.store(target + high, second, mask=is_half)
 
 
 @triton.jit

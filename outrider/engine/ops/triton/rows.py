@@ -59,6 +59,13 @@ def rotated(first, second, cos, sin):
 
 
 @triton.jit
+def places_of_pairs(half, head_dim, turning):
+    """Offsets in a head of both elements of pairs: first those that turn, i and i + T/2, and then the others."""
+    turns = half < turning // 2
+    return half + tl.where(turns, 0, turning // 2), half + tl.where(turns, turning // 2, head_dim // 2)
+
+
+@triton.jit
 def rotate_and_store(
     query,
     key,
@@ -79,6 +86,7 @@ def rotate_and_store(
     num_heads,
     num_groups,
     HEAD_DIM: tl.constexpr,
+    TURNING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program a row and head: of H query heads, then of G keys with their values."""
@@ -87,27 +95,29 @@ def rotate_and_store(
     half = tl.arange(0, BLOCK)
     is_half = half < HEAD_DIM // 2
     position = tl.load(positions + row)
-    row_cos = tl.load(cos + position * (HEAD_DIM // 2) + half, mask=is_half, other=0.0)
-    row_sin = tl.load(sin + position * (HEAD_DIM // 2) + half, mask=is_half, other=0.0)
+    turns = half < TURNING // 2
+    row_cos = tl.load(cos + position * (TURNING // 2) + half, mask=turns, other=1.0)
+    row_sin = tl.load(sin + position * (TURNING // 2) + half, mask=turns, other=0.0)
+    low, high = places_of_pairs(half, HEAD_DIM, TURNING)
     if head < num_heads:
-        source = query + row * query_row + head * query_head + half
-        first = tl.load(source, mask=is_half, other=0.0)
-        second = tl.load(source + HEAD_DIM // 2, mask=is_half, other=0.0)
+        source = query + row * query_row + head * query_head
+        first = tl.load(source + low, mask=is_half, other=0.0)
+        second = tl.load(source + high, mask=is_half, other=0.0)
         first, second = rotated(first, second, row_cos, row_sin)
-        target = output + (row * num_heads + head) * HEAD_DIM + half
-        tl.store(target, first, mask=is_half)
-        tl.store(target + HEAD_DIM // 2, second, mask=is_half)
+        target = output + (row * num_heads + head) * HEAD_DIM
+        tl.store(target + low, first, mask=is_half)
+        tl.store(target + high, second, mask=is_half)
     else:
         group = head - num_heads
-        source = key + row * key_row + group * key_head + half
-        first = tl.load(source, mask=is_half, other=0.0)
-        second = tl.load(source + HEAD_DIM // 2, mask=is_half, other=0.0)
+        source = key + row * key_row + group * key_head
+        first = tl.load(source + low, mask=is_half, other=0.0)
+        second = tl.load(source + high, mask=is_half, other=0.0)
         first, second = rotated(first, second, row_cos, row_sin)
-        place = (tl.load(slots + row) * num_groups + group) * HEAD_DIM + half
-        tl.store(key_cache + place, first, mask=is_half)
-        tl.store(key_cache + place + HEAD_DIM // 2, second, mask=is_half)
-        source = value + row * value_row + group * value_head + half
-        first = tl.load(source, mask=is_half, other=0.0)
-        second = tl.load(source + HEAD_DIM // 2, mask=is_half, other=0.0)
-        tl.store(value_cache + place, first, mask=is_half)
-        tl.store(value_cache + place + HEAD_DIM // 2, second, mask=is_half)
+        place = (tl.load(slots + row) * num_groups + group) * HEAD_DIM
+        tl.store(key_cache + place + low, first, mask=is_half)
+        tl.store(key_cache + place + high, second, mask=is_half)
+        source = value + row * value_row + group * value_head
+        first = tl.load(source + low, mask=is_half, other=0.0)
+        second = tl.load(source + high, mask=is_half, other=0.0)
+        tl.store(value_cache + place + low, first, mask=is_half)
+        tl.store(value_cache + place + high, second, mask=is_half)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from support.devices.graphs import PretendGraph, pretend_graphs
 from support.devices.kernels import CPU, KernelOps, assert_same
 from support.devices.story import tapped, tell
 from support.models.engine_cases import TREE, finish, random_ids
+from support.models.model_cases import PARTIAL
 from support.models.tiny_models import write_tiny_model
 from torch import Tensor
 
@@ -96,7 +98,14 @@ def check_family(folder: Path, dtype: torch.dtype, ways: Sequence[str] = ("kerne
 
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 0.1}
-FAMILIES = {"qwen3": {}, "llama": BIASED, "qwen2": {"num_key_value_heads": 1}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "llama": BIASED,
+    "qwen2": {"num_key_value_heads": 1},
+    "phi3": PARTIAL | {"sliding_window": None},
+    # A window that hides nothing: the lists would do for the few kernels, and the layers' steps do not.
+    "gemma3": {"sliding_window": 4096},
+}
 QUICK = [("llama", torch.float16)]
 EVERY = [(family, dtype) for family in FAMILIES for dtype in BOUNDS]
 

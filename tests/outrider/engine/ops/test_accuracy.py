@@ -70,16 +70,23 @@ def test_gelu_multiply_gates(ops: Ops) -> None:
 
 
 @EVERY_OPS
-@pytest.mark.parametrize("head_dim", [2, 40, 64, 128])
-def test_rotation_pairs_halves(ops: Ops, head_dim: int) -> None:
-    """Element i turns with i + D/2 by the row's own position; keys and values land in its slot and nowhere else."""
-    case = attention_case(8, 4, 2, head_dim)
+@pytest.mark.parametrize(
+    ("head_dim", "turning"), [(2, 2), (40, 40), (64, 64), (128, 128), (20, 12), (128, 96), (40, 2)]
+)
+def test_rotation_pairs_halves(ops: Ops, head_dim: int, turning: int) -> None:
+    """Element i turns with i + T/2 of the first T by the row's own position, and the others stay.
+
+    Keys and values land in its slot and nowhere else.
+    """
+    case = attention_case(8, 4, 2, head_dim, num_turning=turning)
     before = case.key_cache.clone()
     rotated = rotate(ops, case)
     cos, sin = (table[case.plan.positions, None].double().repeat(1, 1, 2) for table in (case.cos, case.sin))
     for heads, found in ((case.query, rotated), (case.key, case.key_cache[case.plan.slots])):
-        first, second = heads.double().chunk(2, dim=2)
-        assert_near(found, heads * cos + torch.cat((-second, first), dim=2) * sin, 3)
+        turned = heads[:, :, :turning].double()
+        first, second = turned.chunk(2, dim=2)
+        assert_near(found[:, :, :turning], turned * cos + torch.cat((-second, first), dim=2) * sin, 3)
+        assert torch.equal(found[:, :, turning:], heads[:, :, turning:])
     assert torch.equal(case.value_cache[case.plan.slots], case.value)
     untouched = torch.ones(len(before), dtype=torch.bool).index_fill(0, case.plan.slots, False)
     assert torch.equal(case.key_cache[untouched], before[untouched])

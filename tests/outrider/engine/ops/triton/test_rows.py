@@ -40,12 +40,15 @@ def test_a_row_of_zeros_and_large_gates_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(6, 2, 64), (4, 1, 80), (3, 3, 16)])
+@pytest.mark.parametrize(("heads", "groups", "head_dim", "turning"), [(6, 2, 64, 64), (4, 1, 80, 80), (3, 3, 20, 12)])
 def test_rotation_and_stored_keys_are_those_of_the_reference(
-    heads: int, groups: int, head_dim: int, dtype: torch.dtype
+    heads: int, groups: int, head_dim: int, turning: int, dtype: torch.dtype
 ) -> None:
-    """Of views into one product, rounded to the cache's type; slots of no row keep what they hold."""
-    case = attention_case(7, heads, groups, head_dim)
+    """Of views into one product, heads that turn in part too, rounded to the cache's type.
+
+    Slots of no row keep what they hold.
+    """
+    case = attention_case(7, heads, groups, head_dim, num_turning=turning)
     expected = rotate(ReferenceOps(), case)
     caches = [cache.to(dtype) for cache in (case.key_cache, case.value_cache)]
     written = torch.zeros(len(caches[0]), dtype=torch.bool)
