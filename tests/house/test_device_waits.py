@@ -22,7 +22,7 @@ READS: dict[str, tuple[int, str]] = {
     "heads/chain_layouts.py:read_hydra": (1, "of a setting in a file"),
     "heads/feature_checkpoint.py:FeatureCheckpoint._target_ids": (4, LOADING),
     "heads/layouts.py:one_layer": (1, "of a name's parts"),
-    "models/gguf.py:read_config": (1, LOADING),
+    "models/gguf.py:_numbers": (1, LOADING),
     "models/weights.py:check_numbers": (1, LOADING),
     "batching.py:shared_work": (2, ON_HOST),
     "batching.py:_plan": (1, ON_HOST),

@@ -183,7 +183,7 @@ FAMILIES = {
     ),
 }
 # Architectures whose files bring code of their own, which is not run: what it computes is known here.
-KNOWN_CODE = ("MiMoForCausalLM",)
+KNOWN_CODE = ("MiMoForCausalLM", "Phi3ForCausalLM")
 # Beginnings of architectures whose layers carry a running state, which cannot be truncated to an earlier length.
 STATE_SPACE = (
     "Mamba", "FalconMamba", "Rwkv", "RWKV", "Jamba", "Zamba", "Bamba", "FalconH1", "NemotronH", "GraniteMoeHybrid",
@@ -249,7 +249,7 @@ class ModelConfig(DecoderFacts):
         keys = _of_text(keys, family)
         is_on = next((key for key in family.off if keys.values.get(key)), None)
         if is_on is not None:
-            raise keys.refuse(is_on, f"is {keys.values[is_on]!r}, but nothing is served there")
+            raise keys.refuse(is_on, f"is {keys.values[is_on]!r}, but only null is served")
         name, served = family.activation
         activation = keys.values.get(name, served)
         if activation != served:

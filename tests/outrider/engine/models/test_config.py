@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.models.tiny_models import TARGET
-from transformers import Gemma3TextConfig
+from transformers import Gemma3TextConfig, Phi3Config
 
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.rope import LinearRope, Rope
@@ -127,6 +127,15 @@ def test_a_layer_with_a_window_turns_in_its_own_way_though_the_context_is_shorte
     config = read(tmp_path, architectures=["Gemma3ForCausalLM"], sliding_window_pattern=2)
     assert config.windows == (None, None)
     assert [rope.theta for rope in config.ropes] == [10000.0, 1e6]
+
+
+def test_code_that_phi_brings_along_is_not_needed(tmp_path: Path) -> None:
+    """Its repositories name some, which is never run; what a file leaves out is what transformers has."""
+    config, theirs = (
+        read(tmp_path, **PHI, auto_map={"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}),
+        Phi3Config(),
+    )
+    assert (config.norm_epsilon, config.windows, config.tied_embeddings) == (theirs.rms_norm_eps, (None, None), False)
 
 
 @pytest.mark.parametrize(
