@@ -24,6 +24,7 @@ READS: dict[str, tuple[int, str]] = {
     "heads/layouts.py:one_layer": (1, "of a name's parts"),
     "models/gguf.py:_numbers": (1, LOADING),
     "models/weights.py:check_numbers": (1, LOADING),
+    "models/transformer.py:Transformer.__init__": (1, LOADING),
     "batching.py:shared_work": (2, ON_HOST),
     "batching.py:_plan": (1, ON_HOST),
     "batching.py:_shared_plan": (1, ON_HOST),
