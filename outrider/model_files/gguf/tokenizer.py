@@ -8,6 +8,7 @@ make together may be merged, and goes the earlier the higher it scores (Kudo and
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -211,9 +212,13 @@ def _sentence_piece(file: GgufFile, vocabulary: Mapping[str, int], tokens: list[
     unknown = _special_id(file, "tokenizer.ggml.unknown_token_id", tokens)
     # Two pieces of text that make a third.
     texts = {token: index for token, index in vocabulary.items() if types[index] == NORMAL}
-    splits = ((token[:cut], token[cut:]) for token in texts for cut in range(1, len(token)))
-    pairs = [pair for pair in splits if all(part in texts for part in pair)]
-    merges = sorted(pairs, key=lambda pair: -scores[texts["".join(pair)]])
+    pairs = [
+        (-scores[index], token[:cut], token[cut:])
+        for token, index in texts.items()
+        for cut in range(1, len(token))
+        if token[:cut] in texts and token[cut:] in texts
+    ]
+    merges = [(one, two) for _, one, two in sorted(pairs, key=itemgetter(0))]
     tokenizer = Tokenizer(
         models.BPE(
             vocab=dict(vocabulary),
