@@ -49,7 +49,8 @@ static void norm_row(const void *argument, uint32_t row) {
 }
 
 /* Pairs element i with i + half of those that turn, as Hugging Face's rotate_half does; those behind them stay. */
-INLINE void rotate_head(const float *from, float *to, const float *cos, const float *sin, int64_t half, int64_t head_dim) {
+INLINE void rotate_head(const float *from, float *to, const float *cos, const float *sin, int64_t half,
+                        int64_t head_dim) {
     for (int64_t i = 0; i < half; i += WIDTH) {
         const int64_t left = half - i;
         const floats c = load_upto(cos + i, left), s = load_upto(sin + i, left);
@@ -92,7 +93,8 @@ static void rotate_row(const void *argument, uint32_t row) {
     }
 }
 
-/* Of gelu's (1 + tanh(u)) / 2 is 1 / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks and Gimpel, 2016). */
+/* Of gelu, x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks and Gimpel, 2016), the factor of x is
+ * 1 / (1 + e^-2u). */
 static void gate_row(const void *argument, uint32_t row) {
     const gate_job *job = argument;
     const float *gate = job->gate_up + 2 * row * job->width, *up = gate + job->width;
