@@ -108,9 +108,9 @@ def load_head(target: ModelRunner, name: str, dtype: str, num_threads: int = 1) 
     found = read_head(folder, parts)
     is_cpu = target.device.type == "cpu"
     ops = choose_ops(target.device, num_threads, PACKED_BITS.get(dtype)) if is_cpu else target.ops
-    head = found.load(parts, target.device, DTYPES.get(dtype) or BESIDE_BLOCKS, ops)
+    head, digest = found.load(parts, target.device, DTYPES.get(dtype) or BESIDE_BLOCKS, ops)
     log.info("head loaded", method=found.method, folder=str(found.folder), taps=head.facts.taps, switches=found.notes)
-    return (Kangaroo if head.facts.reads_own else host_head)(target, head, found.digest(), ops)
+    return (Kangaroo if head.facts.reads_own else host_head)(target, head, digest, ops)
 
 
 async def start_with(

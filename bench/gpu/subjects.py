@@ -89,7 +89,7 @@ class ShapedCheckpoint:
         )
         return cls(name, config, folder)
 
-    def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> Transformer:
+    def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> tuple[Transformer, str]:
         """Matrices in dtype, norms in float32."""
         generator = torch.Generator(device).manual_seed(0)
         tensors = {}
@@ -99,7 +99,7 @@ class ShapedCheckpoint:
             else:
                 matrix = torch.empty(shape, dtype=dtype, device=device)
                 tensors[name] = matrix.normal_(0, STANDARD_DEVIATION, generator=generator)
-        return Transformer(self.config, tensors, ops)
+        return Transformer(self.config, tensors, ops), self.digest()
 
     def digest(self) -> str:
         return f"random {self.name}"

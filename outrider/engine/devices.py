@@ -1,6 +1,8 @@
 """The device that a name means, and what this process sees of accelerators."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,3 +59,17 @@ def seen_devices() -> str:
     if hidden is not None:
         return f"{seen}, and CUDA_VISIBLE_DEVICES is {hidden!r}: unset it, or name devices there that nvidia-smi lists"
     return f"{seen}: nvidia-smi has to list it here, and a container has to be given it (--gpus all)"
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes with the calling thread alone, so that it cuts no tensor into parts of its own choice."""
+    num_threads = torch.get_num_threads()
+    if num_threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from outrider.engine.batching import Batch, Feed, RowPlan, build_batch
 from outrider.engine.cache import BLOCK_SIZE, BlockPool, BlockTable, KVCache
-from outrider.engine.devices import bind, checked_device
+from outrider.engine.devices import bind, checked_device, one_thread
 from outrider.engine.heads.head import TargetParts
 from outrider.engine.models.checkpoints import Checkpoint, find_checkpoint
 from outrider.engine.models.config import DecoderFacts
 from outrider.engine.models.decoder import MEMORY_SHARE, Decoder, TappedDecoder
 from outrider.engine.models.fused import fused
 from outrider.engine.models.transformer import Transformer
-from outrider.engine.models.weights import AUTO, DTYPES, KV_DTYPES, PACKED_BITS, unchanged
+from outrider.engine.models.weights import AUTO, DTYPES, KV_DTYPES, PACKED_BITS
 from outrider.engine.ops import Ops, choose_ops
 from outrider.engine.ops.blocks import first_rows
 from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
@@ -215,9 +215,9 @@ class ModelRunner:
             message = f"{checkpoint.name} has heads of {config.head_dim}, but at most {MAX_HEAD_DIM} fit the kernels"
             raise ModelRefused(message, head_dim=config.head_dim, limit=MAX_HEAD_DIM)
         bind(torch_device)
-        with unchanged(checkpoint.folder):
-            decoder = checkpoint.build(torch_device, DTYPES[dtype], ops)
-            digest = checkpoint.digest()
+        # Torch's own threads wait for each other at every piece of a tensor, for long where the machine has other work.
+        with one_thread():
+            decoder, digest = checkpoint.build(torch_device, DTYPES[dtype], ops)
         decoder.kv_dtype = KV_DTYPES[kv_dtype]
         identity = ModelIdentity(checkpoint.name, digest, dtype, num_threads, size, checkpoint.modelling, kv_dtype)
         kv_tokens = kv_tokens or decoder.default_kv_tokens(longest, kv_memory_share or MEMORY_SHARE)

@@ -96,10 +96,10 @@ def test_the_engine_loads_both_drafts(made: tuple[Path, str], trained: tuple[Pat
     target, cpu = trained[0] / "target", torch.device("cpu")
     assert Vocabulary.read(out / "draft").difference(Vocabulary.read(target)) is None
     ops = choose_ops(cpu, 1)
-    draft = find_checkpoint(str(out / "draft")).build(cpu, torch.bfloat16, ops)
+    draft = find_checkpoint(str(out / "draft")).build(cpu, torch.bfloat16, ops)[0]
     embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
     parts = TargetParts(embedding, embedding, num_layers=2, context_len=128)
-    head = read_head(out / "head", parts).load(parts, cpu, torch.bfloat16, ops)
+    head = read_head(out / "head", parts).load(parts, cpu, torch.bfloat16, ops)[0]
     counts = [sum(each.numel() for each in model.weights) for model in (draft, head)]
     said = [int(each.replace(",", "")) for each in re.findall(r"(?:head|draft): ([\d,]+) weights", made[1])]
     assert counts == said[::-1]

@@ -79,7 +79,7 @@ def _add_noise(weights: Path) -> None:
 
 def _load(folder: Path) -> Weights:
     config, vocabulary, device = ModelConfig.read(folder), Vocabulary.read(folder), torch.device("cpu")
-    tensors = load_tensors(folder, config, device, torch.float32)
+    tensors = load_tensors(folder, config, device, torch.float32)[0]
     transformer = Transformer(config, tensors, choose_ops(device, 1))
     identity = ModelIdentity(folder.name, model_hash(folder), "float32", 1, vocabulary.size)
     return Weights(transformer, identity, vocabulary)

@@ -29,10 +29,11 @@ from outrider.engine.heads.head import Head, TargetParts
 from outrider.engine.models.json_keys import JsonKeys, read_json
 from outrider.engine.models.rope_keys import read_rope
 from outrider.engine.models.transformer import Linear
-from outrider.engine.models.weights import StoredTensor, check_tensors, files_hash, read_tensors
+from outrider.engine.models.weights import check_tensors, read_tensors
 from outrider.engine.ops import Ops, Weight
 from outrider.engine.ops.blocks import are_same, unpacked
 from outrider.errors import ModelRefused
+from outrider.model_files.safetensors_header import StoredTensor
 
 Stored = Mapping[str, StoredTensor]
 Shapes = dict[str, tuple[int, ...]]
@@ -61,18 +62,15 @@ class ChainCheckpoint:
     """The tensors to read, by the names that `build` has for them."""
     build: Build
 
-    def load(self, target: TargetParts, device: torch.device, dtype: torch.dtype, ops: Ops) -> Head:
+    def load(self, target: TargetParts, device: torch.device, dtype: torch.dtype, ops: Ops) -> tuple[Head, str]:
         """Reads the tensors, matrices in dtype; raises ModelRefused where their values do not fit."""
-        tensors = read_tensors(self.stored, device, dtype)
+        files = sorted({tensor.file for tensor in self.stored.values()})
+        config = read_json(self.folder / "config.json")
+        tensors, digest = read_tensors(config, files, self.stored, device, dtype)
         head = self.build(tensors, target, ops)
         if tensors:
             raise ValueError(f"nothing reads {', '.join(sorted(tensors))}")
-        return head
-
-    def digest(self) -> str:
-        """Thirty-two hexadecimal digits that name it, as of a model."""
-        files = sorted({tensor.file for tensor in self.stored.values()})
-        return files_hash(read_json(self.folder / "config.json"), files)
+        return head, digest
 
 
 def read_mlp_speculator(

@@ -15,9 +15,10 @@ from outrider.engine.heads.chain_layouts import CHAIN_LAYOUTS
 from outrider.engine.heads.head import Head, TargetParts
 from outrider.engine.heads.layouts import LAYER_CONFIG, bare, read_eagle1, read_eagle3, read_kangaroo, read_mtp
 from outrider.engine.models.json_keys import FLOAT32_MAX, JsonKeys, read_json
-from outrider.engine.models.weights import StoredTensor, stored_tensors, weight_files
+from outrider.engine.models.weights import stored_tensors, weight_files
 from outrider.engine.ops import Ops
 from outrider.errors import ModelRefused
+from outrider.model_files.safetensors_header import StoredTensor
 
 # What a head's file is called that lies beside its model.
 HEAD_FILES = ("medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
@@ -42,11 +43,11 @@ class HeadCheckpoint(Protocol):
     def notes(self) -> tuple[str, ...]:
         """A line for each switch that was found or has its default, for instance "rope_theta: 10000 (default)"."""
 
-    def load(self, target: TargetParts, device: torch.device, dtype: torch.dtype, ops: Ops) -> Head:
-        """Reads the tensors, matrices in dtype and vectors in float32. Raises ModelRefused about their values."""
+    def load(self, target: TargetParts, device: torch.device, dtype: torch.dtype, ops: Ops) -> tuple[Head, str]:
+        """Reads the tensors, matrices in dtype and vectors in float32. Raises ModelRefused about their values.
 
-    def digest(self) -> str:
-        """Hexadecimal digest that equal heads share; see outrider.engine.models.weights.model_hash."""
+        Returns the head and the hash of its files; see outrider.engine.models.weights.read_tensors.
+        """
 
 
 Reader = Callable[[Path, Mapping[str, Any], Mapping[str, StoredTensor], TargetParts], HeadCheckpoint]

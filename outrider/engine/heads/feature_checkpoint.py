@@ -15,10 +15,11 @@ from outrider.engine.heads.feature_head import FeatureHead, FeatureHeadConfig, F
 from outrider.engine.heads.head import TargetParts
 from outrider.engine.models.json_keys import JsonKeys
 from outrider.engine.models.rope_keys import read_rope
-from outrider.engine.models.weights import FILE_DTYPES, StoredTensor, files_hash, read_tensors
+from outrider.engine.models.weights import FILE_DTYPES, read_tensors
 from outrider.engine.ops import Ops
 from outrider.engine.ops.blocks import are_same
 from outrider.errors import ModelRefused
+from outrider.model_files.safetensors_header import StoredTensor
 
 # What transformers gives a Llama whose config.json does not say.
 DEFAULT_CONTEXT_LEN, DEFAULT_EPSILON = 2048, 1e-6
@@ -93,21 +94,16 @@ class FeatureCheckpoint:
     def taps(self) -> tuple[int, ...]:
         return self.law.taps
 
-    def digest(self) -> str:
-        return files_hash(self.files.config, self.files.files)
-
-    def load(self, target: TargetParts, device: torch.device, dtype: torch.dtype, ops: Ops) -> FeatureHead:
+    def load(self, target: TargetParts, device: torch.device, dtype: torch.dtype, ops: Ops) -> tuple[FeatureHead, str]:
         """A tensor of the head's that is the target's, bit by bit, is dropped for the target's."""
-        tensors = self.files.tensors
-        # First, because it is small and may refuse the head.
-        own_ids = {name: tensors[name] for name in (OFFSETS, REACHABLE) if name in tensors}
-        kept = self._target_ids(read_tensors(own_ids, torch.device("cpu"), dtype), target.vocab_size, device)
-        others = {name: tensor for name, tensor in tensors.items() if name not in own_ids}
-        for name, tensor in read_tensors(others, device, dtype).items():
+        read, digest = read_tensors(self.files.config, self.files.files, self.files.tensors, device, dtype)
+        vocabulary = {name: read.pop(name).cpu() for name in (OFFSETS, REACHABLE) if name in read}
+        kept = self._target_ids(vocabulary, target.vocab_size, device)
+        for name, tensor in read.items():
             shared = {"embedding.weight": target.embedding, "head.weight": target.output}.get(name)
             if not are_same(tensor, shared):
                 kept[name] = tensor
-        return FeatureHead(self.law, kept, target, ops)
+        return FeatureHead(self.law, kept, target, ops), digest
 
     def _target_ids(self, vocabulary: Mapping[str, Tensor], vocab_size: int, device: torch.device) -> dict[str, Tensor]:
         """The target's id of every id of the head's; none where they are the same."""

@@ -19,8 +19,8 @@ from outrider.engine.heads.feature_checkpoint import (
 from outrider.engine.heads.feature_head import Fuse
 from outrider.engine.heads.head import TargetParts
 from outrider.engine.models.json_keys import JsonKeys
-from outrider.engine.models.weights import StoredTensor
 from outrider.errors import ModelRefused
+from outrider.model_files.safetensors_header import StoredTensor
 
 LAYER_CONFIG, EAGLE_CONFIG = "transformer_layer_config", "eagle_config"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"

@@ -27,10 +27,13 @@ def is_pass(folder: Path) -> bool:
 
 def read_pass(folder: Path, target: TargetParts) -> Tensor:
     """The embeddings [L, H] float32 for this target. Raises ModelRefused with one sentence."""
-    stored = {tensor.name: tensor for tensor in stored_tensors(head_files(folder))}
+    files = head_files(folder)
+    stored = {tensor.name: tensor for tensor in stored_tensors(files)}
     found = stored.get(NAME)
     count = found.shape[0] if found is not None and found.shape else 1
     check_tensors(folder, stored, {NAME: (count, target.hidden_size)}, {}, "the target")
     if not 1 <= count <= MAX_COUNT:
         raise ModelRefused(f"{folder} has {count} rows of {NAME}, but must have 1 to {MAX_COUNT}", rows=count)
-    return read_tensors(stored, torch.device("cpu"), torch.float32)[NAME]
+    tensors, _ = read_tensors(read_json(folder / "config.json"), files, stored, torch.device("cpu"), torch.float32)
+    embeddings: Tensor = tensors[NAME]
+    return embeddings

@@ -1,7 +1,8 @@
 """A model by transformers' code: finds it in a folder, loads it, and makes sure that its rows are independent."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -33,7 +34,6 @@ from outrider.engine.models.progress import Progress
 from outrider.engine.models.weights import (
     BESIDE_BLOCKS,
     Shapes,
-    StoredTensor,
     check_numbers,
     check_tensors,
     model_hash,
@@ -41,7 +41,9 @@ from outrider.engine.models.weights import (
     weight_files,
 )
 from outrider.engine.ops import Ops
-from outrider.errors import ModelRefused
+from outrider.errors import ModelRefused, NotReady
+from outrider.model_files.safetensors_header import StoredTensor
+from outrider.model_files.stamp import Stamp
 
 # Neither a multiple of a vector nor of a tile.
 PROBE_ROWS = 37
@@ -106,8 +108,12 @@ class HfCheckpoint:
     """Both compute parts of a forward, and another version may do so with other low bits."""
     has_blocks: bool = False
 
-    def build(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> HfDecoder:
+    def build(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> tuple[HfDecoder, str]:
         """Reads the files; raises ModelRefused before it does where their headers do not fit."""
+        with unchanged(self.folder):
+            return self._read(device, dtype, ops), self.digest()
+
+    def _read(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> HfDecoder:
         stored = self.tensors.check(self.folder, stored_tensors(weight_files(self.folder)))
         # In one call, which does not say how far it is.
         with Progress("reading weights", ", ".join(file.name for file in weight_files(self.folder))):
@@ -119,6 +125,29 @@ class HfCheckpoint:
 
     def digest(self) -> str:
         return model_hash(self.folder)
+
+
+@contextmanager
+def unchanged(folder: Path) -> Iterator[None]:
+    """Raises NotReady when files of a model changed in its block, which loads and then hashes them.
+
+    transformers opens them by name, and maps them, so the hash could be of other bytes than those in memory.
+    """
+    before = _stamps(folder)
+    yield
+    after = _stamps(folder)
+    changed = sorted(str(file) for file in before.keys() | after.keys() if before.get(file) != after.get(file))
+    if changed:
+        raise NotReady(f"{changed[0]} was changed while the model was loaded from it", file=changed[0])
+
+
+def _stamps(folder: Path) -> dict[Path, Stamp]:
+    found = {}
+    for file in (each for kind in ("*.json", "*.safetensors") for each in folder.glob(kind)):
+        # One that has gone meanwhile, or is a link to nothing, is not there.
+        with suppress(OSError):
+            found[file] = Stamp.of(file)
+    return found
 
 
 def find(name: str, folder: Path) -> HfCheckpoint:

@@ -1,7 +1,6 @@
 """transformers' modelling code as a decoder: with our paged attention, our linear products, and rows padded alike."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
+from outrider.engine.devices import one_thread
 from outrider.engine.models.config import DecoderFacts
 from outrider.engine.models.decoder import TappedDecoder
 from outrider.engine.ops import Ops
@@ -80,20 +80,6 @@ class Products(TorchFunctionMode):
             wanted, output = output, rows.new_empty(num_padded, weight.shape[0])
             output[: rows.shape[0]] = wanted
         return pad_rows(output, num_padded).view(*input.shape[:-1], weight.shape[0])
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch computes with the calling thread alone, so that it cuts no tensor into parts of its own choice."""
-    num_threads = torch.get_num_threads()
-    if num_threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 # The implementation's name in transformers, and the keyword that carries the attender.

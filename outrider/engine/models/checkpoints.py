@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Protocol, Self
@@ -16,7 +17,7 @@ from outrider.engine.models.progress import Progress
 from outrider.engine.models.simulated import SimulatedCheckpoint
 from outrider.engine.models.sized import sized_hash, widen, widened
 from outrider.engine.models.transformer import Transformer
-from outrider.engine.models.weights import BESIDE_BLOCKS, load_tensors, model_hash, resolve
+from outrider.engine.models.weights import BESIDE_BLOCKS, kept, load_tensors, model_hash, resolve
 from outrider.engine.ops import Ops, Weight
 from outrider.model_files.gguf.files import HubName, model_stem
 from outrider.model_files.model_names import Shape, parse, parse_simulated, tokenizer_source
@@ -49,14 +50,15 @@ class Checkpoint(Protocol):
     def has_blocks(self) -> bool:
         """Whether its files have matrices that are kept in blocks as they are."""
 
-    def build(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> Decoder:
-        """The model on a device, matrices in dtype and vectors in float32. Raises ModelRefused.
+    def build(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> tuple[Decoder, str]:
+        """The model on a device, matrices in dtype and vectors in float32, and the digest of what it was made of.
 
-        Without a dtype matrices are kept as the file has them, where it has blocks.
+        Without a dtype matrices are kept as the file has them, where it has blocks. Raises ModelRefused, and NotReady
+        when its files change meanwhile.
         """
 
     def digest(self) -> str:
-        """Hexadecimal digest that equal models share."""
+        """Hexadecimal digest that equal models share, of what there is now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +74,19 @@ class FolderCheckpoint:
     def has_blocks(self) -> bool:
         return False
 
-    def load(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> dict[str, Weight]:
-        """All tensors; reads the files. Raises ModelRefused."""
-        return dict(load_tensors(self.folder, self.config, device, dtype or BESIDE_BLOCKS))
+    def load(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> tuple[dict[str, Weight], str]:
+        """All tensors, and the digest; reads the files. Raises ModelRefused and NotReady."""
+        return load_tensors(self.folder, self.config, device, dtype or BESIDE_BLOCKS, partial(kept, ops))
 
-    def build(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> Decoder:
-        tensors = self.load(device, dtype, ops)
+    def build(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> tuple[Decoder, str]:
+        tensors, digest = self.load(device, dtype, ops)
 
         def remaining() -> int:
             # The transformer takes them out one by one.
             return sum(tensor.nbytes for tensor in list(tensors.values()))
 
         with Progress("arranging weights", self.name, remaining(), remaining):
-            return Transformer(self.config, tensors, ops)
+            return Transformer(self.config, tensors, ops), digest
 
     def digest(self) -> str:
         return model_hash(self.folder)
@@ -102,16 +104,16 @@ class SizedCheckpoint(FolderCheckpoint):
         """Raises ModelRefused when the small model does not fit into the shape."""
         return cls(name, folder, widened(ModelConfig.read(folder), shape), shape=shape, seed=seed)
 
-    def load(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> dict[str, Weight]:
+    def load(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> tuple[dict[str, Weight], str]:
         dtype = dtype or BESIDE_BLOCKS
         small = ModelConfig.read(self.folder)
-        source = load_tensors(self.folder, small, torch.device("cpu"), torch.float32)
+        source, small_hash = load_tensors(self.folder, small, torch.device("cpu"), torch.float32)
         made: dict[str, Weight] = {}
         with Progress("making weights", self.name, self.shape.parameter_count * dtype.itemsize) as progress:
             for name, tensor in widen(source, small, self.config, self.seed, device, dtype):
-                made[name] = tensor
+                made[name] = kept(ops, name, tensor)
                 progress.done_bytes += tensor.nbytes
-        return made
+        return made, sized_hash(small_hash, self.shape, self.seed)
 
     def digest(self) -> str:
         return sized_hash(model_hash(self.folder), self.shape, self.seed)

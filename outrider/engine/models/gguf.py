@@ -1,15 +1,18 @@
 """A GGUF file as a model: its configuration, its tensors under the names of a checkpoint, its digest.
 
 Quantised numbers become float32 by the gguf package, a piece of a tensor at a time, and then the type that is asked
-for: beside the model itself there are never more than a few megabytes of float32 in memory, and the file is mapped.
+for: beside the model itself there are never more than a few megabytes of float32 in memory.
 """
 
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
+from math import lcm
 from pathlib import Path
 from typing import Self
 
 import numpy as np
+import structlog
 import torch
 from blake3 import blake3
 from gguf import GGMLQuantizationType
@@ -19,15 +22,17 @@ from torch import Tensor
 from outrider.engine.models.checkpoints import FolderCheckpoint
 from outrider.engine.models.config import ModelConfig, eos_token_ids_in
 from outrider.engine.models.json_keys import JsonKeys
-from outrider.engine.models.progress import Progress
+from outrider.engine.models.reading import Span, read_pieces
 from outrider.engine.models.rope import DividedRope, LongRope, Rope
-from outrider.engine.models.weights import check_numbers, expected_shapes, hash_bytes
+from outrider.engine.models.weights import check_numbers, expected_shapes, kept
 from outrider.engine.ops import Ops, Weight
-from outrider.engine.ops.blocks import KINDS
+from outrider.engine.ops.blocks import KINDS, OUTPUTS, BlockMatrix
 from outrider.engine.ops.native import NativeOps
 from outrider.errors import ModelRefused
 from outrider.model_files.gguf.config import LONG_FACTORS, SHORT_FACTORS, architecture_of, json_config, spelled
 from outrider.model_files.gguf.header import GgufFile, TensorPlace
+
+log = structlog.get_logger()
 
 PIECE_NUMBERS = 1 << 20
 ROPE_FACTORS = "rope_freqs.weight"
@@ -78,7 +83,7 @@ class GgufCheckpoint(FolderCheckpoint):
     def has_blocks(self) -> bool:
         return any(place.type.name in KINDS for place in self.file.tensors.values())
 
-    def load(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> dict[str, Weight]:
+    def load(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> tuple[dict[str, Weight], str]:
         return load_gguf(self.file, self.config, device, dtype, ops)
 
     def digest(self) -> str:
@@ -124,67 +129,96 @@ def read_config(file: GgufFile) -> ModelConfig:
 
 def load_gguf(
     file: GgufFile, config: ModelConfig, device: torch.device, dtype: torch.dtype | None, ops: Ops
-) -> dict[str, Weight]:
-    """All tensors of the model on the device, by checkpoint name: matrices in dtype, vectors in float32.
+) -> tuple[dict[str, Weight], str]:
+    """All tensors of the model by checkpoint name, matrices in dtype and vectors in float32; and the file's hash.
 
-    Without a dtype matrices are kept in blocks, or in bfloat16 or float32 where the file has others. The rows of
-    queries and keys are put back from the order in which llama.cpp rotates a Llama's.
+    Without a dtype matrices are kept in blocks, or as `beside_blocks` says where the file has others. The rows of
+    queries and keys are put back from the order in which llama.cpp rotates a Llama's. The hash is thirty-two
+    hexadecimal digits: BLAKE3 over the file or its parts, whatever their names.
     """
-    tensors, is_permuted = dict[str, Weight](), architecture_of(file) == "llama"
-    data = {part: np.memmap(part, np.uint8, "r") for part in {place.file for place in file.tensors.values()}}
-    with Progress("reading weights", "", sum(place.size for place in file.tensors.values())) as progress:
-        for name in expected_shapes(config):
-            place = file.tensors[_gguf_name(name, config)]
-            progress.file = place.file.name
-            heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2], 0)
-            if dtype is None and len(place.shape) > 1 and place.type.name in KINDS and isinstance(ops, NativeOps):
-                stored = data[place.file][place.offset : place.offset + place.size].reshape(place.shape[0], -1)
-                matrix = ops.blocks(place.type.name, place.shape[0], place.shape[1])
-                swapped = config.head_dim if heads and is_permuted else 0
-                faults = ops.fill(matrix, torch.from_numpy(np.array(stored)), 0, swapped)
-                if faults:
-                    raise _refuse(file, place.name, f"holds {faults} scales that are NaN or infinity")
-                tensors[name] = matrix
-                progress.done_bytes += place.size
-                continue
-            kept = dtype or (torch.bfloat16 if place.type.name == "BF16" else torch.float32)
-            tensor = _widened(data[place.file], place, kept if len(place.shape) > 1 else torch.float32)
-            if heads and is_permuted:
-                halves = tensor.view(heads, config.head_dim // 2, 2, -1)
-                tensor = halves.transpose(1, 2).reshape(tensor.shape)
-            check_numbers(place.file, place.name, tensor)
-            tensors[name] = tensor.to(device)
-            progress.done_bytes += place.size
-    return tensors
+    tensors, names = dict[str, Weight](), {_gguf_name(name, config): name for name in expected_shapes(config)}
+    places = [place for place in file.tensors.values() if place.name in names]
+    in_heads = ("q_proj", "k_proj") if architecture_of(file) == "llama" else ()
+    head_dims = {place.name: config.head_dim * (names[place.name].split(".")[-2] in in_heads) for place in places}
+    spans: dict[Path, list[Span]] = {}
+    for place in places:
+        # Whole blocks of rows, and of rows in another order whole heads.
+        unit = _row_bytes(place) * lcm(OUTPUTS, head_dims[place.name] or 1)
+        spans.setdefault(place.file, []).append(Span(place.name, place.offset, place.size, unit))
+    if dtype is None:
+        others = Counter(place.type.name for place in places if len(place.shape) > 1 and place.type.name not in KINDS)
+        for kind, count in others.items():
+            log.info("matrices not kept as they are", type=kind, count=count, kept_in=str(beside_blocks(kind)))
+    digest = blake3(max_threads=blake3.AUTO)
+    for piece in read_pieces(file.stamps, spans, digest):
+        place = file.tensors[piece.span.name]
+        name, head_dim = names[place.name], head_dims[place.name]
+        if not piece.first:
+            tensors[name] = _room(place, device, dtype, ops)
+        room, stored = tensors[name], piece.data.view(-1, _row_bytes(place))
+        first_row = piece.first // _row_bytes(place)
+        if isinstance(room, Tensor):
+            _widen(room, place, stored, first_row, head_dim)
+        elif isinstance(ops, NativeOps) and isinstance(room, BlockMatrix):
+            faults = ops.fill(room, stored, first_row, head_dim)
+            if faults:
+                fault = f"holds {faults} scales that are NaN or infinity, so nothing can be computed with it"
+                raise _refuse(file, place.name, fault)
+        if piece.is_last:
+            tensors[name] = kept(ops, name, room)
+    return tensors, digest.hexdigest()[:32]
+
+
+def beside_blocks(kind: str) -> torch.dtype:
+    """Type in memory of a matrix that has no blocks here: exact for plain numbers, rounded for rare types."""
+    return torch.float32 if kind in ("F32", "F16") else torch.bfloat16
+
+
+def _room(place: TensorPlace, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> Weight:
+    """Memory for a tensor, with nothing in it yet."""
+    if len(place.shape) == 1:
+        return torch.empty(place.shape, dtype=torch.float32, device=device)
+    if dtype is None and place.type.name in KINDS and isinstance(ops, NativeOps):
+        return ops.blocks(place.type.name, place.shape[0], place.shape[1])
+    return torch.empty(place.shape, dtype=dtype or beside_blocks(place.type.name), device=device)
+
+
+def _widen(room: Tensor, place: TensorPlace, stored: Tensor, first_row: int, head_dim: int) -> None:
+    """Puts rows as the file has them, uint8 [rows, bytes], into their room; of heads of so many in another order."""
+    # A number of a vector is a row, too.
+    rows, length = room.view(place.shape[0], -1), place.shape[-1]
+    first = first_row * length // rows.shape[1]
+    for some in torch.split(stored, max(1, PIECE_NUMBERS // length)):
+        part = _widened(some, place).to(device=room.device, dtype=room.dtype).view(-1, rows.shape[1])
+        check_numbers(place.file, place.name, part)
+        index = torch.arange(first, first + len(part))
+        if head_dim:
+            # Neighbours are pairs there, and here halves.
+            within = index % head_dim
+            index += within % 2 * (head_dim // 2) + within // 2 - within
+        rows.index_copy_(0, index.to(room.device), part)
+        first += len(part)
 
 
 def gguf_hash(file: GgufFile) -> str:
-    """Thirty-two hexadecimal digits that name a model: BLAKE3 over the file or its parts, whatever their names."""
+    """The hash that `load_gguf` gives with the weights of a file, for who does not want these."""
     digest = blake3(max_threads=blake3.AUTO)
-    with Progress("hashing weights", "", sum(part.stat().st_size for part in file.parts)) as progress:
-        for part in file.parts:
-            hash_bytes(digest, part, progress)
+    for _ in read_pieces(file.stamps, {}, digest):
+        pass
     return digest.hexdigest()[:32]
 
 
-def _widened(data: "np.memmap[tuple[int, ...], np.dtype[np.uint8]]", place: TensorPlace, dtype: torch.dtype) -> Tensor:
-    """One tensor on the CPU; pieces of it, whole rows, are float32 for a moment."""
-    rows, row_bytes = place.size // _row_bytes(place), _row_bytes(place)
-    stored = data[place.offset : place.offset + place.size].reshape(rows, row_bytes)
-    made = torch.empty(rows, place.shape[-1], dtype=dtype)
-    step = max(1, PIECE_NUMBERS // place.shape[-1])
-    kind = GGMLQuantizationType(place.type_id)
-    for first in range(0, rows, step):
-        piece = np.array(stored[first : first + step])
-        # A block whose scale is no number is what the file says, and no reason for a warning.
-        with np.errstate(all="ignore"):
-            made[first : first + step] = torch.from_numpy(np.asarray(dequantize(piece, kind), np.float32))
-    return made.view(place.shape)
+def _widened(stored: Tensor, place: TensorPlace) -> Tensor:
+    """Numbers float32 [rows, inputs] of rows of a tensor as the file has them, uint8 [rows, bytes]."""
+    # A block whose scale is no number is what the file says, and no reason for a warning.
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(np.asarray(dequantize(stored.numpy(), GGMLQuantizationType(place.type_id)), np.float32))
 
 
 def _numbers(file: GgufFile, name: str) -> list[float]:
     place = file.tensors[name]
-    found: list[float] = _widened(np.memmap(place.file, np.uint8, "r"), place, torch.float32).flatten().tolist()
+    stored = np.fromfile(place.file, np.uint8, place.size, offset=place.offset)
+    found: list[float] = _widened(torch.from_numpy(stored[None]), place).flatten().tolist()
     return found
 
 

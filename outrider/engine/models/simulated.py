@@ -74,7 +74,7 @@ class SimulatedCheckpoint:
     def name(self) -> str:
         return self.model.name
 
-    def build(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> "SimulatedDecoder":
+    def build(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> tuple["SimulatedDecoder", str]:
         if device.type != "cpu":
             message = f"{self.name}: device is {device}, but must be cpu, which simulates another"
             raise ModelRefused(message, device=device)
@@ -82,7 +82,7 @@ class SimulatedCheckpoint:
             given = str(dtype).removeprefix("torch.")
             message = f"{self.name}: dtype is {given}, but must be bfloat16, which its law counts"
             raise ModelRefused(message, dtype=given)
-        return SimulatedDecoder(self.model, self.config, ops)
+        return SimulatedDecoder(self.model, self.config, ops), self.digest()
 
     def digest(self) -> str:
         return hashlib.sha256(f"simulated {FORMAT_VERSION} {self.model}".encode()).hexdigest()[:32]

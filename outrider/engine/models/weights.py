@@ -5,25 +5,24 @@ wrong is found in the files' headers, before anything large is allocated, and is
 """
 
 import json
-import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import torch
 from blake3 import blake3
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.json_keys import JsonKeys, read_json
-from outrider.engine.models.progress import Progress
-from outrider.errors import ModelRefused, NotReady
+from outrider.engine.models.reading import Span, read_pieces
+from outrider.engine.ops import Ops, Weight
+from outrider.errors import ModelRefused
 from outrider.model_files.gguf.files import IGNORED, HubName, cached_gguf, fetch_file, fetch_gguf, gguf_in, part_names
+from outrider.model_files.safetensors_header import ITEM_BYTES, StoredTensor, read_header
+from outrider.model_files.stamp import Stamp
 
 # How weights are kept in memory, and the type in which they are read for that; None as they are in the file, in blocks.
 DTYPES = {
@@ -41,8 +40,11 @@ AUTO = "auto"
 """Stands for "file" where a model is in blocks and the CPU computes with them, and for bfloat16 elsewhere."""
 PACKED_BITS = {"int8": 8, "int4": 4}
 FILE_DTYPES = ("BF16", "F16", "F32")
-# Taken into a hash at once: enough for all processors.
-HASHED_BYTES = 64 << 20
+TORCH_DTYPES = {
+    **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32},
+    **{"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool},
+}
+EMBEDDING = "model.embed_tokens.weight"
 # What a hub is asked for first.
 PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 
@@ -207,36 +209,16 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor as a file's header describes it."""
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    def refuse(self, fault: str) -> ModelRefused:
-        return ModelRefused(f"{self.file}: {self.name} {fault}", file=self.file, tensor=self.name)
-
-
 def stored_tensors(files: Sequence[Path]) -> list[StoredTensor]:
     """Tensors in the headers of a model's files, without the rotary frequencies of old files, which are computed anew.
 
     Raises ModelRefused for files that are truncated or otherwise unsound.
     """
     stored: dict[str, StoredTensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensor_file:
-                for name in tensor_file.keys():  # noqa: SIM118 - not a mapping
-                    part = tensor_file.get_slice(name)
-                    found = StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype())
-                    if name in stored:
-                        raise found.refuse(f"is in {stored[name].file.name} too")
-                    stored[name] = found
-        except (SafetensorError, OSError) as error:
-            raise ModelRefused(f"{file} is not a sound safetensors file: {error}", file=file) from None
+    for found in (tensor for file in files for tensor in read_header(file)):
+        if found.name in stored:
+            raise found.refuse(f"is in {stored[found.name].file.name} too")
+        stored[found.name] = found
     return [tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")]
 
 
@@ -266,24 +248,40 @@ def check_tensors(
         raise ModelRefused(f"{folder} lacks the tensor {missing[0]}{more}", folder=folder, tensor=missing[0])
 
 
-def load_tensors(folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All tensors of the model on the device: matrices in dtype, vectors (norms, biases) in float32.
+def as_it_is(_name: str, tensor: Tensor) -> Weight:
+    """Keeps a tensor that has been read."""
+    return tensor
+
+
+def kept(ops: Ops, name: str, weight: Weight) -> Weight:
+    """What stays of a tensor that has been read, by its name: a matrix as products read it, others as they are."""
+    is_matrix = isinstance(weight, Tensor) and weight.ndim > 1 and name != EMBEDDING
+    return ops.quantised(weight) if is_matrix else weight
+
+
+def load_tensors(
+    folder: Path,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    keep: Callable[[str, Tensor], Weight] = as_it_is,
+) -> tuple[dict[str, Any], str]:
+    """All tensors of the model on the device, matrices in dtype and vectors (norms, biases) in float32; its model_hash.
 
     Raises ModelRefused for missing, unexpected, misshapen or quantized tensors, before any is read. "lm_head.weight" of
-    a tied model may be absent, and is used if it is there.
+    a tied model may be absent, and is used if it is there. What stays of each is what `keep` makes of it.
     """
     # What other models of the same folder hold, a head's layers for instance, is theirs.
-    family = config.family
-    found = stored_tensors(weight_files(folder))
-    own = [tensor for tensor in found if not tensor.name.startswith(family.foreign_tensors)]
+    family, files = config.family, weight_files(folder)
+    own = [tensor for tensor in stored_tensors(files) if not tensor.name.startswith(family.foreign_tensors)]
     stored = {_name_alone(tensor.name, family.prefixes): tensor for tensor in own}
     shapes = expected_shapes(config)
     check_tensors(folder, stored, shapes, {"lm_head.weight": shapes["model.embed_tokens.weight"]})
-    tensors = read_tensors(stored, device, dtype)
-    for name in tensors:
-        if family.norms_from_zero and "norm" in name:
-            tensors[name] += 1
-    return tensors
+
+    def arranged(name: str, tensor: Tensor) -> Weight:
+        return keep(name, tensor + 1 if family.norms_from_zero and "norm" in name else tensor)
+
+    return read_tensors(read_json(folder / "config.json"), files, stored, device, dtype, arranged)
 
 
 def _name_alone(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
@@ -291,24 +289,42 @@ def _name_alone(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
     return found[1] + name.removeprefix(found[0])
 
 
-def read_tensors(stored: Mapping[str, StoredTensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors by the names in stored: matrices in dtype, vectors in float32, integers in int64."""
-    tensors: dict[str, Tensor] = {}
-    files = sorted({tensor.file for tensor in stored.values()})
-    with Progress("reading weights", "", sum(file.stat().st_size for file in files)) as progress:
-        for file in files:
-            progress.file = file.name
-            with safe_open(file, framework="pt") as tensor_file:
-                for name in sorted(name for name, tensor in stored.items() if tensor.file == file):
-                    tensor = tensor_file.get_tensor(stored[name].name)
-                    num_bytes = tensor.nbytes
-                    # Always a copy: the file's memory is mapped, unaligned, and changes if someone overwrites it.
-                    kept = dtype if tensor.ndim > 1 else torch.float32
-                    kept = kept if tensor.is_floating_point() else torch.int64
-                    tensors[name] = tensor.to(device=device, dtype=kept, copy=True)
-                    check_numbers(file, stored[name].name, tensors[name])
-                    progress.done_bytes += num_bytes
-    return tensors
+def read_tensors(
+    config: Mapping[str, Any],
+    files: Sequence[Path],
+    stored: Mapping[str, StoredTensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    keep: Callable[[str, Tensor], Weight] = as_it_is,
+) -> tuple[dict[str, Any], str]:
+    """Tensors by the names in stored: matrices in dtype, vectors in float32, integers in int64; and the files' hash.
+
+    The hash is thirty-two hexadecimal digits: BLAKE3 over what config.json holds, or should hold, with sorted keys, so
+    that only its meaning counts, and over each file with its name and size. What stays of a tensor is what `keep` makes
+    of it, by its name in stored, as soon as it is read. Raises ModelRefused for NaN and infinity,
+    and NotReady when files are not those whose headers were read, or are written to meanwhile.
+    """
+    # Several names may mean one tensor of a file: it is in memory once.
+    tensors, by_own_name = dict[str, Any](), {tensor.name: tensor for tensor in stored.values()}
+    names = {tensor.name: name for name, tensor in stored.items()}
+    spans: dict[Path, list[Span]] = {}
+    for own_name, tensor in by_own_name.items():
+        spans.setdefault(tensor.file, []).append(Span(own_name, tensor.start, tensor.size, ITEM_BYTES[tensor.dtype]))
+    stamps = {file: Stamp.of(file) for file in files} | {tensor.file: tensor.stamp for tensor in stored.values()}
+    digest = blake3(json.dumps(config, sort_keys=True).encode(), max_threads=blake3.AUTO)
+    for piece in read_pieces(stamps, spans, digest, lambda file, size: f"\0{file.name}\0{size}\0".encode()):
+        found = by_own_name[piece.span.name]
+        numbers = piece.data.view(TORCH_DTYPES[found.dtype])
+        if not piece.first:
+            kept = dtype if len(found.shape) > 1 else torch.float32
+            kept = kept if numbers.is_floating_point() else torch.int64
+            tensors[found.name] = torch.empty(found.shape, dtype=kept, device=device)
+        first = piece.first // numbers.itemsize
+        part = tensors[found.name].view(-1)[first : first + len(numbers)].copy_(numbers)
+        check_numbers(found.file, found.name, part)
+        if piece.is_last:
+            tensors[found.name] = keep(names[found.name], tensors[found.name])
+    return {name: tensors[tensor.name] for name, tensor in stored.items()}, digest.hexdigest()[:32]
 
 
 def check_numbers(file: Path, name: str, tensor: Tensor) -> None:
@@ -320,60 +336,10 @@ def check_numbers(file: Path, name: str, tensor: Tensor) -> None:
         raise ModelRefused(f"{file}: {name} holds {found}, so nothing can be computed with it", file=file, tensor=name)
 
 
-@contextmanager
-def unchanged(place: Path) -> Iterator[None]:
-    """Raises NotReady when files of a model changed in its block, which loads and then hashes them.
-
-    Both open them by name, so the hash could be of other bytes than those in memory. A place is a folder or GGUF file.
-    """
-    before = _stamps(place)
-    yield
-    after = _stamps(place)
-    changed = sorted(str(file) for file in before.keys() | after.keys() if before.get(file) != after.get(file))
-    if changed:
-        raise NotReady(f"{changed[0]} was changed while the model was loaded from it", file=changed[0])
-
-
-def _stamps(place: Path) -> dict[Path, tuple[int, int, int, int]]:
-    """Stamps that distinguish a file, where it lies, from another or later one: device, inode, size and time."""
-    parts = [place.with_name(name) for name in part_names(place.name)]
-    files = parts if place.is_file() else [each for kind in ("*.json", "*.safetensors") for each in place.glob(kind)]
-    found = {}
-    for file in files:
-        # One that has gone meanwhile, or is a link to nothing, is not there.
-        with suppress(OSError):
-            each = file.stat()
-            found[file] = (each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns)
-    return found
-
-
 def model_hash(folder: Path) -> str:
-    """Thirty-two hexadecimal digits that name a model: BLAKE3 over config.json and all bytes of the weight files.
+    """The hash that `read_tensors` gives with the weights of a folder, for who does not want these.
 
-    config.json enters with sorted keys, so that only its meaning counts, and each file with its name and size. It is
-    computed anew at every start: reading the weights takes longer, and what is remembered could be of other weights.
+    It is computed anew each time: what is remembered could be of other weights.
     """
-    return files_hash(read_json(folder / "config.json"), weight_files(folder))
-
-
-def files_hash(config: Mapping[str, Any], files: Sequence[Path]) -> str:
-    """Hash of what config.json holds, or should hold, and of these weight files."""
-    digest = blake3(json.dumps(config, sort_keys=True).encode(), max_threads=blake3.AUTO)
-    with Progress("hashing weights", "", sum(file.stat().st_size for file in files)) as progress:
-        for file in files:
-            digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
-            hash_bytes(digest, file, progress)
-    return digest.hexdigest()[:32]
-
-
-def hash_bytes(digest: blake3, file: Path, progress: Progress) -> None:
-    """Takes a whole file into a digest, piece by piece, so that the progress moves."""
-    progress.file = file.name
-    with file.open("rb") as opened:
-        if not os.fstat(opened.fileno()).st_size:
-            return
-        with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
-            for start in range(0, len(data), HASHED_BYTES):
-                with data[start : start + HASHED_BYTES] as piece:
-                    digest.update(piece)
-                    progress.done_bytes += len(piece)
+    files = weight_files(folder)
+    return read_tensors(read_json(folder / "config.json"), files, {}, torch.device("cpu"), torch.float32)[1]

@@ -44,6 +44,9 @@ class Ops(Protocol):
     def stack(self, weights: Sequence[Weight]) -> Weight:
         """One matrix of the rows of all weights [N, K], as `linear` reads it fastest; may be the only one itself."""
 
+    def quantised(self, weight: Weight) -> Weight:
+        """The weight [N, K] in as many bits as `stack` would make of it, or itself where it would not change it."""
+
     def embed(self, weight: Weight, token_ids: Tensor) -> Tensor:
         """Rows [R, K] float32 of weight [V, K], looked up by token_ids [R] int64; exact."""
 

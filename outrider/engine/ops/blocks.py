@@ -6,7 +6,8 @@ With 8 bits a group's largest weight is 127 scales; with 4 bits the scale is the
 that leaves the least squared error.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -21,8 +22,8 @@ GROUP, SPAN, LINE = 32, 8, 64
 MAX_PARTS = 4
 # A four-bit scale is the largest weight over one of these; below 8 the largest weight is cut.
 NIBBLE_DIVISORS = (8.0, -8.0, 7.0, -7.0, 6.5, -6.5, 9.0, -9.0)
-# Rows that are quantised at a time, so that only these are float32 as well.
-PIECE_ROWS = 4096
+# Weights that are quantised at a time: they and what is made on the way stay in a core's own cache.
+PIECE_NUMBERS = 1 << 18
 NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 FOURTH = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
@@ -273,24 +274,33 @@ def _scales(scale: Scale, own: Tensor, heads: Tensor) -> Tensor:
     return halves.permute(0, 3, 1, 2).flatten(0, 1)
 
 
-def quantise(weights: Iterable[Tensor], bits: int, memory: Callable[..., Tensor] = torch.empty) -> BlockMatrix:
+def quantise(
+    weights: Sequence[Tensor], bits: int, memory: Callable[..., Tensor] = torch.empty, num_threads: int = 1
+) -> BlockMatrix:
     """Quantises the rows of all weights [N, K] into one matrix, whose memory is given as torch.empty gives it."""
-    pieces = [piece for weight in weights for piece in torch.split(weight, PIECE_ROWS)]
-    num_outputs, num_inputs = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1]
-    rounded = [_quantise(piece.float(), bits) for piece in pieces]
-    integers = torch.cat([each for each, _ in rounded])
-    scales = torch.cat([each for _, each in rounded])
-    made = BlockMatrix.empty(QUANTISED[bits], num_outputs, num_inputs, memory)
-    num_blocks, num_groups = made.data.shape[0], scales.shape[1]
-    missing = num_blocks * OUTPUTS - num_outputs
+    weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+    made = BlockMatrix.empty(QUANTISED[bits], weight.shape[0], weight.shape[1], memory)
+    num_blocks = max(1, PIECE_NUMBERS // (OUTPUTS * made.num_inputs))
+    pieces = torch.split(weight, num_blocks * OUTPUTS), torch.split(made.data, num_blocks)
+    # Torch's own threads would wait for each other at each of some forty steps.
+    with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for _ in pool.map(_quantise_into, *pieces, [bits] * len(pieces[0])):
+            pass
+    return made
+
+
+def _quantise_into(weight: Tensor, data: Tensor, bits: int) -> None:
+    """Writes rows [N, K] into their blocks."""
+    integers, scales = _quantise(weight.float(), bits)
+    num_blocks, num_groups = data.shape[0], scales.shape[1]
+    missing = num_blocks * OUTPUTS - len(weight)
     integers = functional.pad(integers, (0, 0, 0, 0, 0, missing)).view(num_blocks, OUTPUTS, num_groups, GROUP // 4, 4)
     quads = (integers.permute(0, 2, 3, 1, 4).to(torch.int16) + (1 << bits - 1)).to(torch.uint8)
     if bits == 4:
         quads = quads[:, :, :4] | quads[:, :, 4:] << 4
     scales = functional.pad(scales, (0, 0, 0, missing)).view(num_blocks, OUTPUTS, num_groups).transpose(1, 2)
     ends = scales.contiguous().view(torch.uint8)
-    torch.cat((quads.reshape(num_blocks, num_groups, -1), ends), 2, out=made.data.view(num_blocks, num_groups, -1))
-    return made
+    torch.cat((quads.reshape(num_blocks, num_groups, -1), ends), 2, out=data.view(num_blocks, num_groups, -1))
 
 
 def _quantise(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.noise import gumbel
-from outrider.engine.ops.blocks import BlockMatrix, StackedMatrix, Weight, block_product, quantise, unpacked
+from outrider.engine.ops.blocks import BlockMatrix, StackedMatrix, Weight, block_product, parts_of, quantise, unpacked
 from outrider.engine.ops.faults import marked, refuse
 from outrider.engine.ops.temperature import apply_temperature, argmax_mask
 
@@ -28,10 +28,20 @@ class EagerOps:
         self._packed_bits = packed_bits
 
     def stack(self, weights: Sequence[Weight]) -> Weight:
-        tensors = [unpacked(weight) for weight in weights]
-        if self._packed_bits is not None:
-            return quantise(tensors, self._packed_bits)
-        return weights[0] if len(weights) == 1 else torch.cat(tensors)
+        weights = [self.quantised(weight) for weight in weights]
+        tensors = [weight for weight in weights if isinstance(weight, Tensor)]
+        if len(weights) == 1:
+            return weights[0]
+        if len(tensors) == len(weights):
+            return torch.cat(tensors)
+        # Addresses are for kernels.
+        parts = [part for weight in weights for part in parts_of(weight)]
+        return StackedMatrix(tuple(parts), torch.empty(0, dtype=torch.int64))
+
+    def quantised(self, weight: Weight) -> Weight:
+        if self._packed_bits is None or not isinstance(weight, Tensor):
+            return weight
+        return quantise([weight], self._packed_bits)
 
     def embed(self, weight: Weight, token_ids: Tensor) -> Tensor:
         return unpacked(weight).index_select(0, token_ids).float()

@@ -54,9 +54,8 @@ class NativeOps:
 
     def stack(self, weights: Sequence[Weight]) -> Weight:
         """One matrix of all weights, floats in the memory of this object's arena; blocks stay where they are."""
+        weights = [self.quantised(weight) for weight in weights]
         tensors = [weight for weight in weights if isinstance(weight, Tensor)]
-        if self._packed_bits is not None:
-            return quantise(tensors, self._packed_bits, self._arena.empty)
         if len(weights) == 1 and not tensors:
             return weights[0]
         if len(tensors) == len(weights) and len({tensor.dtype for tensor in tensors}) == 1:
@@ -64,6 +63,11 @@ class NativeOps:
                 tensors, out=self._arena.empty((sum(map(len, tensors)), *tensors[0].shape[1:]), tensors[0].dtype)
             )
         return _stacked([part for weight in weights for part in parts_of(weight)])
+
+    def quantised(self, weight: Weight) -> Weight:
+        if self._packed_bits is None or not isinstance(weight, Tensor):
+            return weight
+        return quantise([weight], self._packed_bits, self._arena.empty, self.num_threads)
 
     def blocks(self, kind: str, num_outputs: int, num_inputs: int) -> BlockMatrix:
         """A matrix of a kind of GGUF, in this object's memory, with nothing in it yet; see `fill`."""

@@ -9,12 +9,14 @@ import math
 import struct
 import sys
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from outrider.errors import ModelRefused, shown
 from outrider.model_files.gguf.files import part_names
+from outrider.model_files.stamp import Stamp
 
 MAGIC = b"GGUF"
 # What llama.cpp's gguf-split says in each part of a model: which of how many it is, and how many tensors all have.
@@ -94,8 +96,8 @@ class GgufFile:
     tensors: dict[str, TensorPlace]
     data_offset: int
     """End of the header, as far as tensors are concerned."""
-    parts: tuple[Path, ...] = ()
-    """The files of a split model, in order, or the one file."""
+    stamps: Mapping[Path, Stamp]
+    """The files of a split model, in order, or the one file; and what each was when its header was read."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -134,13 +136,14 @@ class GgufFile:
         total = files[0].metadata.get(TOTAL, len(tensors))
         if total != len(tensors):
             raise files[0].refuse(TOTAL, f"is {shown(total)}, but its parts have {len(tensors)}")
-        return replace(files[0], tensors=tensors, parts=tuple(parts))
+        stamps = {part: stamp for file in files for part, stamp in file.stamps.items()}
+        return replace(files[0], tensors=tensors, stamps=stamps)
 
     @classmethod
     def _read_file(cls, path: Path) -> Self:
         try:
             with path.open("rb") as stream:
-                return cls._read(_Cursor(path, stream, path.stat().st_size))
+                return cls._read(_Cursor(path, stream, Stamp.of(stream)))
         except OSError as error:
             raise ModelRefused(f"{path} cannot be read: {error.strerror}", file=path) from None
 
@@ -170,20 +173,25 @@ class GgufFile:
             raise cursor.refuse(f'has a "general.alignment" that {fault}')
         data_offset = -(-cursor.position // alignment) * alignment
         tensors: dict[str, TensorPlace] = {}
-        for tensor in found:
+        end = 0
+        for tensor in sorted(found, key=lambda each: each.offset):
             if tensor.name in tensors:
                 raise cursor.refuse(f"has the tensor {shown(tensor.name)} twice")
             if tensor.offset % alignment:
                 fault = f"at the offset {tensor.offset}, which is no multiple of {alignment}"
                 raise cursor.refuse(f"has the tensor {shown(tensor.name)} {fault}")
+            if tensor.offset < end:
+                fault = f"at the offset {tensor.offset}, within the tensor before it, which ends at {end}"
+                raise cursor.refuse(f"has the tensor {shown(tensor.name)} {fault}")
+            end = tensor.offset + tensor.size
             start = data_offset + tensor.offset
-            if start + tensor.size > cursor.size:
-                fault = f"that ends at byte {start + tensor.size:,}, but it has only {cursor.size:,}"
+            if start + tensor.size > (num_bytes := cursor.stamp.num_bytes):
+                fault = f"that ends at byte {start + tensor.size:,}, but it has only {num_bytes:,}"
                 raise cursor.refuse(f"is truncated: it has the tensor {shown(tensor.name)} {fault}")
             tensors[tensor.name] = TensorPlace(
                 tensor.name, tensor.shape, tensor.type_id, start, tensor.size, cursor.path
             )
-        return cls(cursor.path, metadata, tensors, data_offset, (cursor.path,))
+        return cls(cursor.path, metadata, tensors, data_offset, {cursor.path: cursor.stamp})
 
     def refuse(self, key: str, fault: str) -> ModelRefused:
         return ModelRefused(f'{self.path}: "{key}" {fault}', file=self.path, key=key)
@@ -195,7 +203,7 @@ class _Cursor:
 
     path: Path
     stream: BinaryIO
-    size: int
+    stamp: Stamp
     position: int = 0
     num_values: int = 0
 
@@ -203,7 +211,7 @@ class _Cursor:
         return ModelRefused(f"{self.path} {fault}", file=self.path)
 
     def take(self, length: int, what: str) -> bytes:
-        left = self.size - self.position
+        left = self.stamp.num_bytes - self.position
         if length > left:
             raise self.refuse(f"is truncated: {what} takes {length:,} bytes, but only {left:,} are left")
         self.position += length

@@ -174,12 +174,12 @@ def hosted_pair(folder: Path, runner: ModelRunner) -> Drafter:
 
 def chained(layout: str, folder: Path, runner: ModelRunner) -> Drafter:
     head = read_head(write_chain(folder / layout, CHAINS[layout]()), runner.parts)
-    return host_head(runner, head.load(runner.parts, runner.device, torch.float32, runner.ops), "")
+    return host_head(runner, *head.load(runner.parts, runner.device, torch.float32, runner.ops))
 
 
 def kangaroo(folder: Path, runner: ModelRunner) -> Drafter:
     head = read_head(folder / "kangaroo", runner.parts)
-    return Kangaroo(runner, head.load(runner.parts, runner.device, torch.float32, runner.ops), "")
+    return Kangaroo(runner, *head.load(runner.parts, runner.device, torch.float32, runner.ops))
 
 
 def passing(_: Path, runner: ModelRunner) -> Drafter:

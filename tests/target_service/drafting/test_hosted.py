@@ -60,10 +60,9 @@ def hosting_of(drafter: str, runner: ModelRunner, small: ModelRunner, folder: Pa
         return LayerSkip(runner, 1)
     if drafter == "kangaroo":
         adapter = read_head(write_kangaroo(folder / "adapter", runner.config.vocab_size, exit_layer=1), runner.parts)
-        return Kangaroo(runner, adapter.load(runner.parts, runner.device, torch.float32, runner.ops), "")
+        return Kangaroo(runner, *adapter.load(runner.parts, runner.device, torch.float32, runner.ops))
     found = read_head(write_chain(folder, CHAINS[drafter]()), runner.parts)
-    head = found.load(runner.parts, runner.device, torch.float32, runner.ops)
-    return host_head(runner, head, found.digest())
+    return host_head(runner, *found.load(runner.parts, runner.device, torch.float32, runner.ops))
 
 
 @pytest.fixture(scope="module")

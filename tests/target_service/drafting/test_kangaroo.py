@@ -63,7 +63,7 @@ def target(folder: Path) -> Iterator[ModelRunner]:
 
 def host(target: ModelRunner, adapter: Path) -> Drafter:
     found = read_head(adapter, target.parts)
-    return Kangaroo(target, found.load(target.parts, CPU, torch.float32, target.ops), found.digest())
+    return Kangaroo(target, *found.load(target.parts, CPU, torch.float32, target.ops))
 
 
 @pytest.mark.parametrize("max_rows", [512, 3])
@@ -72,7 +72,7 @@ def test_logits_are_those_of_numpy(tmp_path: Path, ops: Ops, max_rows: int) -> N
     """Of every row, the first one too, whose states are its own token's; in pieces or at once."""
     parts, token_ids = tiny_target(), random_ids(23, vocab_size=90)
     folder = write_kangaroo(tmp_path / "adapter", parts.vocab_size, exit_layer=3)
-    head = read_head(folder, parts).load(parts, CPU, torch.float32, ops)
+    head = read_head(folder, parts).load(parts, CPU, torch.float32, ops)[0]
     assert head.facts.taps == (3,)
     states = torch.randn(len(token_ids), parts.hidden_size, generator=torch.Generator().manual_seed(5))
     runner = ModelRunner(head_decoder(head, parts, ops), ModelIdentity("any", "0", "any", 1, 90), 64, max_rows)

@@ -77,7 +77,7 @@ def load(place: str, folder: Path, dtype: str = "float32") -> ModelRunner:
     """The model of a folder with the operations of a place."""
     if place == "cpu":
         checkpoint = find_checkpoint(str(folder))
-        decoder = checkpoint.build(torch.device("cpu"), torch.float32, EagerOps())
+        decoder = checkpoint.build(torch.device("cpu"), torch.float32, EagerOps())[0]
         return ModelRunner(decoder, ModelIdentity("tiny", "", dtype, 1, decoder.config.vocab_size), 4096)
     return ModelRunner.load(str(folder), device=str(CUDA), dtype=dtype, kv_tokens=4096, kernels=place)
 

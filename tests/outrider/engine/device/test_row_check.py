@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 def differing(folder: Path, ops: Ops) -> list[str]:
     """Names of what differs, with the weights of a folder."""
     config = ModelConfig.read(folder)
-    return differing_operations(Transformer(config, load_tensors(folder, config, CPU, torch.bfloat16), ops), ())
+    return differing_operations(Transformer(config, load_tensors(folder, config, CPU, torch.bfloat16)[0], ops), ())
 
 
 def test_compiled_kernels_and_reference_operations_pass(folder: Path) -> None:

@@ -104,7 +104,7 @@ class Stepper:
 
 
 def assert_near_oracle(folder: Path, target: TargetParts, ops: Ops, dtype: torch.dtype = torch.float32) -> None:
-    stepper, text = Stepper(read_head(folder, target).load(target, CPU, dtype, ops)), Text.random(0)
+    stepper, text = Stepper(read_head(folder, target).load(target, CPU, dtype, ops)[0]), Text.random(0)
     logits = torch.cat([stepper.step([row])[2] for row in stepper.rows(text)])
     arrays = [tensor.double().numpy() for tensor in (target.embedding, target.output, text.features)]
     tensors = read_tensors(folder)
@@ -145,7 +145,9 @@ def test_rows_of_mixed_depths_have_the_bits_of_single_rows(tmp_path: Path, layou
     """Four texts at every depth in one step, in an order of no meaning, and the same rows one by one."""
     ops = OPS[ops_name]()
     target = tiny_target(ops)
-    stepper = Stepper(read_head(write_chain(tmp_path, CHAINS[layout]()), target).load(target, CPU, torch.float32, ops))
+    stepper = Stepper(
+        read_head(write_chain(tmp_path, CHAINS[layout]()), target).load(target, CPU, torch.float32, ops)[0]
+    )
     rows = [row for number in range(NUM_TEXTS) for row in stepper.rows(Text.random(number))]
     rows = [rows[5 * index % len(rows)] for index in range(len(rows))]
     together = stepper.step(rows)
@@ -158,7 +160,9 @@ def test_many_rows_have_the_bits_of_single_rows(tmp_path: Path) -> None:
     """More elements than one thread of torch computes alone, at sizes that fill no whole vector."""
     ops = native()
     target = tiny_target(ops)
-    head = read_head(write_chain(tmp_path, tiny_chains.mlp_speculator()), target).load(target, CPU, torch.float32, ops)
+    head = read_head(write_chain(tmp_path, tiny_chains.mlp_speculator()), target).load(target, CPU, torch.float32, ops)[
+        0
+    ]
     stepper = Stepper(head)
     features = torch.randn(1000, HIDDEN, generator=torch.Generator().manual_seed(7))
     rows = [Row(0, 1, index % VOCAB, state, 0) for index, state in enumerate(head.states_of(features))]
@@ -172,7 +176,7 @@ def test_guesses_leave_the_layer_of_hydra_plus_plus_alone(tmp_path: Path, ops_na
     """Rows after guesses store no key, and rows of committed tokens store the bits that they store alone."""
     ops = OPS[ops_name]()
     target = tiny_target(ops)
-    head = read_head(write_chain(tmp_path, CHAINS["hydra++"]()), target).load(target, CPU, torch.float32, ops)
+    head = read_head(write_chain(tmp_path, CHAINS["hydra++"]()), target).load(target, CPU, torch.float32, ops)[0]
     text = Text.random(0)
     pieces, whole = Stepper(head), Stepper(head)
     guesses = pieces.rows(text)[1:]
@@ -191,7 +195,7 @@ def test_facts_say_what_a_head_reads_and_how_far_it_guesses(tmp_path: Path, layo
     ops = native()
     target = tiny_target(ops)
     checkpoint = read_head(write_chain(tmp_path, CHAINS[layout]()), target)
-    facts = checkpoint.load(target, CPU, torch.float32, ops).facts
+    facts = checkpoint.load(target, CPU, torch.float32, ops)[0].facts
     taps = (1,) if layout == "hydra-lower" else (NUM_LAYERS,)
     assert facts.taps == checkpoint.taps == taps
     assert facts.method == checkpoint.method
@@ -206,7 +210,7 @@ def test_a_layer_of_fewer_positions_shortens_the_text(tmp_path: Path) -> None:
     ops = native()
     target = tiny_target(ops)
     folder = write_chain(tmp_path, tiny_chains.hydra(prefixed=True, max_position_embeddings=40))
-    assert read_head(folder, target).load(target, CPU, torch.float32, ops).facts.context_len == 40
+    assert read_head(folder, target).load(target, CPU, torch.float32, ops)[0].facts.context_len == 40
 
 
 @pytest.mark.parametrize(
@@ -229,7 +233,7 @@ def test_weights_are_the_heads_own_each_once(tmp_path: Path, layout: str, unread
     ops = native()
     target = tiny_target(ops)
     written = CHAINS[layout]()
-    head = read_head(write_chain(tmp_path, written), target).load(target, CPU, torch.float32, ops)
+    head = read_head(write_chain(tmp_path, written), target).load(target, CPU, torch.float32, ops)[0]
     expected = sum(tensor.numel() for name, tensor in written[1].items() if not any(part in name for part in unread))
     assert sum(tensor.numel() for tensor in head.weights) == expected
 
@@ -240,7 +244,7 @@ def test_a_copy_of_the_targets_embedding_is_not_kept(tmp_path: Path) -> None:
     target = tiny_target(ops)
     config, tensors, file = tiny_chains.hydra()
     copied = {**tensors, "input_embed_fn.weight": target.embedding.clone()}
-    head = read_head(write_chain(tmp_path, (config, copied, file)), target).load(target, CPU, torch.float32, ops)
+    head = read_head(write_chain(tmp_path, (config, copied, file)), target).load(target, CPU, torch.float32, ops)[0]
     assert sum(tensor.numel() for tensor in head.weights) == sum(tensor.numel() for tensor in tensors.values())
 
 
@@ -256,7 +260,7 @@ def test_prefixes_of_names_may_be_there_or_not(tmp_path: Path) -> None:
         folders = (tmp_path / f"{number}-old", tmp_path / f"{number}-new")
         write_chain(folders[0], (config, tensors, file))
         write_chain(folders[1], (config, renamed, file))
-        steppers = [Stepper(read_head(folder, target).load(target, CPU, torch.float32, ops)) for folder in folders]
+        steppers = [Stepper(read_head(folder, target).load(target, CPU, torch.float32, ops)[0]) for folder in folders]
         one, other = (stepper.step(stepper.rows(Text.random(0)))[2] for stepper in steppers)
         assert torch.equal(one, other)
 
@@ -286,7 +290,9 @@ def test_a_digest_names_what_the_files_hold(tmp_path: Path, layout: str) -> None
     config, tensors, file = CHAINS[layout]()
     changed = {**tensors, (name := min(tensors)): tensors[name] + 1}
     same, copy, other = (
-        read_head(write_chain(tmp_path / name, (config, each, file)), target).digest()
+        read_head(write_chain(tmp_path / name, (config, each, file)), target).load(
+            target, CPU, torch.float32, native()
+        )[1]
         for name, each in (("same", tensors), ("copy", tensors), ("other", changed))
     )
     assert same == copy != other
@@ -299,7 +305,7 @@ def test_a_heads_file_goes_before_a_model_in_the_same_folder(tmp_path: Path) -> 
     folder = write_chain(tmp_path, CHAINS["medusa"]())
     write_chain(tmp_path / "other", CHAINS["bpd"]())
     (tmp_path / "other" / "model.safetensors").rename(tmp_path / "model.safetensors")
-    assert read_head(folder, target).load(target, CPU, torch.float32, ops).facts.max_draft_count == 4
+    assert read_head(folder, target).load(target, CPU, torch.float32, ops)[0].facts.max_draft_count == 4
 
 
 def changed(written: Written, keys: dict[str, Any] | None = None, **tensors: Tensor | None) -> Written:

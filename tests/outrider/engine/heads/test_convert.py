@@ -30,7 +30,7 @@ def pickled(folder: Path, name: str = "pytorch_model.bin") -> Path:
 def logits(folder: Path, theta: float | None = None) -> Tensor:
     """Logits of true and drafted rows."""
     target = tiny_target()
-    head = read_head(folder, target, theta).load(target, CPU, torch.float32, EagerOps())
+    head = read_head(folder, target, theta).load(target, CPU, torch.float32, EagerOps())[0]
     known = torch.randn(NUM_LAYERS + 1, 40, HIDDEN, generator=torch.Generator().manual_seed(3))
     token_ids = random_ids(44, VOCAB)
     return run_head(head, token_ids[:40], known, token_ids[40:])

@@ -128,7 +128,7 @@ def boundaries(length: int, num_layers: int = NUM_LAYERS, hidden: int = HIDDEN) 
 def computed(folder: Path, ops: Ops | None = None, length: int = LENGTH, theta: float | None = None) -> Tensor:
     """Logits that our engine computes."""
     target, ops = tiny_target(), ops or EagerOps()
-    head = read_head(folder, target, theta).load(target, CPU, torch.float32, ops)
+    head = read_head(folder, target, theta).load(target, CPU, torch.float32, ops)[0]
     token_ids = random_ids(length + DRAFTED, VOCAB)
     return run_head(head, token_ids[:length], boundaries(length), token_ids[length:])
 
@@ -179,7 +179,7 @@ def test_logits_are_those_of_the_oracle(tmp_path: Path, case: Case) -> None:
 def test_matrices_take_the_wanted_type(tmp_path: Path, case: Case) -> None:
     """And norms and biases stay float32."""
     folder, target = case.write(tmp_path / "head"), tiny_target()
-    head = read_head(folder, target).load(target, CPU, torch.bfloat16, ReferenceOps())
+    head = read_head(folder, target).load(target, CPU, torch.bfloat16, ReferenceOps())[0]
     floats = [tensor for tensor in head.weights if tensor.dtype is not torch.int64]
     assert {tensor.dtype for tensor in floats if tensor.ndim > 1} == {torch.bfloat16}
     assert {tensor.dtype for tensor in floats if tensor.ndim == 1} <= {torch.float32}
@@ -197,7 +197,8 @@ def test_theta_can_be_overridden(tmp_path: Path, name: str) -> None:
     assert difference(plain, theirs) > 100
     target = tiny_target()
     assert "rope_theta: 77" in read_head(folder, target, 77.0).notes
-    assert read_head(folder, target, 77.0).digest() != read_head(folder, target).digest()
+    _, other_hash = read_head(folder, target, 77.0).load(target, CPU, torch.float32, ReferenceOps())
+    assert other_hash != read_head(folder, target).load(target, CPU, torch.float32, ReferenceOps())[1]
 
 
 def test_a_missing_theta_is_10000_and_said_so(tmp_path: Path) -> None:
@@ -332,7 +333,7 @@ def test_copies_of_the_targets_matrices_are_shared(tmp_path: Path) -> None:
     counts = [
         sum(
             tensor.numel()
-            for tensor in read_head(folder, target).load(target, CPU, torch.float32, ReferenceOps()).weights
+            for tensor in read_head(folder, target).load(target, CPU, torch.float32, ReferenceOps())[0].weights
         )
         for folder in (alone, copied, own)
     ]
@@ -359,7 +360,7 @@ def test_the_fc_is_applied_though_widths_agree(tmp_path: Path) -> None:
         tiny_heads.FLAT | {"draft_vocab_size": tiny_heads.DRAFT_VOCAB},
         tiny_heads.random_tensors(shapes, 21) | tiny_heads.vocabulary_map(),
     )
-    head = read_head(folder, target).load(target, CPU, torch.float32, ReferenceOps())
+    head = read_head(folder, target).load(target, CPU, torch.float32, ReferenceOps())[0]
     known, token_ids = boundaries(LENGTH, hidden=16), random_ids(LENGTH + DRAFTED, VOCAB)
     arrays = [tensor.double().numpy() for tensor in (target.embedding, target.output, known)]
     oracle = HeadOracle(folder, Target(*arrays), "eagle3", "midlayer.")
@@ -372,12 +373,12 @@ def test_facts_say_what_a_head_needs(tmp_path: Path) -> None:
     target = tiny_target()
     narrow = read_head(eagle3(tmp_path / "narrow", narrow=True), target).load(
         target, CPU, torch.float32, ReferenceOps()
-    )
+    )[0]
     facts = narrow.facts
     assert (facts.method, facts.taps, facts.state_size, facts.num_kv_layers) == ("eagle3", (2, 3, 3), 36, 1)
     assert (facts.num_kv_heads, facts.head_dim, facts.context_len, facts.max_draft_count) == (2, 16, CONTEXT_LEN, None)
     short = eagle3(tmp_path / "short", config={"max_position_embeddings": 40})
-    assert read_head(short, target).load(target, CPU, torch.float32, ReferenceOps()).facts.context_len == 40
+    assert read_head(short, target).load(target, CPU, torch.float32, ReferenceOps())[0].facts.context_len == 40
     assert read_head(eagle1(tmp_path / "one"), target).taps == (NUM_LAYERS,)
 
 
@@ -414,10 +415,10 @@ def test_what_speculators_leaves_out_the_tensors_say(tmp_path: Path) -> None:
 def test_a_digest_is_the_models_hash(tmp_path: Path) -> None:
     """Equal heads share it, and other weights do not."""
     folder = eagle3(tmp_path / "head")
-    first = read_head(folder, tiny_target()).digest()
+    _, first = read_head(folder, tiny_target()).load(tiny_target(), CPU, torch.float32, ReferenceOps())
     assert first == model_hash(folder)
     change(folder, tensors={"norm.weight": torch.ones(HIDDEN)})
-    assert read_head(folder, tiny_target()).digest() != first
+    assert read_head(folder, tiny_target()).load(tiny_target(), CPU, torch.float32, ReferenceOps())[1] != first
 
 
 def test_mimo_is_qwen2_with_a_layer_beside_it(tmp_path: Path) -> None:
@@ -426,7 +427,7 @@ def test_mimo_is_qwen2_with_a_layer_beside_it(tmp_path: Path) -> None:
     assert len(list(folder.glob("*.safetensors"))) > 2
     config = ModelConfig.read(folder)
     assert (config.architecture, config.qkv_bias, config.num_layers) == ("MiMoForCausalLM", True, NUM_LAYERS)
-    tensors = load_tensors(folder, config, CPU, torch.float32)
+    tensors = load_tensors(folder, config, CPU, torch.float32)[0]
     assert not any("mtp_layers" in name for name in tensors)
     twin = tmp_path / "qwen2"
     shutil.copytree(folder, twin)
@@ -439,7 +440,7 @@ def test_mimo_is_qwen2_with_a_layer_beside_it(tmp_path: Path) -> None:
     logits = [all_logits(runner, random_ids(9, VOCAB), 5)[0] for runner in runners]
     assert torch.equal(*logits)
     target = tiny_target()
-    head = read_head(folder, target).load(target, CPU, torch.float32, ReferenceOps())
+    head = read_head(folder, target).load(target, CPU, torch.float32, ReferenceOps())[0]
     assert sum(tensor.numel() for tensor in head.weights) == sum(
         int(np.prod(shape)) for shape in tiny_heads.mtp_shapes("").values()
     )

@@ -41,7 +41,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def runner_of(folder: Path, dtype: torch.dtype, name: str = "", num_threads: int = 2) -> ModelRunner:
     """A runner with compiled operations; it computes in one call."""
     config = ModelConfig.read(folder)
-    tensors = load_tensors(folder, config, torch.device("cpu"), dtype)
+    tensors = load_tensors(folder, config, torch.device("cpu"), dtype)[0]
     model = Transformer(config, tensors, native(name, num_threads))
     return ModelRunner(model, ModelIdentity("tiny", "0", "any", num_threads, config.vocab_size), 1024, max_rows=40)
 
@@ -50,7 +50,7 @@ def op_by_op(folder: Path, dtype: torch.dtype) -> ModelRunner:
     """A runner of the same model that calls one operation after the other."""
     runner = runner_of(folder, dtype)
     config = runner.config
-    runner.model = Transformer(config, load_tensors(folder, config, torch.device("cpu"), dtype), native())
+    runner.model = Transformer(config, load_tensors(folder, config, torch.device("cpu"), dtype)[0], native())
     return runner
 
 
@@ -152,7 +152,7 @@ def test_another_cache_is_noticed() -> None:
 def test_without_kernels_the_model_computes_itself() -> None:
     """Operations in torch are not fused."""
     config = ModelConfig.read(TARGET)
-    model = Transformer(config, load_tensors(TARGET, config, torch.device("cpu"), torch.bfloat16), ReferenceOps())
+    model = Transformer(config, load_tensors(TARGET, config, torch.device("cpu"), torch.bfloat16)[0], ReferenceOps())
     assert ModelRunner(model, ModelIdentity("any", "0", "any", 1, 4096), 64).model is model
 
 
@@ -160,7 +160,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     """C never sees a weight, a table, a cache or a plan that it would misread."""
     runner = runner_of(TARGET, torch.bfloat16)
     config = ModelConfig.read(TARGET)
-    tensors = load_tensors(TARGET, config, torch.device("cpu"), torch.bfloat16)
+    tensors = load_tensors(TARGET, config, torch.device("cpu"), torch.bfloat16)[0]
     tensors["model.layers.2.mlp.down_proj.weight"] = torch.zeros(384, 1000).bfloat16()
     with pytest.raises(ValueError, match=r"down is torch.bfloat16 \[384, 1000\]"):
         FusedTransformer(Transformer(config, tensors, native()), native())

@@ -127,16 +127,18 @@ def test_every_type_has_the_packages_numbers(
     assert expected.abs().max() > 0
     name = "model.layers.0.mlp.up_proj.weight"
     full, narrow, kept = (
-        module.load_gguf(file, config, CPU, dtype, native())[name] for dtype in (torch.float32, torch.bfloat16, None)
+        module.load_gguf(file, config, CPU, dtype, native())[0][name] for dtype in (torch.float32, torch.bfloat16, None)
     )
     assert isinstance(full, Tensor)
     assert isinstance(narrow, Tensor)
     assert torch.equal(full, expected)
     assert torch.equal(narrow, expected.bfloat16())
-    assert torch.equal(unpacked(kept).float(), expected)
+    is_rare = kind.name not in (*KINDS, "F32", "F16", "BF16")
+    assert torch.equal(unpacked(kept).float(), expected.bfloat16().float() if is_rare else expected)
     assert isinstance(kept, BlockMatrix) == (kind.name in KINDS)
     monkeypatch.setattr(module, "PIECE_NUMBERS", 7 * 256)
-    assert torch.equal(unpacked(module.load_gguf(file, config, CPU, torch.float32, native())[name]), expected)
+    again, _ = module.load_gguf(file, config, CPU, torch.float32, native())
+    assert torch.equal(unpacked(again[name]), expected)
 
 
 def test_the_table_of_types_is_the_packages() -> None:

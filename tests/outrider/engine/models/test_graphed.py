@@ -60,7 +60,7 @@ def load(folder: Path, way: str, dtype: torch.dtype = torch.float32) -> ModelRun
     config = ModelConfig.read(folder)
     ops: Ops = ReferenceOps() if way == "reference" else KernelOps(has_graphs=way == "graphs")
     kind = Tiled if way == "operations" else Transformer
-    model = kind(config, load_tensors(folder, config, CPU, dtype), ops)
+    model = kind(config, load_tensors(folder, config, CPU, dtype)[0], ops)
     identity = ModelIdentity("tiny", "", str(dtype), 1, config.vocab_size)
     runner = ModelRunner(model, identity, 1024)
     if way == "operations":

@@ -32,7 +32,7 @@ def decoder(model: str) -> SimulatedDecoder:
     """A decoder by its name."""
     found = find_checkpoint(model)
     assert isinstance(found, SimulatedCheckpoint)
-    return found.build(torch.device("cpu"), torch.bfloat16, choose_ops(torch.device("cpu"), 1))
+    return found.build(torch.device("cpu"), torch.bfloat16, choose_ops(torch.device("cpu"), 1))[0]
 
 
 def contexts(count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -136,7 +136,7 @@ def test_the_whole_context_is_served(wide: ModelRunner, tmp_path: Path) -> None:
 
 def tensors_of(shape: Shape = WIDE, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The tensors of a wide model, made in memory."""
-    made = SizedCheckpoint.of("wide", DRAFT, shape, seed).load(CPU, dtype, EagerOps())
+    made, _ = SizedCheckpoint.of("wide", DRAFT, shape, seed).load(CPU, dtype, EagerOps())
     return {name: unpacked(tensor) for name, tensor in made.items()}
 
 

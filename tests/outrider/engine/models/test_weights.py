@@ -1,26 +1,22 @@
 """Finding and loading weights: sharded files, types in memory, the digest, and every model that is refused."""
 
 import json
-import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.models.model_cases import all_logits, random_ids
 from support.models.tiny_models import TARGET, write_tiny_model
 from torch import Tensor
 
-from outrider.engine.models import checkpoints, weights
+from outrider.engine.models import weights
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.weights import load_tensors, model_hash, resolve, weight_files
 from outrider.engine.runner import ModelRunner
-from outrider.errors import ModelRefused, NotReady
+from outrider.errors import ModelRefused
 
 CPU = torch.device("cpu")
 NORM = "model.layers.1.input_layernorm.weight"
@@ -40,7 +36,7 @@ def tiny(original: Path, tmp_path: Path) -> Path:
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """All tensors of a folder on the CPU."""
-    return load_tensors(folder, ModelConfig.read(folder), CPU, dtype)
+    return load_tensors(folder, ModelConfig.read(folder), CPU, dtype)[0]
 
 
 def test_shards_load_like_one_file(tmp_path: Path) -> None:
@@ -160,32 +156,10 @@ def test_tensors_that_do_not_fit_are_refused(
     assert "\n" not in caught.value.message
 
 
-class HeadersOnly:
-    """A safetensors file whose tensors cannot be read."""
-
-    def __init__(self, file: Path, framework: str) -> None:
-        with safe_open(file, framework=framework) as opened:
-            self._slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def keys(self) -> list[str]:
-        """Names of all tensors."""
-        return list(self._slices)
-
-    def get_slice(self, name: str) -> object:
-        """Shape and type of a tensor."""
-        return self._slices[name]
-
-
 def test_refusal_comes_before_any_tensor_is_read(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The headers show it, so a model of any size is refused at once."""
     change(tiny, lambda tensors: tensors.pop(NORM))
-    monkeypatch.setattr(weights, "safe_open", HeadersOnly)
+    monkeypatch.setattr(weights, "read_pieces", pytest.fail)
     with pytest.raises(ModelRefused):
         load(tiny)
 
@@ -273,34 +247,3 @@ def test_hash_names_every_shard(tmp_path: Path) -> None:
         save_file(tensors, file, {"format": "pt"})
         digests.add(model_hash(folder))
     assert len(digests) == 1 + len(weight_files(folder)) > 3
-
-
-def renamed_into_place(file: Path) -> None:
-    """Another file of the same size and time, as a tool that copies whole files leaves it."""
-    new, old = file.with_suffix(".new"), file.stat()
-    new.write_bytes(file.read_bytes()[:-1] + b"x")
-    os.utime(new, ns=(old.st_atime_ns, old.st_mtime_ns))
-    new.replace(file)
-
-
-def written_to(file: Path) -> None:
-    """Other bytes in the same file."""
-    with file.open("r+b") as stream:
-        stream.seek(-10, 2)
-        stream.write(bytes(10))
-
-
-@pytest.mark.parametrize("change", [renamed_into_place, written_to, Path.unlink])
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_files_that_change_while_they_are_loaded_are_not_served(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Path], None]
-) -> None:
-    """Else the weights in memory would go by the hash of those that lie there now."""
-
-    def changed_meanwhile(folder: Path) -> str:
-        change(folder / name)
-        return "of what lies there now"
-
-    monkeypatch.setattr(checkpoints, "model_hash", changed_meanwhile)
-    with pytest.raises(NotReady, match=rf"{re.escape(name)} was changed while the model was loaded from it"):
-        ModelRunner.load(str(tiny), kv_tokens=64)

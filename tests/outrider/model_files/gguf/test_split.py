@@ -16,9 +16,8 @@ from gateway.text.tokenizer import Tokenizer
 from outrider.cli.doctor.models import read_model
 from outrider.engine.models.checkpoints import find_checkpoint
 from outrider.engine.models.gguf import read_config
-from outrider.engine.models.weights import unchanged
 from outrider.engine.runner import ModelRunner
-from outrider.errors import ModelRefused, NotReady
+from outrider.errors import ModelRefused
 from outrider.model_files.gguf.files import only_gguf
 from outrider.model_files.gguf.header import GgufFile
 from outrider.model_files.gguf.tokenizer import read_tokenizer
@@ -87,12 +86,11 @@ def test_a_split_model_is_the_whole_one(whole: Path, split: Path, named: str) ->
 
 
 def test_the_hash_is_of_all_parts(copied: Path) -> None:
-    """And so is the look for files that change while they are loaded."""
+    """A byte of the last one makes another model."""
     before = find_checkpoint(str(copied)).digest()
     content = bytearray((copied / PARTS[2]).read_bytes())
     content[-5] ^= 64
-    with pytest.raises(NotReady, match=re.escape(PARTS[2])), unchanged(copied / PARTS[0]):
-        (copied / PARTS[2]).write_bytes(content)
+    (copied / PARTS[2]).write_bytes(content)
     assert find_checkpoint(str(copied)).digest() != before
 
 

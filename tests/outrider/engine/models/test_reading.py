@@ -1,0 +1,161 @@
+"""One pass over a model's files: what is in memory, what its digest is of, and files that change meanwhile."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from blake3 import blake3
+from safetensors.torch import load_file
+from support.models.tiny_gguf import write_gguf
+from support.models.tiny_models import write_tiny_model
+
+from outrider.engine.hf_models import checkpoint as hf_checkpoint
+from outrider.engine.models import gguf, reading, weights
+from outrider.engine.models.checkpoints import find_checkpoint
+from outrider.engine.models.weights import model_hash, weight_files
+from outrider.engine.ops.eager import EagerOps
+from outrider.engine.runner import ModelRunner
+from outrider.errors import NotReady
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama of several files."""
+    return write_tiny_model(tmp_path_factory.mktemp("original") / "tiny", "llama", max_shard_size="60KB")
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama of one file."""
+    return write_tiny_model(tmp_path_factory.mktemp("single") / "tiny", "llama")
+
+
+@pytest.fixture
+def tiny(single: Path, tmp_path: Path) -> Path:
+    """A copy that a test may break."""
+    return Path(shutil.copytree(single, tmp_path / "tiny"))
+
+
+def plain_hash(folder: Path) -> str:
+    """The digest of a folder, as docs/decisions/models/0025 has it."""
+    digest = blake3(json.dumps(json.loads((folder / "config.json").read_text()), sort_keys=True).encode())
+    for file in weight_files(folder):
+        digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+@pytest.mark.parametrize("piece_bytes", [250, 3000, reading.PIECE_BYTES])
+def test_what_is_read_and_its_digest_do_not_depend_on_pieces(
+    original: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    """The tensors are those of the safetensors package, the digest is that of the files' bytes."""
+    monkeypatch.setattr(reading, "PIECE_BYTES", piece_bytes)
+    stored = {tensor.name: tensor for tensor in weights.stored_tensors(weight_files(original))}
+    config = json.loads((original / "config.json").read_text())
+    tensors, digest = weights.read_tensors(config, weight_files(original), stored, CPU, torch.float32)
+    expected = {name: tensor for file in weight_files(original) for name, tensor in load_file(file).items()}
+    assert tensors.keys() == stored.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+    assert digest == plain_hash(original) == model_hash(original)
+
+
+@pytest.mark.parametrize("piece_bytes", [250, 5000])
+def test_a_gguf_file_is_the_same_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    """Whole rows, also of queries, whose order is another one; its digest is that of its bytes."""
+    file = write_gguf(write_tiny_model(tmp_path / "tiny", "llama"), tmp_path / "tiny.gguf")
+    found = find_checkpoint(str(file))
+    assert isinstance(found, gguf.GgufCheckpoint)
+    expected, whole = found.load(CPU, torch.float32, EagerOps())
+    monkeypatch.setattr(reading, "PIECE_BYTES", piece_bytes)
+    tensors, digest = found.load(CPU, torch.float32, EagerOps())
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+    assert digest == whole == blake3(file.read_bytes()).hexdigest()[:32] == found.digest()
+
+
+def renamed_into_place(file: Path) -> None:
+    """Another file of the same size and time, as a tool that copies whole files leaves it."""
+    new, old = file.with_suffix(".new"), file.stat()
+    new.write_bytes(file.read_bytes()[:-1] + b"x")
+    os.utime(new, ns=(old.st_atime_ns, old.st_mtime_ns))
+    new.replace(file)
+
+
+def written_to(file: Path) -> None:
+    """Other bytes in the same file."""
+    with file.open("r+b") as stream:
+        stream.seek(-10, 2)
+        stream.write(bytes(10))
+
+
+def cut_off(file: Path) -> None:
+    """Half of the file gone."""
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def test_the_digest_is_of_the_bytes_in_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that are replaced or deleted while they are read are read to their ends as they were."""
+    expected, first, checked = model_hash(tiny), weight_files(tiny)[0], weights.check_numbers
+
+    def change_first(*args: object) -> None:
+        monkeypatch.setattr(weights, "check_numbers", checked)
+        renamed_into_place(first)
+        (tiny / "config.json").unlink()
+
+    monkeypatch.setattr(weights, "check_numbers", change_first)
+    assert ModelRunner.load(str(tiny), kv_tokens=64).identity.model_hash == expected
+
+
+@pytest.mark.parametrize("change", [written_to, cut_off])
+@pytest.mark.parametrize("name", ["tiny", "tiny.gguf"])
+def test_a_file_that_is_written_to_while_it_is_read_is_not_served(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Path], None]
+) -> None:
+    """Its bytes in memory may be of before and after."""
+    place = write_gguf(tiny, tiny.with_name(name)) if name.endswith(".gguf") else tiny
+    file, module = (place, gguf) if place.is_file() else (weight_files(tiny)[0], weights)
+    monkeypatch.setattr(reading, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(module, "check_numbers", lambda *_: change(file))
+    with pytest.raises(NotReady, match=rf"{re.escape(str(file))} (was changed|became shorter) while the model was"):
+        ModelRunner.load(str(place), kv_tokens=64)
+
+
+@pytest.mark.parametrize("change", [renamed_into_place, written_to, Path.unlink])
+@pytest.mark.parametrize("name", ["tiny", "tiny.gguf"])
+def test_a_file_is_the_one_whose_header_was_read(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Path], None]
+) -> None:
+    """What lies there when the weights are read is not always what was checked."""
+    place = write_gguf(tiny, tiny.with_name(name)) if name.endswith(".gguf") else tiny
+    file, module = (place, gguf) if place.is_file() else (weight_files(tiny)[0], weights)
+
+    def read(*args: object) -> object:
+        change(file)
+        return reading.read_pieces(*args)  # type: ignore[arg-type] - as they were given
+
+    monkeypatch.setattr(module, "read_pieces", read)
+    with pytest.raises(NotReady, match=rf"{re.escape(str(file))} (was changed|cannot be read any more)"):
+        ModelRunner.load(str(place), kv_tokens=64)
+
+
+@pytest.mark.parametrize("change", [renamed_into_place, written_to, Path.unlink])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_files_that_change_while_transformers_loads_them_are_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Path], None]
+) -> None:
+    """Its code maps them by their names, before they are hashed."""
+    folder = write_tiny_model(tmp_path / "tiny", "gpt2")
+
+    def changed_meanwhile(folder: Path) -> str:
+        change(folder / name)
+        return "of what lies there now"
+
+    monkeypatch.setattr(hf_checkpoint, "model_hash", changed_meanwhile)
+    with pytest.raises(NotReady, match=rf"{re.escape(name)} was changed while the model was loaded from it"):
+        ModelRunner.load(str(folder), kv_tokens=64)
