@@ -22,15 +22,15 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.cli.doctor.checks import rest_text
-from outrider.cli.doctor.report import gibibytes
 from outrider.cli.local_stack import Addresses, Stack, metrics_address, port_error, start_stack
 from outrider.cli.model_facts import ModelFacts, model_facts, model_line, model_table
 from outrider.cli.output import is_rich, write
 from outrider.cli.race import RaceQuestion, race
 from outrider.cli.running import Interrupts, Work, note, service_log
 from outrider.errors import NotReady, OutriderError
+from outrider.model_files.memory import gibibytes
 from outrider.process.children import HOST, Change, RestartPolicy, State, Supervisor
-from outrider.process.progress import FileProgress
+from outrider.process.progress import FITTING, FileProgress
 
 REFRESH_S = 1.0
 # For a target to read its weights again, from a slow disk too.
@@ -264,6 +264,9 @@ class TableDisplay(Display):
         if self._addresses is None:
             self._live.start()
         self._services.apply(change)
+        if change.progress is not None and change.progress.action == FITTING:
+            # Said once, and not only until the next step.
+            self.report(f"{change.service}: {change.progress.sentence}")
         self._draw()
 
     def report(self, sentence: str) -> None:

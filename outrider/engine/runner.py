@@ -176,10 +176,10 @@ class ModelRunner:
         dtype, "bfloat16", "float32", or on the CPU "int8", "int4" or "file", is that of the weights in memory, whatever
         the files hold; "file" keeps those of a GGUF file as they are, and "auto" is that, or bfloat16 elsewhere.
         kv_dtype, "float32" or "bfloat16", is that of keys and values on the CPU, by default float32.
-        kv_tokens is the size of the cache in tokens; by default Decoder.default_kv_tokens, on CUDA of kv_memory_share,
-        in (0, 1], of what is free beside the weights. context_len is the most tokens of a session, by default as many
-        as the model reads. vocabulary_size defaults to the width of
-        the logits. Raises ModelRefused and InvalidRequest, and NotReady when files changed meanwhile.
+        kv_tokens is the size of the cache in tokens, context_len the most tokens of a session; by default what
+        Decoder.fit_cache finds, on CUDA in kv_memory_share, in (0, 1], of what is free beside the weights.
+        vocabulary_size defaults to the width of the logits. Raises ModelRefused and InvalidRequest, and NotReady when
+        files changed meanwhile.
         """
         torch_device = checked_device(device)
         _check_types(dtype, kv_dtype, torch_device)
@@ -198,10 +198,9 @@ class ModelRunner:
             message = f"{checkpoint.name}: dtype is {dtype}, which is for GGUF files with quantised weights"
             raise ModelRefused(message, dtype=dtype)
         config = checkpoint.config
-        longest = config.context_len if context_len is None else context_len
-        if not 1 <= longest <= config.context_len:
+        if context_len is not None and not 1 <= context_len <= config.context_len:
             reads = f"in [1, {config.context_len}], which is what {checkpoint.name} reads"
-            raise InvalidRequest("context_len", longest, reads)
+            raise InvalidRequest("context_len", context_len, reads)
         size = config.vocab_size if vocabulary_size is None else vocabulary_size
         if not 1 <= size <= config.vocab_size:
             message = f"{checkpoint.name}: the tokenizer knows {size} ids, but the model embeds {config.vocab_size}"
@@ -220,8 +219,9 @@ class ModelRunner:
             decoder, digest = checkpoint.build(torch_device, DTYPES[dtype], ops)
         decoder.kv_dtype = KV_DTYPES[kv_dtype]
         identity = ModelIdentity(checkpoint.name, digest, dtype, num_threads, size, checkpoint.modelling, kv_dtype)
-        kv_tokens = kv_tokens or decoder.default_kv_tokens(longest, kv_memory_share or MEMORY_SHARE)
-        return cls(decoder, identity, kv_tokens, context_len=longest)
+        cache = decoder.fit_cache(kv_tokens, context_len, kv_memory_share or MEMORY_SHARE)
+        log.info("fitting the cache", model=checkpoint.name, reason=cache.reason, context_len=cache.context_len)
+        return cls(decoder, identity, cache.num_tokens, context_len=cache.context_len)
 
     @property
     def parts(self) -> TargetParts:

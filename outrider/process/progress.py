@@ -4,7 +4,9 @@ import json
 from dataclasses import dataclass
 from typing import Any, Self
 
-ACTIONS = ("reading weights", "arranging weights", "making weights", "hashing weights", "measuring forwards")
+# What is said once, with its reason; the others say a file and how far they are.
+FITTING = "fitting the cache"
+ACTIONS = ("reading weights", "arranging weights", "making weights", "hashing weights", "measuring forwards", FITTING)
 GIB, MIB = 1 << 30, 1 << 20
 
 
@@ -22,7 +24,12 @@ class FileProgress:
         """The progress that a line of the log has; None for any other line."""
         if line.get("event") not in ACTIONS:
             return None
-        return cls(line["event"], str(line.get("file", "")), line.get("done_bytes"), line.get("total_bytes"))
+        return cls(
+            line["event"],
+            str(line.get("reason", line.get("file", ""))),
+            line.get("done_bytes"),
+            line.get("total_bytes"),
+        )
 
     @property
     def share(self) -> str:

@@ -22,7 +22,6 @@ from outrider.cli.doctor.report import (
     UNAVAILABLE,
     Finding,
     failed,
-    gibibytes,
     ok,
     skipped,
     warning,
@@ -33,6 +32,7 @@ from outrider.client import AsyncClient, Speculation
 from outrider.client.events import Sample
 from outrider.client.requests import key_pairs
 from outrider.errors import OutriderError
+from outrider.model_files.memory import gibibytes
 from outrider.process.children import HOST
 from outrider.rpc.channels import open_channel
 from outrider.rpc.tls import Tls, TlsFailed, TlsFiles, why_refused

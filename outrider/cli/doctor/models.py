@@ -1,26 +1,24 @@
 """Checks of both models' files without loading them: whether they can be served, fit together, and into memory."""
 
 import json
-import math
 import os
-import re
-import struct
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from outrider.cli.doctor.report import Finding, failed, gibibytes, ok, skipped, warning
+from outrider.cli.doctor.report import Finding, failed, ok, skipped, warning
+from outrider.cli.doctor.weights import AUTO, FILE, PLAIN, Weights
 from outrider.cli.local_stack import Stack
-from outrider.errors import ModelRefused
+from outrider.errors import InvalidRequest, ModelRefused
 from outrider.model_files.generation_defaults import ModelDefaults
 from outrider.model_files.gguf.config import json_config
 from outrider.model_files.gguf.files import HubName, cached_gguf, gguf_in, model_stem
 from outrider.model_files.gguf.header import GgufFile
+from outrider.model_files.memory import available_bytes, fit_cache, gibibytes
 from outrider.model_files.model_names import (
     CONTEXT_LEN,
     SIM_CONTEXT_LEN,
@@ -32,12 +30,6 @@ from outrider.model_files.model_names import (
 from outrider.model_files.vocabulary import Vocabulary, misfit, tokenizer_doubt, tokenizer_in
 
 VOCABULARY, MEMORY = "vocabulary", "memory"
-DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-# A header is at most this long in the format's own reader.
-MAX_HEADER_BYTES = 100_000_000
-MEMORY_INFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-# What an engine takes for keys and values by default, and at most for the sake of one context.
-DEFAULT_KV_BYTES, MAX_KV_BYTES = 512 << 20, 4 << 30
 # torch and gRPC in each service, and the gateway: measured, rounded up.
 PROCESS_BYTES, GATEWAY_BYTES = 400 << 20, 150 << 20
 
@@ -48,8 +40,8 @@ class ModelFiles:
 
     name: str
     folder: Path
-    parameter_count: int
-    stored_dtype: str
+    family: str
+    weights: Weights
     context_len: int
     key_value_width: int
     vocabulary: Vocabulary
@@ -74,7 +66,8 @@ def check_pair(stack: Stack) -> tuple[list[Finding], list[str]]:
         except ModelRefused as error:
             findings.append(failed(f"{role} model", error.message, f"Name another model with --{role}."))
             continue
-        findings.append(check_model(role, model, files, dtypes[role]))
+        device = stack.device if role == "target" else stack.draft_device
+        findings.append(check_model(role, model, files, dtypes[role], device))
         if files and (reason := tokenizer_doubt(files.folder)):
             findings.append(warning(f"{role} model", f"{reason}.", "Convert the model again with a later converter."))
         findings += check_defaults(files) if role == "target" and files else []
@@ -89,11 +82,9 @@ def check_pair(stack: Stack) -> tuple[list[Finding], list[str]]:
         sentence = f"There is nothing to compare without the files of {' and '.join(missing)}."
         findings.append(skipped(VOCABULARY, sentence))
     if found:
-        needs = {
-            role: needed_bytes(files, dtypes[role], stack.kv_tokens, stack.context_len if role == "target" else None)
-            for role, files in found.items()
-        }
-        findings.append(check_memory(needs, available_bytes()))
+        contexts = {"target": stack.context_len, "draft": None}
+        asked = {role: Asked(dtypes[role], stack.kv_tokens, contexts[role]) for role in found}
+        findings.append(check_memory(found, asked, available_bytes()))
     return findings, absent
 
 
@@ -110,7 +101,8 @@ def read_model(role: str, model: str) -> ModelFiles | None:
     gguf = gguf_in(folder)
     if gguf is not None:
         folder, file = gguf, GgufFile.read(gguf)
-        config, (stored_dtype, count) = json_config(file), stored_numbers(file)
+        config = json_config(file)
+        weights = Weights.of_gguf(file)
     else:
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -118,23 +110,24 @@ def read_model(role: str, model: str) -> ModelFiles | None:
             raise ModelRefused(f"{folder / 'config.json'} cannot be read as JSON") from None
         if not isinstance(config, dict):
             raise ModelRefused(f"{folder / 'config.json'} is no JSON object")
-        stored_dtype, count = stored_weights(folder)
+        weights = Weights.of_folder(folder, config)
     context_len = _positive(config, "max_position_embeddings", 0)
     heads = _positive(config, "num_attention_heads", 1)
     head_dim = _positive(config, "head_dim", _positive(config, "hidden_size", 0) // heads)
     width = _positive(config, "num_hidden_layers", 0) * _positive(config, "num_key_value_heads", heads) * head_dim
     if sized is not None:
         shape = sized.shape
-        count, context_len = shape.parameter_count, CONTEXT_LEN
+        weights, context_len = Weights.of_shape(shape), CONTEXT_LEN
         width = shape.num_layers * shape.num_kv_heads * shape.head_dim
     if simulated is not None:
-        count, context_len, stored_dtype = simulated.parameter_count, SIM_CONTEXT_LEN, "bfloat16"
+        weights, context_len = replace(weights, counts={PLAIN: simulated.parameter_count}), SIM_CONTEXT_LEN
     known = simulated or sized
     local_name = model_stem(given.name) if given.is_file() else (given.resolve() if given.is_dir() else given).name
     name = known.name if known else local_name
     tokenizer, num_rows = tokenizer_in(folder), _positive(config, "vocab_size", 0)
     vocabulary = Vocabulary.read(folder) if tokenizer is None else Vocabulary.embedded(tokenizer, num_rows, name)
-    return ModelFiles(name, folder, count, stored_dtype, context_len, width, vocabulary, tokenizer, simulated)
+    family = ", ".join(map(str, config.get("architectures") or ["an unnamed architecture"]))
+    return ModelFiles(name, folder, family, weights, context_len, width, vocabulary, tokenizer, simulated)
 
 
 def place_of(model: str) -> Path | None:
@@ -162,7 +155,7 @@ def downloaded(name: str) -> Path | None:
     return folder if any(folder.glob("*.safetensors")) else None
 
 
-def check_model(role: str, model: str | None, files: ModelFiles | None, dtype: str) -> Finding:
+def check_model(role: str, model: str | None, files: ModelFiles | None, dtype: str, device: str = "cpu") -> Finding:
     """Finding about one model of the pair, None if there is none; `files` is None where it is not on this machine."""
     check = f"{role} model"
     if model is None:
@@ -170,22 +163,31 @@ def check_model(role: str, model: str | None, files: ModelFiles | None, dtype: s
     if files is None:
         return skipped(check, f"{model} is no folder, and as a hub id not downloaded.", download_fix([model]))
     if files.simulated is not None:
-        sentence = (
-            f"{files.name} is simulated: it takes the time of {files.parameter_count:,} parameters in bfloat16 on "
-            f"{files.simulated.device.name}, {files.simulated.step_s(1, 1, 1) * 1e3:.1f} ms for one row, and its "
-            "tokens come from a hash."
-        )
-        if dtype in ("auto", files.stored_dtype):
-            return ok(check, sentence)
-        return failed(check, sentence, f"Leave --dtype at bfloat16: {dtype} is not simulated.")
+        return _check_simulated(check, files, files.simulated, dtype)
+    weights = files.weights
+    served = weights.served(dtype, device)
     sentence = (
-        f"{files.name}: {files.parameter_count:,} parameters in {files.stored_dtype}, served in {dtype}, "
-        f"context of {files.context_len:,} tokens ({files.folder})."
+        f"{files.name}: {files.family}, {weights.count:,} parameters in {weights.mix}, served in "
+        f"{'the types of the file' if served == FILE else served}, context of {files.context_len:,} tokens, "
+        f"{files.vocabulary.size:,} tokens in its vocabulary ({files.folder})."
     )
-    if files.stored_dtype == "float16" and dtype == "bfloat16":
+    if served == FILE and not weights.file_bits:
+        return failed(check, sentence, "Leave out --dtype file, which is for GGUF files with quantised weights.")
+    if weights.stored_dtype == "float16" and served == PLAIN:
         fix = "Use --dtype float32 to keep every bit of the file."
         return warning(check, f"{sentence} bfloat16 keeps 3 bits less of each number.", fix)
     return ok(check, sentence)
+
+
+def _check_simulated(check: str, files: ModelFiles, simulated: SimulatedModel, dtype: str) -> Finding:
+    sentence = (
+        f"{files.name} is simulated: it takes the time of {files.weights.count:,} parameters in bfloat16 on "
+        f"{simulated.device.name}, {simulated.step_s(1, 1, 1) * 1e3:.1f} ms for one row, and its tokens come from a "
+        "hash."
+    )
+    if dtype in (AUTO, PLAIN):
+        return ok(check, sentence)
+    return failed(check, sentence, f"Leave --dtype at bfloat16: {dtype} is not simulated.")
 
 
 def check_defaults(files: ModelFiles) -> list[Finding]:
@@ -220,80 +222,46 @@ def check_fit(target: ModelFiles, draft: ModelFiles) -> list[Finding]:
     return findings
 
 
-def needed_bytes(model: ModelFiles, dtype: str, kv_tokens: int | None = None, context_len: int | None = None) -> int:
-    """Weights, cache and process of a service with this model on the CPU, where keys and values are float32.
+class Asked(NamedTuple):
+    """What a service is asked for: `--dtype`, `--kv-tokens`, `--context-len`."""
 
-    The cache is of so many tokens, by default as the service takes it for a context, the model's own or a shorter one.
-    A simulated model has neither weights nor keys.
-    """
-    if model.simulated is not None:
-        return PROCESS_BYTES
-    # Integers are made of bfloat16, which is all in memory before.
-    item_bytes = 4 if dtype == "float32" else 2
-    token_bytes = 2 * 4 * model.key_value_width
-    cache = max(DEFAULT_KV_BYTES, min((context_len or model.context_len) * token_bytes, MAX_KV_BYTES))
-    cache = cache if kv_tokens is None else kv_tokens * token_bytes
-    return model.parameter_count * item_bytes + cache + PROCESS_BYTES
+    dtype: str = AUTO
+    kv_tokens: int | None = None
+    context_len: int | None = None
 
 
-def available_bytes() -> int | None:
-    """Free memory, by the system and by the control group; None where neither says so."""
-    system = parse_available(MEMORY_INFO.read_text()) if MEMORY_INFO.is_file() else None
-    files = (CGROUP / "memory.max", CGROUP / "memory.current")
-    limit, used = (path.read_text().strip() if path.is_file() else "" for path in files)
-    left = max(0, int(limit) - int(used)) if limit.isdecimal() and used.isdecimal() else None
-    return min((each for each in (system, left) if each is not None), default=None)
-
-
-def parse_available(text: str) -> int | None:
-    """MemAvailable of /proc/meminfo in bytes."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
-
-
-def check_memory(needs: Mapping[str, int], available: int | None) -> Finding:
-    """Needs by role against what is free."""
+def check_memory(models: Mapping[str, ModelFiles], asked: Mapping[str, Asked], available: int | None) -> Finding:
+    """What services of models on the CPU take, by role, against what is free; caches fit themselves to that."""
     if available is None:
         return skipped(MEMORY, "This system does not say how much memory is free.")
-    total = sum(needs.values()) + GATEWAY_BYTES
-    parts = ", ".join(f"{gibibytes(count)} for the {role}" for role, count in needs.items())
-    sentence = f"A stack takes about {gibibytes(total)} ({parts}); {gibibytes(available)} are free."
+    weights = {
+        role: 0 if files.simulated else files.weights.memory_bytes(files.weights.served(asked[role].dtype, "cpu"))
+        for role, files in models.items()
+    }
+    least = {role: weights[role] + PROCESS_BYTES for role in models}
+    free = max(0, available - sum(least.values()) - GATEWAY_BYTES)
+    parts, caches = [], 0
+    for role, files in models.items():
+        part = f"{role}: weights {gibibytes(weights[role])}"
+        # Keys and values are float32, and a simulated model has none.
+        token_bytes = 0 if files.simulated else 2 * 4 * files.key_value_width
+        if token_bytes:
+            try:
+                cache = fit_cache(token_bytes, files.context_len, free, *asked[role][1:])
+            except (InvalidRequest, ModelRefused) as error:
+                named = error.rename_fields(lambda field: f"--{field.replace('_', '-')}").message
+                fix = "Choose smaller models, a smaller --dtype, or a machine with more memory."
+                return failed(MEMORY, f"For the {role} {named[0].lower()}{named[1:]}", fix)
+            caches += cache.num_tokens * token_bytes
+            part = f"{part}, cache of {cache.reason.partition(';')[0]}, {gibibytes(token_bytes)} a token"
+        parts.append(part)
+    total = sum(least.values()) + caches + GATEWAY_BYTES
+    sentence = f"A stack takes about {gibibytes(total)} ({'; '.join(parts)}); {gibibytes(available)} are free."
     if total <= available:
         return ok(MEMORY, sentence)
-    if min(needs.values(), default=0) + GATEWAY_BYTES > available:
+    if min(least.values()) + GATEWAY_BYTES > available:
         return failed(MEMORY, sentence, "Choose smaller models, or a machine with more memory.")
     return warning(MEMORY, sentence, "Close other programs, choose smaller models, or lower --kv-tokens of a service.")
-
-
-def stored_weights(folder: Path) -> tuple[str, int]:
-    """Type of most numbers and their count, from the headers of all safetensors files. Raises ModelRefused."""
-    single = folder / "model.safetensors"
-    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelRefused(f"{folder} has no safetensors weights")
-    counts: Counter[str] = Counter()
-    for path in files:
-        # The JSON before the numbers: 8 bytes say how long it is (safetensors format).
-        try:
-            with path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(length)) if length <= MAX_HEADER_BYTES else None
-        except (OSError, ValueError, struct.error):
-            header = None
-        if not isinstance(header, dict):
-            raise ModelRefused(f"{path} is not a safetensors file")
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                counts[DTYPES.get(tensor["dtype"], tensor["dtype"])] += math.prod(tensor["shape"])
-    return max(counts, key=lambda each: counts[each], default="nothing"), counts.total()
-
-
-def stored_numbers(file: GgufFile) -> tuple[str, int]:
-    """Type of most numbers in a GGUF file, and the count of all."""
-    counts: Counter[str] = Counter()
-    for tensor in file.tensors.values():
-        counts[DTYPES.get(tensor.type.name, tensor.type.name)] += math.prod(tensor.shape)
-    return max(counts, key=lambda each: counts[each], default="nothing"), counts.total()
 
 
 def _positive(config: Mapping[str, Any], key: str, default: int) -> int:

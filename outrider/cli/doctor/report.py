@@ -91,8 +91,3 @@ class Report:
         report = {"version": version, "exit_code": exit_code(self.findings), "findings": [*map(asdict, self.findings)]}
         ending = json.dumps(report, ensure_ascii=False) if self._as_json else summary(self.findings)
         write(self._output, f"{ending}\n")
-
-
-def gibibytes(count: int) -> str:
-    """A number of bytes in GiB, for people."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -13,9 +13,8 @@ from outrider.engine.devices import free_bytes
 from outrider.engine.models.config import DecoderFacts
 from outrider.engine.ops import Ops, Weight
 from outrider.errors import Field, InvalidRequest
+from outrider.model_files.memory import CacheSize, available_bytes, fit_cache, gibibytes
 
-# What the cache takes by default on the CPU, and what it may take for the sake of one whole context.
-DEFAULT_KV_BYTES, MAX_KV_BYTES = 512 << 20, 4 << 30
 # Of what an accelerator has free beside the weights; the rest is for one forward and the draws after it.
 MEMORY_SHARE = 0.9
 
@@ -62,16 +61,21 @@ class Decoder(ABC):
             return self.kv_dtype
         return torch.float32 if self.embedding.device.type == "cpu" else self.embedding.dtype
 
-    def default_kv_tokens(self, context_len: int, memory_share: float = MEMORY_SHARE) -> int:
-        """Tokens whose keys and values fit into that share of a device's free memory; one full context at least.
+    def fit_cache(
+        self, kv_tokens: int | None = None, context_len: int | None = None, memory_share: float = MEMORY_SHARE
+    ) -> CacheSize:
+        """The size of the cache in tokens, and the most of a session: what is asked for, or what fits.
 
-        On the CPU they fit into 512 MiB, or are one full context, up to 4 GiB for that. Raises InvalidRequest where a
-        device has no room for one.
+        On an accelerator keys and values fit into that share of its free memory, of one full context at least; on the
+        CPU see outrider.model_files.memory.fit_cache. Raises InvalidRequest where there is no room.
         """
         config, device = self.config, self.embedding.device
         token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.cache_dtype.itemsize
         if device.type != "cuda":
-            return max(DEFAULT_KV_BYTES // token_bytes, min(context_len, MAX_KV_BYTES // token_bytes))
+            return fit_cache(token_bytes, config.context_len, available_bytes(), kv_tokens, context_len)
+        context_len = context_len or config.context_len
+        if kv_tokens is not None:
+            return CacheSize(kv_tokens, context_len, f"{kv_tokens:,} tokens, as asked for")
         free = free_bytes(device)
         num_tokens = int(memory_share * free) // token_bytes // BLOCK_SIZE * BLOCK_SIZE
         if num_tokens < context_len:
@@ -84,7 +88,8 @@ class Decoder(ABC):
             )
             limit = f"at least {context_len * token_bytes / max(free, 1):.3g} here"
             raise InvalidRequest("kv_memory_share", memory_share, limit, parts)
-        return num_tokens
+        reason = f"{num_tokens:,} tokens in {memory_share:g} of the {gibibytes(free)} that {device} has free"
+        return CacheSize(num_tokens, context_len, reason)
 
     @abstractmethod
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from outrider.engine.models.json_keys import JsonKeys, read_json
 from outrider.engine.noise import UNIFORM_SHIFT, UNIFORM_STEP, Words, numpy_hash_words
 from outrider.engine.ops import Ops, Weight
 from outrider.errors import ModelRefused
+from outrider.model_files.memory import CacheSize
 from outrider.model_files.model_names import SIM_CONTEXT_LEN, SimulatedModel, tokenizer_source
 
 FORMAT_VERSION = 1
@@ -118,9 +119,13 @@ class SimulatedDecoder(Decoder):
     def device_name(self) -> str:
         return f"simulated {self.model.device.name}"
 
-    def default_kv_tokens(self, context_len: int, memory_share: float = MEMORY_SHARE) -> int:
-        """Tokens that the memory of the device would hold."""
-        return self.model.kv_tokens
+    def fit_cache(
+        self, kv_tokens: int | None = None, context_len: int | None = None, memory_share: float = MEMORY_SHARE
+    ) -> CacheSize:
+        """By default the tokens that the memory of the device would hold."""
+        num_tokens = kv_tokens or self.model.kv_tokens
+        reason = f"{num_tokens:,} tokens, as {'asked for' if kv_tokens else 'the simulated device would hold'}"
+        return CacheSize(num_tokens, context_len or self.config.context_len, reason)
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
         """Computes rows like any Decoder; the logits hold until the next forward."""

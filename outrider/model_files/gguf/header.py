@@ -37,36 +37,48 @@ class TensorType:
     name: str
     block_len: int
     block_bytes: int
+    kept_bits: float | None = None
+    """`memory_bits`, where they are others than in the file."""
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a matrix of it is kept in blocks, as the file has it."""
+        return self.block_len > 1 and self.memory_bits != 16
+
+    @property
+    def memory_bits(self) -> float:
+        """Bits of a number in memory under `--dtype file`."""
+        return self.kept_bits or 8 * self.block_bytes / self.block_len
 
 
 # All types that the gguf package turns into float32, by the format's number.
 TYPES = {
     0: TensorType("F32", 1, 4),
-    1: TensorType("F16", 1, 2),
+    1: TensorType("F16", 1, 2, 32),
     2: TensorType("Q4_0", 32, 18),
     3: TensorType("Q4_1", 32, 20),
     6: TensorType("Q5_0", 32, 22),
     7: TensorType("Q5_1", 32, 24),
     8: TensorType("Q8_0", 32, 34),
-    10: TensorType("Q2_K", 256, 84),
-    11: TensorType("Q3_K", 256, 110),
-    12: TensorType("Q4_K", 256, 144),
-    13: TensorType("Q5_K", 256, 176),
+    10: TensorType("Q2_K", 256, 84, 5.125),
+    11: TensorType("Q3_K", 256, 110, 4.5625),
+    12: TensorType("Q4_K", 256, 144, 4.625),
+    13: TensorType("Q5_K", 256, 176, 5.625),
     14: TensorType("Q6_K", 256, 210),
-    16: TensorType("IQ2_XXS", 256, 66),
-    17: TensorType("IQ2_XS", 256, 74),
-    18: TensorType("IQ3_XXS", 256, 98),
-    19: TensorType("IQ1_S", 256, 50),
+    16: TensorType("IQ2_XXS", 256, 66, 16),
+    17: TensorType("IQ2_XS", 256, 74, 16),
+    18: TensorType("IQ3_XXS", 256, 98, 16),
+    19: TensorType("IQ1_S", 256, 50, 16),
     20: TensorType("IQ4_NL", 32, 18),
-    21: TensorType("IQ3_S", 256, 110),
-    22: TensorType("IQ2_S", 256, 82),
-    23: TensorType("IQ4_XS", 256, 136),
-    29: TensorType("IQ1_M", 256, 56),
+    21: TensorType("IQ3_S", 256, 110, 16),
+    22: TensorType("IQ2_S", 256, 82, 16),
+    23: TensorType("IQ4_XS", 256, 136, 4.3125),
+    29: TensorType("IQ1_M", 256, 56, 16),
     30: TensorType("BF16", 1, 2),
-    34: TensorType("TQ1_0", 256, 54),
-    35: TensorType("TQ2_0", 256, 66),
+    34: TensorType("TQ1_0", 256, 54, 16),
+    35: TensorType("TQ2_0", 256, 66, 16),
     39: TensorType("MXFP4", 32, 17),
-    40: TensorType("NVFP4", 64, 36),
+    40: TensorType("NVFP4", 64, 36, 16),
 }
 
 

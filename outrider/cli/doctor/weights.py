@@ -1,0 +1,106 @@
+"""What the weights in a model's files are, and what they take of memory and of the time of a token."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from outrider.errors import ModelRefused
+from outrider.model_files.gguf.config import EMBEDDING, OUTPUT
+from outrider.model_files.gguf.header import TYPES, GgufFile
+from outrider.model_files.model_names import VOCAB_SIZE, Shape
+from outrider.model_files.safetensors_header import read_header
+
+NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+# Of a number in memory, by the type of the weights; with scales, where they are integers.
+BITS = {"bfloat16": 16.0, "float32": 32.0, "int8": 8.5, "int4": 4.5}
+FILE, AUTO, PLAIN = "file", "auto", "bfloat16"
+# The least share of a type that is worth a word.
+SHOWN_SHARE = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Numbers of a model by their types, and those of its embedding."""
+
+    counts: Mapping[str, int]
+    file_bits: Mapping[str, float]
+    """Bits of a number of each type in memory where it is kept as the file has it; none where nothing is."""
+    embedding_count: int
+    embedding_kind: str
+    is_tied: bool
+    """Whether the embedding is the matrix of the output, too, so that each token reads it."""
+
+    @classmethod
+    def of_gguf(cls, file: GgufFile) -> Self:
+        """Those of a file that has an embedding."""
+        counts = Counter[str]()
+        for each in file.tensors.values():
+            counts[NAMES.get(each.type.name, each.type.name)] += math.prod(each.shape)
+        has_blocks = any(each.type.has_blocks for each in file.tensors.values())
+        bits = {NAMES.get(each.name, each.name): each.memory_bits for each in TYPES.values()} if has_blocks else {}
+        embedding = file.tensors[EMBEDDING]
+        kind = NAMES.get(embedding.type.name, embedding.type.name)
+        return cls(counts, bits, math.prod(embedding.shape), kind, OUTPUT not in file.tensors)
+
+    @classmethod
+    def of_folder(cls, folder: Path, config: Mapping[str, Any]) -> Self:
+        """Those of all safetensors files, by their headers. Raises ModelRefused."""
+        single = folder / "model.safetensors"
+        files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ModelRefused(f"{folder} has no safetensors weights")
+        counts, sizes = Counter[str](), [config.get("vocab_size"), config.get("hidden_size")]
+        for each in (tensor for file in files for tensor in read_header(file)):
+            counts[NAMES.get(each.dtype, each.dtype)] += math.prod(each.shape)
+        embedding = math.prod(size if isinstance(size, int) and size > 0 else 0 for size in sizes)
+        return cls(counts, {}, embedding, PLAIN, bool(config.get("tie_word_embeddings")))
+
+    @classmethod
+    def of_shape(cls, shape: Shape) -> Self:
+        """Those of a model that is made in memory."""
+        counts = {PLAIN: shape.parameter_count}
+        return cls(counts, {}, VOCAB_SIZE * shape.hidden_size, PLAIN, shape.tied_embeddings)
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts.values())
+
+    @property
+    def stored_dtype(self) -> str:
+        """Type of most numbers."""
+        return max(self.counts, key=lambda each: self.counts[each], default="nothing")
+
+    @property
+    def mix(self) -> str:
+        """The types of all but a few numbers, with their shares where they are several."""
+        shares = {kind: count / max(1, self.count) for kind, count in self.counts.items()}
+        shown = sorted((each for each in shares if shares[each] >= SHOWN_SHARE), key=lambda each: -shares[each])
+        return self.stored_dtype if len(shown) < 2 else ", ".join(f"{kind} ({shares[kind]:.0%})" for kind in shown)
+
+    def served(self, dtype: str, device: str) -> str:
+        """Type in memory under a `--dtype`."""
+        if dtype != AUTO:
+            return dtype
+        return FILE if self.file_bits and device == "cpu" else PLAIN
+
+    def memory_bytes(self, dtype: str) -> int:
+        """Bytes that all weights take in memory, under a type that `served` gives."""
+        is_beside = dtype in ("int8", "int4")
+        # What is looked up stays as it was, and is quantised besides where it is the output's matrix.
+        kept = self.embedding_count * BITS[PLAIN] if is_beside else 0
+        quantised_again = self.embedding_count * BITS[dtype] if is_beside and not self.is_tied else 0
+        return int(self._bits(dtype) + kept - quantised_again) // 8
+
+    def token_bytes(self, dtype: str) -> int:
+        """Bytes of weights that one token reads."""
+        looked_up = 0 if self.is_tied else self.embedding_count * self._bits_of(self.embedding_kind, dtype)
+        return int(self._bits(dtype) - looked_up) // 8
+
+    def _bits(self, dtype: str) -> float:
+        return sum(count * self._bits_of(kind, dtype) for kind, count in self.counts.items())
+
+    def _bits_of(self, kind: str, dtype: str) -> float:
+        return BITS[dtype] if dtype in BITS else self.file_bits.get(kind, BITS[PLAIN])
