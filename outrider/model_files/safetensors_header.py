@@ -17,8 +17,15 @@ from outrider.model_files.stamp import Stamp
 
 # At most this long in the format's own reader.
 MAX_HEADER_BYTES = 100_000_000
-# Of the types that anything here reads; a tensor of another one has a place, and is refused where it is needed.
-ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
+# Bits of a number, of all types that the format knows.
+ITEM_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E8M0"), 8),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **{"F6_E2M3": 6, "F6_E3M2": 6, "F4": 4},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +67,14 @@ def read_header(file: Path) -> list[StoredTensor]:
     begin, found = 8 + length, []
     for name, entry in entries.items():
         shape, offsets = _numbers(entry, "shape"), _numbers(entry, "data_offsets")
-        if shape is None or offsets is None or len(offsets) != 2 or not isinstance(entry.get("dtype"), str):
+        if shape is None or offsets is None or len(offsets) != 2 or str(entry.get("dtype")) not in ITEM_BITS:
             raise _unsound(file, f"its header does not say type, shape and place of {shown(name)}")
         first, end = offsets
         found.append(StoredTensor(file, name, shape, entry["dtype"], begin + first, end - first, stamp))
     found.sort(key=lambda tensor: (tensor.start, tensor.size))
     for tensor in found:
-        needed = math.prod(tensor.shape) * ITEM_BYTES.get(tensor.dtype, 0)
-        if tensor.start != begin or tensor.size < 0 or (tensor.dtype in ITEM_BYTES and tensor.size != needed):
+        needed_bits = math.prod(tensor.shape) * ITEM_BITS[tensor.dtype]
+        if tensor.start != begin or 8 * tensor.size != needed_bits:
             fault = f"bytes {tensor.start:,} to {tensor.start + tensor.size:,} cannot be those of {shown(tensor.name)}"
             raise _unsound(file, f"{fault}, {tensor.dtype} {list(tensor.shape)}")
         begin += tensor.size

@@ -5,6 +5,7 @@ Loads a model as a service loads it, compares, prints one line of JSON and ends.
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -19,6 +20,7 @@ from outrider.engine.batching import Feed
 from outrider.engine.devices import checked_device, free_bytes, seen_devices
 from outrider.engine.ops import choose_ops, triton_missing
 from outrider.engine.ops.library import load_kernels, processor_levels
+from outrider.engine.ops.native import NativeOps
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import are_numbers, model_fault
 from outrider.errors import InvalidRequest
@@ -30,6 +32,8 @@ from outrider.token_tree import EMPTY, TokenTree
 
 SESSIONS, PROMPT_LEN, DRAFT_COUNT = 8, 24, 8
 KV_TOKENS = 4096
+# A matrix of 256 MiB, more than caches hold, and how often it is read.
+SPEED_OUTPUTS, SPEED_INPUTS, SPEED_RUNS = 32768, 4096, 8
 
 app = service_app()
 
@@ -54,6 +58,8 @@ def probe(
     """Compares rows of a model; without a model it prints only what computes here."""
     telemetry.configure_logs("error")
     facts = engine_facts()
+    if device == "cpu":
+        facts["weight_bytes_per_s"] = weight_speed(threads)
     try:
         checked_device(device, "--device")
     except InvalidRequest as refused:
@@ -80,6 +86,21 @@ def engine_facts() -> dict[str, object]:
         "triton": version("triton") if find_spec("triton") is not None else None,
         "triton_missing": triton_missing(),
     }
+
+
+def weight_speed(num_threads: int) -> float | None:
+    """Bytes of weights a second that a product of one row reads on the CPU; None without compiled kernels."""
+    ops = choose_ops(torch.device("cpu"), num_threads)
+    if not isinstance(ops, NativeOps):
+        return None
+    weight = ops.stack([torch.zeros(SPEED_OUTPUTS, SPEED_INPUTS, dtype=torch.bfloat16)])
+    row, times = torch.ones(1, SPEED_INPUTS), list[float]()
+    for _ in range(SPEED_RUNS):
+        started_s = time.perf_counter()
+        ops.linear(row, weight)
+        times.append(time.perf_counter() - started_s)
+    # The quickest had the least of other programs in it.
+    return weight.nbytes / min(times)
 
 
 def device_facts(device: torch.device) -> dict[str, object]:

@@ -38,7 +38,7 @@ from outrider.rpc.channels import open_channel
 from outrider.rpc.tls import Tls, TlsFailed, TlsFiles, why_refused
 
 PORTS, KERNELS, CUDA, ROWS, GATEWAY, REST = "ports", "kernels", "cuda", "row invariance", "gateway", "REST"
-ENDS = "ends"
+ENDS, SPEED = "ends", "speed"
 TIMEOUT_S = 3.0
 MAX_BODY_BYTES = 1 << 16
 # Other servers of models have /version and /v1/models too.
@@ -162,17 +162,18 @@ async def check_ports(wanted: Mapping[str, int], host: str = HOST) -> list[Findi
     return together + findings
 
 
-async def check_engine(model: str, dtype: str, device: str, threads: int) -> list[Finding]:
+async def check_engine(model: str, dtype: str, device: str, threads: int, token_bytes: int = 0) -> list[Finding]:
     """What a child process computes with; it compares rows of the model as well, unless that is empty.
 
-    Cancelled, it ends the child.
+    token_bytes are those of the target's weights that a token reads, 0 where they are not known. Cancelled, it ends the
+    child.
     """
     flags = ("--model", model, "--dtype", dtype, "--device", device, "--threads", str(threads))
     try:
         code, output, notes = await _said_by("outrider.model_service.row_probe", *flags)
     except TimeoutError:
         return [failed(ROWS, f"The engine was not done within {PROBE_TIMEOUT_S:g} s.", PROBE_FIX, SOFTWARE)]
-    return engine_findings(code, output, notes, device)
+    return engine_findings(code, output, notes, device, token_bytes)
 
 
 async def check_ends(place: Path) -> Finding:
@@ -221,12 +222,12 @@ def last_line(notes: str) -> str:
     return next((line.strip() for line in reversed(notes.splitlines()) if line.strip()), "It said nothing.")
 
 
-def engine_findings(code: int, output: str, notes: str, device: str) -> list[Finding]:
-    """Kernels, CUDA devices, and whether rows are independent, by how the child ended and its last line."""
+def engine_findings(code: int, output: str, notes: str, device: str, token_bytes: int = 0) -> list[Finding]:
+    """Kernels, CUDA devices, speed, and whether rows are independent, by how the child ended and its last line."""
     if code == 0:
         facts = json.loads(output.strip().splitlines()[-1])
         kernels = _kernel_finding(facts["kernels"], facts["processor_levels"])
-        return [kernels, _cuda_finding(facts), _row_finding(facts, device)]
+        return [kernels, _cuda_finding(facts), *_speed_findings(facts, token_bytes), _row_finding(facts, device)]
     problem = last_line(notes)
     if "No module named 'torch'" in problem:
         return [skipped(ROWS, "There is no torch here to compute with.", "pip install 'outrider[engine]'")]
@@ -262,6 +263,18 @@ def _cuda_finding(facts: Mapping[str, Any]) -> Finding:
         for n, each in enumerate(devices)
     )
     return ok(CUDA, f"{'; '.join(names)}. {versions}")
+
+
+def _speed_findings(facts: Mapping[str, Any], token_bytes: int) -> list[Finding]:
+    speed = facts.get("weight_bytes_per_s")
+    if not speed or not token_bytes:
+        return []
+    sentence = (
+        f"A product of one row reads {speed / 1e9:.1f} GB of weights a second here, measured now, and a token of the "
+        f"target {gibibytes(token_bytes)}: plain decoding makes at most about {speed / token_bytes:,.3g} tokens a "
+        "second. That is an estimate from memory alone: long contexts and small models make less, and guesses more."
+    )
+    return [ok(SPEED, sentence)]
 
 
 def _row_finding(facts: Mapping[str, Any], device: str) -> Finding:

@@ -48,7 +48,7 @@ def examine_machine(
         draft_port = {"--draft-port": stack.draft_port} if stack.draft else {}
         report.add(*await check_ports({**ports, **draft_port, "--target-port": stack.target_port}, stack.host))
         models = import_module(MODELS)
-        findings, absent = models.check_pair(stack)
+        findings, absent, token_bytes = models.check_pair(stack)
         report.add(*findings)
 
         is_refused = exit_code(findings) != 0
@@ -58,7 +58,7 @@ def examine_machine(
         model = "" if quick or is_refused or stack.target in absent else stack.target
         if model:
             _announce("Comparing rows of the target, bit by bit")
-        engine = await check_engine(model, stack.dtype, stack.device, stack.threads)
+        engine = await check_engine(model, stack.dtype, stack.device, stack.threads, token_bytes)
         report.add(*engine)
 
         if quick:

@@ -50,10 +50,11 @@ class ModelFiles:
     simulated: SimulatedModel | None = None
 
 
-def check_pair(stack: Stack) -> tuple[list[Finding], list[str]]:
+def check_pair(stack: Stack) -> tuple[list[Finding], list[str], int]:
     """Checks the models that a stack names: each for itself, both together, and what they take of the memory.
 
-    Beside the findings come the hub ids that are not on this machine.
+    Beside the findings come the hub ids that are not on this machine, and the bytes of weights that a token of the
+    target reads on the CPU; 0 for another device, a simulated target, or none that could be read.
     """
     dtypes = {"target": stack.dtype, "draft": stack.draft_dtype or stack.dtype}
     models = {"target": stack.target, "draft": stack.draft}
@@ -85,7 +86,10 @@ def check_pair(stack: Stack) -> tuple[list[Finding], list[str]]:
         contexts = {"target": stack.context_len, "draft": None}
         asked = {role: Asked(dtypes[role], stack.kv_tokens, contexts[role]) for role in found}
         findings.append(check_memory(found, asked, available_bytes()))
-    return findings, absent
+    target = found.get("target")
+    is_here = target is not None and target.simulated is None and stack.device == "cpu"
+    token_bytes = target.weights.token_bytes(target.weights.served(stack.dtype, "cpu")) if target and is_here else 0
+    return findings, absent, token_bytes
 
 
 def read_model(role: str, model: str) -> ModelFiles | None:

@@ -21,7 +21,7 @@ from outrider.engine.models.reading import Span, read_pieces
 from outrider.engine.ops import Ops, Weight
 from outrider.errors import ModelRefused
 from outrider.model_files.gguf.files import IGNORED, HubName, cached_gguf, fetch_file, fetch_gguf, gguf_in, part_names
-from outrider.model_files.safetensors_header import ITEM_BYTES, StoredTensor, read_header
+from outrider.model_files.safetensors_header import ITEM_BITS, StoredTensor, read_header
 from outrider.model_files.stamp import Stamp
 
 # How weights are kept in memory, and the type in which they are read for that; None as they are in the file, in blocks.
@@ -309,7 +309,9 @@ def read_tensors(
     names = {tensor.name: name for name, tensor in stored.items()}
     spans: dict[Path, list[Span]] = {}
     for own_name, tensor in by_own_name.items():
-        spans.setdefault(tensor.file, []).append(Span(own_name, tensor.start, tensor.size, ITEM_BYTES[tensor.dtype]))
+        spans.setdefault(tensor.file, []).append(
+            Span(own_name, tensor.start, tensor.size, ITEM_BITS[tensor.dtype] // 8)
+        )
     stamps = {file: Stamp.of(file) for file in files} | {tensor.file: tensor.stamp for tensor in stored.values()}
     digest = blake3(json.dumps(config, sort_keys=True).encode(), max_threads=blake3.AUTO)
     for piece in read_pieces(stamps, spans, digest, lambda file, size: f"\0{file.name}\0{size}\0".encode()):

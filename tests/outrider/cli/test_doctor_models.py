@@ -16,7 +16,7 @@ from support.stack import DRAFT, TARGET
 
 from outrider.cli.doctor import models
 from outrider.cli.doctor.checks import check_ends, engine_findings
-from outrider.cli.doctor.models import ModelFiles
+from outrider.cli.doctor.models import Asked, ModelFiles
 from outrider.cli.doctor.report import Finding, Status
 from outrider.cli.local_stack import Stack
 from outrider.errors import ModelRefused
@@ -69,8 +69,8 @@ def cached(hub: Path, name: str) -> Path:
 def test_the_embedded_pair_fits() -> None:
     """Sizes and type come from the headers, the verdict from the digests."""
     target, draft = read("target", TARGET), read("draft", DRAFT)
-    assert (target.stored_dtype, target.context_len) == ("bfloat16", 4096)
-    assert target.parameter_count == 11_015_040
+    assert (target.weights.stored_dtype, target.context_len) == ("bfloat16", 4096)
+    assert target.weights.count == 11_015_040
     assert [each.status for each in models.check_fit(target, draft)] == [Status.OK]
     finding = models.check_model("target", TARGET, target, "bfloat16")
     assert (finding.status, "11,015,040 parameters" in finding.sentence) == (Status.OK, True)
@@ -79,16 +79,18 @@ def test_the_embedded_pair_fits() -> None:
 def test_a_sized_model_has_its_shape_and_takes_its_memory() -> None:
     """Its tokenizer is that of the embedded model inside."""
     sized, small = read("target", "sized:target-200m"), read("target", TARGET)
-    assert sized.parameter_count > 180_000_000
+    count = sized.weights.count
+    assert count > 180_000_000
     assert sized.vocabulary == small.vocabulary
-    assert models.needed_bytes(sized, "float32") - models.needed_bytes(sized, "bfloat16") == 2 * sized.parameter_count
+    assert [sized.weights.memory_bytes(dtype) for dtype in ("float32", "bfloat16")] == [4 * count, 2 * count]
 
 
 def test_a_simulated_model_is_called_that_and_takes_no_memory() -> None:
     """With its size, device and time a row; a type that is not simulated is a failure."""
     simulated = read("target", "sim:h100-8b@stretch=2")
     assert simulated.vocabulary == read("target", TARGET).vocabulary
-    assert models.needed_bytes(simulated, "bfloat16") == models.PROCESS_BYTES
+    finding = models.check_memory({"target": simulated}, {"target": Asked()}, 8 << 30)
+    assert finding.sentence.startswith("A stack takes about 550 MiB (target: weights 0 KiB); 8.0 GiB are free.")
     finding = models.check_model("target", simulated.name, simulated, "bfloat16")
     assert finding.status is Status.OK
     for words in ("sim:h100-8b@stretch=2 is simulated", "8,030,261,248 parameters", "H100 SXM", "12.6 ms for one row"):
@@ -101,7 +103,7 @@ def test_a_hub_id_is_not_looked_at() -> None:
     assert models.read_model("target", "someone/something") is None
     finding = models.check_model("target", "someone/something", None, "bfloat16")
     assert (finding.status, "hf download someone/something" in finding.fix) == (Status.SKIPPED, True)
-    findings, absent = models.check_pair(Stack(TARGET, "someone/something"))
+    findings, absent, _ = models.check_pair(Stack(TARGET, "someone/something"))
     assert absent == ["someone/something"]
     [vocabulary] = [each for each in findings if each.check == "vocabulary"]
     assert (vocabulary.status, "someone/something" in vocabulary.sentence) == (Status.SKIPPED, True)
@@ -134,8 +136,8 @@ def test_other_vocabularies_and_shorter_drafts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("model.safetensors", struct.pack("<Q", 1 << 60), "is not a safetensors file"),
-        ("model.safetensors", b"\x01", "is not a safetensors file"),
+        ("model.safetensors", struct.pack("<Q", 1 << 60), "is not a sound safetensors file"),
+        ("model.safetensors", b"\x01", "is not a sound safetensors file"),
         ("config.json", b"{", "cannot be read as JSON"),
         ("config.json", b"[]", "is no JSON object"),
     ],
@@ -147,7 +149,7 @@ def test_broken_files_are_named(tmp_path: Path, name: str, content: bytes, words
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ModelRefused, match=words):
         models.read_model("draft", str(tmp_path))
-    findings, _ = models.check_pair(Stack(TARGET, str(tmp_path)))
+    findings, *_ = models.check_pair(Stack(TARGET, str(tmp_path)))
     assert [(each.check, each.exit_code) for each in findings if each.status is Status.FAILED] == [("draft model", 78)]
 
 
@@ -160,11 +162,23 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
 
 
 def test_memory_of_a_pair() -> None:
-    """Too little for both is a warning while one fits, and a failure when none does; unknown is skipped."""
-    needs = {"target": 4 << 30, "draft": 1 << 30}
-    told = [models.check_memory(needs, available).status for available in (8 << 30, 3 << 30, 1 << 30, None)]
-    assert told == [Status.OK, Status.WARNING, Status.FAILED, Status.SKIPPED]
-    assert models.parse_available("MemTotal: 9 kB\nMemAvailable:   2048 kB\n") == 2 << 20
+    """Caches fit themselves to what is free; without room for one, or for what is asked for, it is a failure."""
+    pair = {"target": read("target", "sized:target-1b"), "draft": read("draft", DRAFT)}
+    asked = {role: Asked() for role in pair}
+
+    def told(available: int | None, **options: object) -> Finding:
+        return models.check_memory(pair, asked | {"target": Asked(**options)}, available)  # type: ignore[arg-type] - its fields
+
+    assert [told(available).status for available in (8 << 30, 3 << 30, 1 << 30, None)] == [
+        *(Status.OK, Status.OK, Status.FAILED, Status.SKIPPED)
+    ]
+    cache = "cache of 8,192 tokens in 512 MiB, room for a whole context of 4,096, 64 KiB a token"
+    assert cache in told(8 << 30).sentence
+    assert told(8 << 30, dtype="int8").sentence != told(8 << 30).sentence
+    refused = told(8 << 30, kv_tokens=1_000_000)
+    assert refused.status is Status.FAILED
+    assert refused.sentence.startswith("For the target --kv-tokens is 1000000, but must be at most ")
+    assert told(8 << 30, kv_tokens=16).status is Status.OK
 
 
 def test_an_engine_that_keeps_its_promise() -> None:
@@ -248,9 +262,9 @@ def test_a_gguf_file_is_read_by_its_header(tmp_path: Path, monkeypatch: pytest.M
     expected = read("target", TARGET)
     for place in (file, tmp_path):
         files = read("target", str(place))
-        assert (files.parameter_count, files.vocabulary) == (expected.parameter_count, expected.vocabulary)
+        assert (files.weights.count, files.vocabulary) == (expected.weights.count, expected.vocabulary)
         assert (files.context_len, files.key_value_width) == (expected.context_len, expected.key_value_width)
-        assert (files.folder, files.stored_dtype) == (file, "Q4_0")
+        assert (files.folder, files.weights.stored_dtype) == (file, "Q4_0")
     assert read("target", str(file)).name == "small"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     snapshot = cached(tmp_path, "someone/something")
@@ -260,7 +274,7 @@ def test_a_gguf_file_is_read_by_its_header(tmp_path: Path, monkeypatch: pytest.M
     assert models.read_model("target", "someone/something:b.gguf") is None
     assert "`hf download someone/something b.gguf`" in models.download_fix(["someone/something:b.gguf"])
     file.write_bytes(file.read_bytes()[:1000])
-    findings, _ = models.check_pair(Stack(str(file), None))
+    findings, *_ = models.check_pair(Stack(str(file), None))
     assert findings[0].status is Status.FAILED
     assert "is truncated" in findings[0].sentence
 
@@ -304,9 +318,9 @@ def test_a_default_that_nobody_could_have_is_a_warning(tmp_path: Path) -> None:
     folder = copied(tmp_path)
     (folder / "generation_config.json").unlink()
     (folder / "generation_config.json").write_text('{"temperature": -1, "top_p": 0.9}')
-    findings, _ = models.check_pair(Stack(str(folder), None))
+    findings, *_ = models.check_pair(Stack(str(folder), None))
     warned = [each for each in findings if each.status is Status.WARNING]
     assert [each.check for each in warned] == ["generation defaults"]
     assert "temperature is -1, which is left out" in warned[0].sentence
-    findings, _ = models.check_pair(Stack(DRAFT, str(folder)))
+    findings, *_ = models.check_pair(Stack(DRAFT, str(folder)))
     assert "generation defaults" not in [each.check for each in findings]

@@ -278,5 +278,5 @@ def test_gateway_service_and_doctor_warn_of_a_file_of_no_known_family(tmp_path: 
         load_model(ModelServiceSettings(str(file), kv_tokens=64))
     warnings = [line for line in lines if line["log_level"] == "warning"]
     assert [line["event"] for line in warnings] == ["tokens may be wrong"] * 2
-    findings, _ = check_pair(Stack(str(file), None))
+    findings, *_ = check_pair(Stack(str(file), None))
     assert any("does not say in" in finding.sentence for finding in findings)
