@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 from support.models.chat_templates import CHATML
 from support.models.renamed import write_renamed
-from support.models.tiny_gguf import write_gguf
+from support.models.tiny_gguf import F32, Metadata, Tensors, tensors_of, write_gguf
 from support.models.tiny_models import write_tiny_model
 from support.stack import DRAFT, TARGET
 
@@ -19,6 +20,7 @@ from outrider.cli.doctor.checks import check_ends, engine_findings
 from outrider.cli.doctor.models import Asked, ModelFiles
 from outrider.cli.doctor.report import Finding, Status
 from outrider.cli.local_stack import Stack
+from outrider.engine.runner import ModelRunner
 from outrider.errors import ModelRefused
 from outrider.model_files.vocabulary import Vocabulary
 
@@ -31,6 +33,7 @@ KERNELS |= {
     "triton_missing": "none is installed",
 }
 DEVICE = {"name": "X", "memory_bytes": 80 << 30, "free_bytes": 79 << 30, "kernels": "eager"}
+Q4_0 = GGMLQuantizationType.Q4_0
 EQUAL = {"name": "a row alone and in a batch", "rows": 72, "equal_rows": 72}
 
 
@@ -324,3 +327,41 @@ def test_a_default_that_nobody_could_have_is_a_warning(tmp_path: Path) -> None:
     assert "temperature is -1, which is left out" in warned[0].sentence
     findings, *_ = models.check_pair(Stack(DRAFT, str(folder)))
     assert "generation defaults" not in [each.check for each in findings]
+
+
+def test_weights_of_a_gguf_file_are_counted_by_type(tmp_path: Path) -> None:
+    """What they take in memory in each type, and what a token reads of them: not an embedding that is looked up."""
+    folder = write_tiny_model(tmp_path / "tiny", "llama", hidden_size=256, intermediate_size=512)
+
+    def mix(_: Metadata, tensors: Tensors) -> None:
+        tensors["output.weight"] = quantize(tensors_of(folder, F32)["output.weight"][0], Q4_0), Q4_0
+
+    file = write_gguf(folder, tmp_path / "tiny-Q8_0.gguf", GGMLQuantizationType.Q8_0, edit=mix)
+    files = read("target", str(file))
+    weights, embedding = files.weights, 300 * 256
+    assert (files.name, files.family, weights.is_tied) == ("tiny", "LlamaForCausalLM", False)
+    assert weights.mix.startswith("Q8_0 (9")
+    assert "Q4_0 (" in weights.mix
+    assert (weights.served("auto", "cpu"), weights.served("auto", "cuda:0")) == ("file", "bfloat16")
+    runner = ModelRunner.load(str(file), kv_tokens=64)
+    assert weights.memory_bytes("file") == pytest.approx(sum(each.nbytes for each in runner.model.weights), rel=0.01)
+    assert weights.memory_bytes("file") - weights.token_bytes("file") == embedding * 34 // 32
+    for dtype in ("bfloat16", "int8", "int4"):
+        loaded = sum(each.nbytes for each in ModelRunner.load(str(file), dtype=dtype, kv_tokens=64).model.weights)
+        assert weights.memory_bytes(dtype) == pytest.approx(loaded, rel=0.02)
+    finding = models.check_model("target", str(file), files, "auto")
+    assert f"{weights.count:,} parameters in {weights.mix}, served in the types of the file" in finding.sentence
+    assert models.check_model("target", TARGET, read("target", TARGET), "file").status is Status.FAILED
+
+
+def test_a_speed_is_an_estimate_from_what_a_token_reads() -> None:
+    """On the CPU, where kernels were measured and the weights are known."""
+    facts = KERNELS | {"comparisons": [EQUAL], "weight_bytes_per_s": 20e9}
+    assert not any(each.check == "speed" for each in found(facts))
+    output = json.dumps(facts)
+    [speed] = [each for each in engine_findings(0, output, "", "cpu", 1 << 30) if each.check == "speed"]
+    assert "reads 20.0 GB of weights a second here" in speed.sentence
+    assert "a token of the target 1.0 GiB: plain decoding makes at most about 18.6 tokens a second" in speed.sentence
+    assert not any(
+        each.check == "speed" for each in engine_findings(0, json.dumps(KERNELS | {"comparisons": None}), "", "cpu", 9)
+    )

@@ -3,22 +3,23 @@
 import functools
 import itertools
 import time
-from copy import copy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from support.models.engine_cases import TREE, assert_like_fresh, close, finish, fresh, random_ids
 from support.models.tiny_models import TARGET, write_tiny_model
 
 from outrider.engine import runner as runner_module
 from outrider.engine.batching import Feed
+from outrider.engine.models import decoder
 from outrider.engine.ops.library import load_kernels
 from outrider.engine.ops.reference import ReferenceOps
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 from outrider.errors import CacheFull, InvalidRequest, ModelRefused, PromptTooLong
+from outrider.process.progress import FITTING
 from outrider.token_tree import EMPTY, TokenTree
 
 DTYPES = ["bfloat16", "float32", "int8", "int4", "bfloat16/bfloat16"]
@@ -238,15 +239,32 @@ def test_runner_describes_itself() -> None:
     assert (runner.context_len, runner.vocabulary_size, runner.config.eos_token_ids) == (4096, 4096, {0})
     assert len(runner.identity.model_hash) == 32
     assert str(runner.device) == "cpu"
-    assert runner.model.default_kv_tokens(runner.context_len) == (512 << 20) // (6 * 2 * 2 * 64 * 4)
 
 
-@pytest.mark.parametrize(("context_len", "kv_tokens"), [(1000, 2048), (8192, 8192), (131_072, 16_384)])
-def test_the_cache_holds_a_context_but_not_at_any_price(context_len: int, kv_tokens: int) -> None:
-    """Llama 3.1 8B in float32 takes 256 KiB a token: 512 MiB by default, a whole context up to 4 GiB."""
-    model = copy(target("bfloat16").model)
-    model.config = replace(model.config, num_layers=32, num_kv_heads=8, head_dim=128, context_len=context_len)
-    assert model.default_kv_tokens(model.config.context_len) == kv_tokens
+# Of the embedded target: keys and values of two groups of 64 in six layers, in float32.
+TOKEN_BYTES = 2 * 6 * 2 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("free_tokens", "options", "expected"),
+    [
+        (1 << 24, {}, (87_392, 4096)),
+        (5000, {}, (2000, 2000)),
+        (5000, {"kv_tokens": 5000}, (5008, 4096)),
+        (5000, {"context_len": 3000}, (3008, 3000)),
+    ],
+)
+def test_cache_and_context_are_what_fits_beside_the_weights(
+    monkeypatch: pytest.MonkeyPatch, free_tokens: int, options: dict[str, int], expected: tuple[int, int]
+) -> None:
+    """The log says so, with the reason; what is asked for is taken, in whole blocks."""
+    monkeypatch.setattr(decoder, "available_bytes", lambda: free_tokens * TOKEN_BYTES)
+    with capture_logs() as lines:
+        runner = ModelRunner.load(str(TARGET), num_threads=2, **options)  # type: ignore[arg-type] - whole numbers
+    assert (runner.pool.num_blocks * runner.pool.block_size, runner.context_len) == expected
+    [said] = [line for line in lines if line["event"] == FITTING]
+    assert f"{expected[0] if not options else next(iter(options.values())):,} tokens in" in said["reason"]
+    assert said["context_len"] == expected[1]
 
 
 def test_sessions_may_be_shorter_than_what_the_model_reads() -> None:

@@ -6,8 +6,10 @@ import pytest
 from support.models.tiny_models import write_tiny_model
 from torch import Tensor
 
+from outrider.engine import ops
 from outrider.engine.runner import ModelRunner
-from outrider.model_service.row_probe import Comparison, compare, engine_facts
+from outrider.model_service import row_probe
+from outrider.model_service.row_probe import Comparison, compare, engine_facts, weight_speed
 
 ROWS = {"a row alone and in a batch": 72, "prefill and decoding": 24, "a proposal and plain decoding": 9}
 
@@ -36,6 +38,16 @@ def test_a_planted_dependence_is_found(runner: ModelRunner, monkeypatch: pytest.
     found = {each.name: each.equal_rows for each in compare(runner)}
     assert found["prefill and decoding"] < ROWS["prefill and decoding"]
     assert found["a proposal and plain decoding"] < ROWS["a proposal and plain decoding"]
+
+
+def test_the_speed_of_weights_is_that_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes a second, by products that read a matrix; nothing where no kernels are built."""
+    monkeypatch.setattr(row_probe, "SPEED_OUTPUTS", 64)
+    speed = weight_speed(1)
+    assert speed is not None
+    assert speed > 1e6
+    monkeypatch.setattr(ops, "load_kernels", lambda: None)
+    assert weight_speed(1) is None
 
 
 def test_facts_without_a_model() -> None:

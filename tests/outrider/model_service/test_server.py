@@ -13,6 +13,7 @@ from support.basics import PATIENCE_S, check_empty, eventually, spec_of
 from support.models.tiny_models import PROMPT, SETTINGS
 from support.services.session_clients import TargetClient, channel_to
 
+from outrider.engine.models import decoder
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.model_service import server
 from outrider.model_service.server import DEVICE_PATIENCE_S, load_model
@@ -63,6 +64,7 @@ async def test_a_taken_address_for_metrics_ends_the_start() -> None:
 
 STUCK = """
 import threading
+from outrider.engine.models import decoder
 from outrider.model_service import server
 from outrider.process.options import run_app
 from target_service.__main__ import app
@@ -109,3 +111,12 @@ def test_a_context_beyond_the_model_s_is_refused_by_its_option() -> None:
         InvalidRequest, match=r"^--context-len is 4097, but must be in \[1, 4096\], which is what target"
     ):
         load_model(replace(SETTINGS, context_len=4097))
+
+
+@pytest.mark.parametrize("flag", ["--kv-tokens", "--context-len"])
+def test_a_cache_that_does_not_fit_is_refused_by_its_option(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    """With the value and the most that there is room for: a token takes 6 KiB."""
+    monkeypatch.setattr(decoder, "available_bytes", lambda: 2000 * 6144)
+    asked = {flag[2:].replace("-", "_"): 2001}
+    with pytest.raises(InvalidRequest, match=f"{flag} is 2001, but must be at most 2000 here: a token takes 6 KiB"):
+        load_model(replace(SETTINGS, **{"kv_tokens": None} | asked))  # type: ignore[arg-type] - numbers

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from outrider.engine.models import progress
 from outrider.engine.models.progress import Progress
-from outrider.process.progress import ACTIONS, FileProgress, log_line
+from outrider.process.progress import ACTIONS, FITTING, FileProgress, log_line
 
 
 @pytest.fixture
@@ -55,6 +55,14 @@ def test_what_remains_counts_too_and_what_nobody_knows_is_left_out(told: threadi
     assert last is not None
     assert (first.sentence, first.share) == ("arranging weights: big, 1.0 of 2.0 MiB (50%)", "50%")
     assert (last.sentence, last.share) == ("reading weights: big", "")
+
+
+def test_a_cache_that_was_fitted_is_said_with_its_reason() -> None:
+    """Once, by the line that the engine writes."""
+    line = {"event": FITTING, "reason": "2,048 tokens in 512 MiB", "model": "big", "context_len": 2048}
+    found = FileProgress.of(line)
+    assert found is not None
+    assert (found.sentence, found.share) == ("fitting the cache: 2,048 tokens in 512 MiB", "")
 
 
 def test_a_step_that_is_soon_over_says_nothing() -> None:

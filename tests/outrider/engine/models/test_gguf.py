@@ -153,6 +153,17 @@ def test_the_table_of_types_is_the_packages() -> None:
     assert {key: (kind.name, kind.block_len, kind.block_bytes) for key, kind in TYPES.items()} == known
 
 
+def test_the_memory_of_a_type_is_what_its_blocks_take() -> None:
+    """As doctor counts it, which cannot ask the engine."""
+    for kind in TYPES.values():
+        assert kind.has_blocks == (kind.name in KINDS)
+        bits = 8 * module.beside_blocks(kind.name).itemsize
+        if kind.name in KINDS:
+            num_blocks, num_bytes = KINDS[kind.name].shape(16, 2048)
+            bits = 8 * num_blocks * num_bytes / (16 * 2048)
+        assert kind.memory_bits == bits
+
+
 def test_the_hash_is_of_the_content(tmp_path: Path) -> None:
     """Another name or place is the same model; another number or key is another one."""
     folder = write_tiny_model(tmp_path / "tiny", "llama")

@@ -1,26 +1,35 @@
 """One pass over a model's files: what is in memory, what its digest is of, and files that change meanwhile."""
 
+import gc
 import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from blake3 import blake3
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
-from support.models.tiny_gguf import write_gguf
-from support.models.tiny_models import write_tiny_model
+from support.models.engine_cases import native
+from support.models.tiny_gguf import Metadata, Tensors, write_gguf
+from support.models.tiny_models import TRAINED, write_tiny_model
+from torch import Tensor
 
 from outrider.engine.hf_models import checkpoint as hf_checkpoint
-from outrider.engine.models import gguf, reading, weights
-from outrider.engine.models.checkpoints import find_checkpoint
-from outrider.engine.models.weights import model_hash, weight_files
+from outrider.engine.models import checkpoints, gguf, reading, weights
+from outrider.engine.models.checkpoints import SizedCheckpoint, find_checkpoint
+from outrider.engine.models.weights import kept, model_hash, weight_files
+from outrider.engine.ops import Ops, Weight
+from outrider.engine.ops.blocks import BlockMatrix, unpacked
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.runner import ModelRunner
-from outrider.errors import NotReady
+from outrider.errors import ModelRefused, NotReady
+from outrider.model_files.model_names import Shape
 
 CPU = torch.device("cpu")
 
@@ -77,6 +86,101 @@ def test_a_gguf_file_is_the_same_in_pieces(tmp_path: Path, monkeypatch: pytest.M
     tensors, digest = found.load(CPU, torch.float32, EagerOps())
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
     assert digest == whole == blake3(file.read_bytes()).hexdigest()[:32] == found.digest()
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_1"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("piece_bytes", [250, reading.PIECE_BYTES])
+def test_blocks_are_filled_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kind: str, piece_bytes: int
+) -> None:
+    """Whole blocks of outputs and whole heads, whose rows a Llama has in another order: the numbers of the file."""
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 24, "num_attention_heads": 4}
+    folder = write_tiny_model(tmp_path / "tiny", family, **sizes)
+    found = find_checkpoint(str(write_gguf(folder, tmp_path / "tiny.gguf", GGMLQuantizationType[kind])))
+    assert isinstance(found, gguf.GgufCheckpoint)
+    expected, whole = found.load(CPU, torch.float32, native())
+    monkeypatch.setattr(reading, "PIECE_BYTES", piece_bytes)
+    tensors, digest = found.load(CPU, None, native())
+    assert digest == whole
+    matrices = {name: weight for name, weight in tensors.items() if isinstance(weight, BlockMatrix)}
+    assert len(matrices) > 10
+    for name, weight in tensors.items():
+        torch.testing.assert_close(unpacked(weight), unpacked(expected[name]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["file", "bfloat16"])
+def test_scales_that_are_no_numbers_are_found(tmp_path: Path, dtype: str) -> None:
+    """In blocks too, by the name of the tensor; the last piece of a tensor is looked at like the first."""
+    folder = write_tiny_model(tmp_path / "tiny", "llama", hidden_size=96, intermediate_size=160)
+
+    def spoil(_: Metadata, tensors: Tensors) -> None:
+        stored, kind = tensors["blk.1.ffn_up.weight"]
+        spoilt = stored.copy()
+        # The scale of a block of 32 numbers, at its beginning: infinity in float16.
+        spoilt[-1, -34:-32] = 0, 0x7C
+        tensors["blk.1.ffn_up.weight"] = spoilt, kind
+
+    file = write_gguf(folder, tmp_path / "tiny.gguf", GGMLQuantizationType.Q8_0, edit=spoil)
+    with pytest.raises(ModelRefused, match=r"blk\.1\.ffn_up\.weight holds .*NaN or infinity"):
+        ModelRunner.load(str(file), dtype=dtype, kv_tokens=64)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["folder", "file", "sized"])
+def test_a_matrix_is_quantised_before_the_next_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, kind: str
+) -> None:
+    """Of matrices in bfloat16 there are never more than one, and the embedding, which is looked up."""
+    folder = write_tiny_model(tmp_path / "tiny", "qwen2")
+    place = write_gguf(folder, tmp_path / "tiny.gguf") if kind == "file" else folder
+    shape = Shape(204, 360, 3, 6, 2, 128, tied_embeddings=False)
+    found = SizedCheckpoint.of("wide", TRAINED, shape, 0) if kind == "sized" else find_checkpoint(str(place))
+    before, most = {id(each) for each in tensors_alive()}, 0
+
+    def counted(ops: Ops, name: str, weight: Weight) -> Weight:
+        nonlocal most
+        alive = {each.untyped_storage().data_ptr() for each in tensors_alive() if id(each) not in before}
+        most = max(most, len(alive))
+        return kept(ops, name, weight)
+
+    for module in (checkpoints, gguf):
+        monkeypatch.setattr(module, "kept", counted)
+    ModelRunner.load(found, dtype=dtype, kv_tokens=64)
+    assert 1 <= most <= 2
+
+
+def tensors_alive() -> list[Tensor]:
+    """Matrices in bfloat16 that have not been freed."""
+    alive = [each for each in gc.get_objects() if type(each) is Tensor]
+    return [each for each in alive if each.dtype is torch.bfloat16 and each.ndim == 2]
+
+
+# In a process of its own, which prints what its memory grew to while it loaded.
+LOADING = """
+import re, sys
+from outrider.engine.runner import ModelRunner
+import outrider.engine.models.gguf
+def kib(name):
+    return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
+before = kib("VmRSS")
+runner = ModelRunner.load(sys.argv[1], kv_tokens=64)
+print(sum(weight.nbytes for weight in runner.model.weights) >> 10, kib("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not say what memory peaked at")
+def test_no_more_than_the_blocks_is_in_memory_while_a_file_is_read(tmp_path: Path) -> None:
+    """Neither the file nor a tensor of it besides: two pieces, and what a process grows by."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3, "head_dim": 64}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8}
+    folder = write_tiny_model(tmp_path / "model", "llama", 65536, **sizes, **heads)
+    file = write_gguf(folder, tmp_path / "model.gguf", GGMLQuantizationType.Q8_0)
+    done = subprocess.run((sys.executable, "-c", LOADING, str(file)), capture_output=True, text=True, check=True)
+    weights, peak = map(int, done.stdout.split()[-2:])
+    assert weights > 150 << 10
+    assert peak < weights + (64 << 10)
 
 
 def renamed_into_place(file: Path) -> None:
