@@ -129,7 +129,7 @@ class ModelServiceSettings(ProcessSettings):
         Setting(
             "Tokens that the cache holds.",
             within(1),
-            default="512 MiB, or one context; on CUDA --kv-memory-share; of sim its device's memory",
+            default="512 MiB or one context, as far as it fits; on CUDA --kv-memory-share; of sim its device's memory",
         ),
     ] = None
     kv_dtype: Annotated[
@@ -150,7 +150,11 @@ class ModelServiceSettings(ProcessSettings):
     ] = None
     context_len: Annotated[
         int | None,
-        Setting("Most tokens of a prompt and its answer together.", within(1), default="what the model reads"),
+        Setting(
+            "Most tokens of a prompt and its answer together.",
+            within(1),
+            default="what the model reads, and the cache has room for",
+        ),
     ] = None
     lease_seconds: Annotated[float, Setting("How long a session outlives a broken link.", within(0))] = 60.0
     # A forward of 512 rows of a large model on a CPU may take a minute.

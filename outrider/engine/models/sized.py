@@ -139,25 +139,30 @@ def widen(
                 norm[: len(source)] = source.to(device) * sqrt(len(source) / shape[0])
             yield name, norm
             continue
-        matrix = torch.empty(shape, dtype=dtype, device=device)
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
         spot = places[name.split(".")[-2]]
-        if not spot.is_random:
-            # Written and not only reserved: pages that were never written to all read the same piece of the cache.
-            matrix.fill_(0)
-        elif matrix.device.type != "cpu":
-            matrix.normal_(0, STANDARD_DEVIATION, generator=generator)
-        else:
-            # Through a float32 tile: drawing in bfloat16 takes twice as long on the CPU.
-            tile = torch.empty(TILE)
-            for part in torch.split(matrix.view(-1), TILE):
-                part.copy_(tile[: len(part)].normal_(0, STANDARD_DEVIATION, generator=generator))
-        if source is not None:
-            matrix[: spot.cleared_rows] = 0
-            values = (source * spot.scale).to(device=device, dtype=dtype)
-            matrix[spot.rows.to(device)[:, None], spot.columns.to(device)] = values
-        yield name, matrix
+        # Not held here: whoever takes it may free it before the next one is made.
+        yield name, _matrix(spot, source, torch.empty(shape, dtype=dtype, device=device), generator)
+
+
+def _matrix(spot: Spot, source: Tensor | None, matrix: Tensor, generator: torch.Generator) -> Tensor:
+    """Fills a wide matrix, with the small one at its spot."""
+    if not spot.is_random:
+        # Written and not only reserved: pages that were never written to all read the same piece of the cache.
+        matrix.fill_(0)
+    elif matrix.device.type != "cpu":
+        matrix.normal_(0, STANDARD_DEVIATION, generator=generator)
+    else:
+        # Through a float32 tile: drawing in bfloat16 takes twice as long on the CPU.
+        tile = torch.empty(TILE)
+        for part in torch.split(matrix.view(-1), TILE):
+            part.copy_(tile[: len(part)].normal_(0, STANDARD_DEVIATION, generator=generator))
+    if source is not None:
+        matrix[: spot.cleared_rows] = 0
+        values = (source * spot.scale).to(device=matrix.device, dtype=matrix.dtype)
+        matrix[spot.rows.to(matrix.device)[:, None], spot.columns.to(matrix.device)] = values
+    return matrix
 
 
 def sized_hash(small_hash: str, shape: Shape, seed: int) -> str:
