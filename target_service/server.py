@@ -15,6 +15,7 @@ from outrider.drafters.registry import registered
 from outrider.drafters.shelf.early_exit import Kangaroo, LayerSkip
 from outrider.drafters.shelf.probing import LOOKAHEAD, PASS, Lookahead, PassChain, ProbeDrafter, embed_probes
 from outrider.engine.device_thread import DeviceWorker
+from outrider.engine.devices import one_thread
 from outrider.engine.heads.checkpoint import read_head
 from outrider.engine.heads.pass_embeddings import is_pass, read_pass
 from outrider.engine.models.weights import BESIDE_BLOCKS, DTYPES, PACKED_BITS, resolve
@@ -108,7 +109,8 @@ def load_head(target: ModelRunner, name: str, dtype: str, num_threads: int = 1) 
     found = read_head(folder, parts)
     is_cpu = target.device.type == "cpu"
     ops = choose_ops(target.device, num_threads, PACKED_BITS.get(dtype)) if is_cpu else target.ops
-    head, digest = found.load(parts, target.device, DTYPES.get(dtype) or BESIDE_BLOCKS, ops)
+    with one_thread():
+        head, digest = found.load(parts, target.device, DTYPES.get(dtype) or BESIDE_BLOCKS, ops)
     log.info("head loaded", method=found.method, folder=str(found.folder), taps=head.facts.taps, switches=found.notes)
     return (Kangaroo if head.facts.reads_own else host_head)(target, head, digest, ops)
 

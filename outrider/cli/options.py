@@ -309,8 +309,8 @@ class Models:
         Count,
         _count(
             _models,
-            "Tokens that the cache of each service holds. Default: what 512 MiB hold, or one context, as far as it fits "
-            "into the memory; on CUDA 0.9 of the free memory, or 0.45 for each of two models on one device.",
+            "Tokens that the cache of each service holds. Default: what 512 MiB hold, or one context, as far as it "
+            "fits into the memory; on CUDA 0.9 of the free memory, or 0.45 for each of two models on one device.",
             minimum=1,
         ),
     ] = None
@@ -321,7 +321,7 @@ class Models:
         Count,
         _count(
             _models,
-            "Most tokens of a prompt and its answer together. Default: what the target reads, and its cache has room for.",
+            "Most tokens of a prompt and its answer together. Default: what the target reads and its cache holds.",
             minimum=1,
         ),
     ] = None

@@ -49,7 +49,7 @@ def fit_cache(
         message = f"there is no room for a cache of {LEAST_TOKENS} tokens{why}"
         raise ModelRefused(message, free_bytes=free_bytes, token_bytes=token_bytes)
     longest = context_len or model_len
-    wanted = -(-max(DEFAULT_KV_BYTES // token_bytes, longest) // BLOCK_TOKENS) * BLOCK_TOKENS
+    wanted = max(DEFAULT_KV_BYTES // token_bytes // BLOCK_TOKENS, -(-longest // BLOCK_TOKENS)) * BLOCK_TOKENS
     room = wanted if most is None else max(LEAST_TOKENS, int(most * CPU_MEMORY_SHARE) // BLOCK_TOKENS * BLOCK_TOKENS)
     num_tokens = kv_tokens or max(min(wanted, room), context_len or 0)
     what, free = f"{num_tokens:,} tokens in {gibibytes(num_tokens * token_bytes)}", f"; {free}" if free else ""

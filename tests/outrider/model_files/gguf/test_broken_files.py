@@ -101,6 +101,7 @@ BYTES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         "but Q4_K needs rows of a multiple of 256 numbers",
     ),
     "an offset beyond the end": (behind("token_embd.weight", 24, HUGE), "is truncated: it has the tensor"),
+    "tensors over each other": (behind("blk.1.attn_q.weight", 24, bytes(8)), "the offset 0, within the tensor"),
     "a crooked offset": (behind("token_embd.weight", 24, b"\x01"), "which is no multiple of 32"),
     "a key twice": (
         lambda content: content.replace(b"llama.attention.key_length", b"llama.attention.head_count", 1),
