@@ -69,6 +69,7 @@ class ShapedCheckpoint:
     config: ModelConfig
     folder: Path
     modelling: str = ""
+    has_blocks: bool = False
 
     @classmethod
     def of(cls, name: str, shape: Shape, sizes: Sizes) -> "ShapedCheckpoint":
@@ -89,7 +90,7 @@ class ShapedCheckpoint:
         )
         return cls(name, config, folder)
 
-    def build(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> tuple[Transformer, str]:
+    def build(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> tuple[Transformer, str]:
         """Matrices in dtype, norms in float32."""
         generator = torch.Generator(device).manual_seed(0)
         tensors = {}

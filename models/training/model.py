@@ -23,6 +23,7 @@ from transformers import (
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.gguf import load_gguf, read_config
 from outrider.engine.models.rope import Rope
+from outrider.engine.ops.eager import EagerOps
 from outrider.errors import InvalidRequest, ModelRefused
 from outrider.model_files.gguf.config import json_config
 from outrider.model_files.gguf.files import gguf_in
@@ -113,7 +114,8 @@ def trained_model(option: str, place: Path, extended_to: Preset | None = None) -
         if file is None:
             return built.from_pretrained(place, config=config, dtype=torch.float32, local_files_only=True)
         model = built(config)
-        model.load_state_dict(load_gguf(file, facts, torch.device("cpu"), torch.float32), strict=False)
+        tensors, _ = load_gguf(file, facts, torch.device("cpu"), torch.float32, EagerOps())
+        model.load_state_dict(tensors, strict=False)
         return model
     except (ModelRefused, OSError, ValueError, RuntimeError) as error:
         raise InvalidRequest(option, str(place), f"a model whose weights can be read: {error}") from error
