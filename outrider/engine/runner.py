@@ -143,6 +143,8 @@ class ModelRunner:
         self.identity = identity
         self.max_rows = max_rows
         self.context_len = context_len or model.config.context_len
+        self.cache_reason = ""
+        """Why the cache has its size, where `load` decided that."""
         config = model.config
         self.pool = BlockPool(-(-kv_tokens // BLOCK_SIZE))
         num_slots = self.pool.num_blocks * BLOCK_SIZE
@@ -201,10 +203,10 @@ class ModelRunner:
         if context_len is not None and not 1 <= context_len <= config.context_len:
             reads = f"in [1, {config.context_len}], which is what {checkpoint.name} reads"
             raise InvalidRequest("context_len", context_len, reads)
-        size = config.vocab_size if vocabulary_size is None else vocabulary_size
-        if not 1 <= size <= config.vocab_size:
-            message = f"{checkpoint.name}: the tokenizer knows {size} ids, but the model embeds {config.vocab_size}"
-            raise ModelRefused(message, vocabulary_size=size, vocab_size=config.vocab_size)
+        known = config.vocab_size if vocabulary_size is None else vocabulary_size
+        if not 1 <= known <= config.vocab_size:
+            message = f"{checkpoint.name}: the tokenizer knows {known} ids, but the model embeds {config.vocab_size}"
+            raise ModelRefused(message, vocabulary_size=known, vocab_size=config.vocab_size)
         ops = choose_ops(torch_device, num_threads, packed_bits, kernels)
         if dtype == AUTO:
             dtype = "file" if checkpoint.has_blocks and isinstance(ops, NativeOps) else "bfloat16"
@@ -218,10 +220,11 @@ class ModelRunner:
         with one_thread():
             decoder, digest = checkpoint.build(torch_device, DTYPES[dtype], ops)
         decoder.kv_dtype = KV_DTYPES[kv_dtype]
-        identity = ModelIdentity(checkpoint.name, digest, dtype, num_threads, size, checkpoint.modelling, kv_dtype)
-        cache = decoder.fit_cache(kv_tokens, context_len, kv_memory_share or MEMORY_SHARE)
-        log.info("fitting the cache", model=checkpoint.name, reason=cache.reason, context_len=cache.context_len)
-        return cls(decoder, identity, cache.num_tokens, context_len=cache.context_len)
+        identity = ModelIdentity(checkpoint.name, digest, dtype, num_threads, known, checkpoint.modelling, kv_dtype)
+        size = decoder.fit_cache(kv_tokens, context_len, kv_memory_share or MEMORY_SHARE)
+        runner = cls(decoder, identity, size.num_tokens, context_len=size.context_len)
+        runner.cache_reason = size.reason
+        return runner
 
     @property
     def parts(self) -> TargetParts:

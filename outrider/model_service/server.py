@@ -34,6 +34,7 @@ from outrider.model_service.settings import ModelServiceSettings
 from outrider.model_service.watchdog import watch
 from outrider.process.metrics import LoopTasks, RunningMetrics, serve_metrics
 from outrider.process.options import flag_of
+from outrider.process.progress import FITTING
 from outrider.process.run import exit_now
 from outrider.process.streams import LostLines
 from outrider.rpc import channels
@@ -164,6 +165,7 @@ def load_model(settings: ModelServiceSettings) -> LoadedModel:
             grammars = GrammarEngine(tokenizer.to_str(), size, ends.keys())
         except ValueError as error:
             log.warning("no grammars can be served", model=runner.identity.model_name, reason=str(error))
+    log.info(FITTING, model=runner.identity.model_name, reason=runner.cache_reason, context_len=runner.context_len)
     log.info("model loaded", model=runner.identity.model_name, numerics_id=runner.numerics_id, threads=settings.threads)
     log.info("ends of answers", tokens={told(token_id, tokenizer): list(places) for token_id, places in ends.items()})
     return LoadedModel(runner, vocabulary, grammars, frozenset(ends), ModelDefaults.read(checkpoint.folder))

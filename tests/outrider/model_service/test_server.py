@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 from support.basics import PATIENCE_S, check_empty, eventually, spec_of
 from support.models.tiny_models import PROMPT, SETTINGS
 from support.services.session_clients import TargetClient, channel_to
@@ -18,6 +19,7 @@ from outrider.errors import InvalidRequest, OutriderError
 from outrider.model_service import server
 from outrider.model_service.server import DEVICE_PATIENCE_S, load_model
 from outrider.process.children import STOP_GRACE_S
+from outrider.process.progress import FITTING, FileProgress
 from outrider.rpc.channels import DRAIN_S, AddressTaken
 from target_service.server import start
 
@@ -111,6 +113,15 @@ def test_a_context_beyond_the_model_s_is_refused_by_its_option() -> None:
         InvalidRequest, match=r"^--context-len is 4097, but must be in \[1, 4096\], which is what target"
     ):
         load_model(replace(SETTINGS, context_len=4097))
+
+
+def test_what_the_cache_takes_is_in_the_log_with_its_reason() -> None:
+    """As `outrider up` shows it."""
+    with capture_logs() as lines:
+        load_model(replace(SETTINGS, kv_tokens=None, context_len=100))
+    found = [FileProgress.of(line) for line in lines if line["event"] == FITTING]
+    [said] = [each.sentence for each in found if each is not None]
+    assert said.startswith("fitting the cache: 87,376 tokens in 512 MiB, room for a whole context of 100")
 
 
 @pytest.mark.parametrize("flag", ["--kv-tokens", "--context-len"])

@@ -6,7 +6,7 @@ from support.models.engine_cases import BUILT, every_ops, native
 from torch import Tensor
 
 from outrider.engine.ops import Ops
-from outrider.engine.ops.blocks import BlockMatrix, block_product, quantise
+from outrider.engine.ops.blocks import BlockMatrix, block_product, parts_of, quantise, unpacked
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 SIZES = pytest.mark.parametrize(
@@ -128,5 +128,6 @@ def test_operations_with_packed_bits_stack_packed(bits: int) -> None:
     weights = [matrix_of(20, 200), matrix_of(3, 200)]
     for ops in every_ops(packed_bits=bits):
         stacked = ops.stack(weights)
-        assert isinstance(stacked, BlockMatrix)
-        assert torch.equal(stacked.unpack(), packed(torch.cat(weights), bits).unpack())
+        assert all(isinstance(part, BlockMatrix) for part in parts_of(stacked))
+        assert torch.equal(unpacked(stacked), packed(torch.cat(weights), bits).unpack())
+        assert ops.quantised(stacked) is stacked
