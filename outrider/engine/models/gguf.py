@@ -1,7 +1,7 @@
 """A GGUF file as a model: its configuration, its tensors under the names of a checkpoint, its digest.
 
-Quantised numbers become float32 by the gguf package, a piece of a tensor at a time, and then the type that is asked
-for: beside the model itself there are never more than a few megabytes of float32 in memory.
+Matrices are repacked into blocks as they are read, or become float32 by the gguf package, a piece of a tensor at a time,
+and then the type that is asked for: beside the model itself there are never more than a few megabytes in memory.
 """
 
 import re
@@ -34,7 +34,7 @@ from outrider.model_files.gguf.header import GgufFile, TensorPlace
 
 log = structlog.get_logger()
 
-PIECE_NUMBERS = 1 << 20
+PIECE_NUMBERS = 1 << 18
 ROPE_FACTORS = "rope_freqs.weight"
 # Divisors of a frequency; above any that a model was made with.
 MAX_DIVISOR = 1e6
