@@ -1,7 +1,7 @@
 """A GGUF file as a model: its configuration, its tensors under the names of a checkpoint, its digest.
 
-Matrices are repacked into blocks as they are read, or become float32 by the gguf package, a piece of a tensor at a time,
-and then the type that is asked for: beside the model itself there are never more than a few megabytes in memory.
+Matrices are repacked into blocks as they are read, or become float32 by the gguf package, a piece at a time, and then
+the type that is asked for: beside the model itself there are never more than a few megabytes in memory.
 """
 
 import re
