@@ -84,7 +84,7 @@ def check_pair(stack: Stack) -> tuple[list[Finding], list[str], int]:
         findings.append(skipped(VOCABULARY, sentence))
     if found:
         contexts = {"target": stack.context_len, "draft": None}
-        asked = {role: Asked(dtypes[role], stack.kv_tokens, contexts[role]) for role in found}
+        asked = {role: Asked(dtypes[role], stack.kv_dtype, stack.kv_tokens, contexts[role]) for role in found}
         findings.append(check_memory(found, asked, available_bytes()))
     target = found.get("target")
     is_here = target is not None and target.simulated is None and stack.device == "cpu"
@@ -227,9 +227,10 @@ def check_fit(target: ModelFiles, draft: ModelFiles) -> list[Finding]:
 
 
 class Asked(NamedTuple):
-    """What a service is asked for: `--dtype`, `--kv-tokens`, `--context-len`."""
+    """What a service is asked for: `--dtype`, `--kv-dtype`, `--kv-tokens`, `--context-len`."""
 
     dtype: str = AUTO
+    kv_dtype: str = AUTO
     kv_tokens: int | None = None
     context_len: int | None = None
 
@@ -247,11 +248,12 @@ def check_memory(models: Mapping[str, ModelFiles], asked: Mapping[str, Asked], a
     parts, caches = [], 0
     for role, files in models.items():
         part = f"{role}: weights {gibibytes(weights[role])}"
-        # Keys and values are float32, and a simulated model has none.
-        token_bytes = 0 if files.simulated else 2 * 4 * files.key_value_width
+        # Keys and values are float32 unless it says otherwise, and a simulated model has none.
+        item_bytes = 2 if asked[role].kv_dtype == PLAIN else 4
+        token_bytes = 0 if files.simulated else 2 * item_bytes * files.key_value_width
         if token_bytes:
             try:
-                cache = fit_cache(token_bytes, files.context_len, free, *asked[role][1:])
+                cache = fit_cache(token_bytes, files.context_len, free, *asked[role][2:])
             except (InvalidRequest, ModelRefused) as error:
                 named = error.rename_fields(lambda field: f"--{field.replace('_', '-')}").message
                 fix = "Choose smaller models, a smaller --dtype, or a machine with more memory."

@@ -178,6 +178,7 @@ def test_memory_of_a_pair() -> None:
     cache = "cache of 8,192 tokens in 512 MiB, room for a whole context of 4,096, 64 KiB a token"
     assert cache in told(8 << 30).sentence
     assert told(8 << 30, dtype="int8").sentence != told(8 << 30).sentence
+    assert "in 512 MiB, room for a whole context of 4,096, 32 KiB" in told(8 << 30, kv_dtype="bfloat16").sentence
     refused = told(8 << 30, kv_tokens=1_000_000)
     assert refused.status is Status.FAILED
     assert refused.sentence.startswith("For the target --kv-tokens is 1000000, but must be at most ")
