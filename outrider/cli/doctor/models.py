@@ -82,14 +82,16 @@ def check_pair(stack: Stack) -> tuple[list[Finding], list[str], int]:
         missing = [model for role, model in models.items() if model and role not in found]
         sentence = f"There is nothing to compare without the files of {' and '.join(missing)}."
         findings.append(skipped(VOCABULARY, sentence))
+    wanted = {
+        "target": Asked(stack.dtype, stack.kv_dtype, stack.kv_tokens, stack.context_len, stack.device),
+        "draft": Asked(dtypes["draft"], stack.kv_dtype, stack.kv_tokens, device=stack.draft_device),
+    }
     if found:
-        contexts = {"target": stack.context_len, "draft": None}
-        asked = {role: Asked(dtypes[role], stack.kv_dtype, stack.kv_tokens, contexts[role]) for role in found}
-        findings.append(check_memory(found, asked, available_bytes()))
+        findings.append(check_memory(found, wanted, available_bytes()))
     target = found.get("target")
-    is_here = target is not None and target.simulated is None and stack.device == "cpu"
-    token_bytes = target.weights.token_bytes(target.weights.served(stack.dtype, "cpu")) if target and is_here else 0
-    return findings, absent, token_bytes
+    if target is None or not wanted["target"].is_here(target):
+        return findings, absent, 0
+    return findings, absent, target.weights.token_bytes(target.weights.served(stack.dtype, "cpu"))
 
 
 def read_model(role: str, model: str) -> ModelFiles | None:
@@ -227,20 +229,27 @@ def check_fit(target: ModelFiles, draft: ModelFiles) -> list[Finding]:
 
 
 class Asked(NamedTuple):
-    """What a service is asked for: `--dtype`, `--kv-dtype`, `--kv-tokens`, `--context-len`."""
+    """What a service is asked for: `--dtype`, `--kv-dtype`, `--kv-tokens`, `--context-len`, `--device`."""
 
     dtype: str = AUTO
     kv_dtype: str = AUTO
     kv_tokens: int | None = None
     context_len: int | None = None
+    device: str = "cpu"
+
+    def is_here(self, files: ModelFiles) -> bool:
+        """Whether weights and cache of a model are in this machine's own memory, and not a device's or nowhere."""
+        return self.device == "cpu" and files.simulated is None
 
 
 def check_memory(models: Mapping[str, ModelFiles], asked: Mapping[str, Asked], available: int | None) -> Finding:
-    """What services of models on the CPU take, by role, against what is free; caches fit themselves to that."""
+    """What services of models take of this machine's memory, by role; caches fit themselves to what is free."""
     if available is None:
         return skipped(MEMORY, "This system does not say how much memory is free.")
     weights = {
-        role: 0 if files.simulated else files.weights.memory_bytes(files.weights.served(asked[role].dtype, "cpu"))
+        role: files.weights.memory_bytes(files.weights.served(asked[role].dtype, "cpu"))
+        if asked[role].is_here(files)
+        else 0
         for role, files in models.items()
     }
     least = {role: weights[role] + PROCESS_BYTES for role in models}
@@ -248,12 +257,11 @@ def check_memory(models: Mapping[str, ModelFiles], asked: Mapping[str, Asked], a
     parts, caches = [], 0
     for role, files in models.items():
         part = f"{role}: weights {gibibytes(weights[role])}"
-        # Keys and values are float32 unless it says otherwise, and a simulated model has none.
         item_bytes = 2 if asked[role].kv_dtype == PLAIN else 4
-        token_bytes = 0 if files.simulated else 2 * item_bytes * files.key_value_width
+        token_bytes = 2 * item_bytes * files.key_value_width if asked[role].is_here(files) else 0
         if token_bytes:
             try:
-                cache = fit_cache(token_bytes, files.context_len, free, *asked[role][2:])
+                cache = fit_cache(token_bytes, files.context_len, free, asked[role].kv_tokens, asked[role].context_len)
             except (InvalidRequest, ModelRefused) as error:
                 named = error.rename_fields(lambda field: f"--{field.replace('_', '-')}").message
                 fix = "Choose smaller models, a smaller --dtype, or a machine with more memory."
