@@ -251,6 +251,38 @@ def after_the_draft(stack: RunningStack) -> threading.Event:
     return ended
 
 
+class HaltedTarget:
+    """The target makes so many forwards and no further one until it is let go: what it answers is in the middle.
+
+    Jobs run all the same, so that it can be stopped. A target that is started in its place is not halted.
+    """
+
+    def __init__(self, stack: RunningStack, num_forwards: int = 0) -> None:
+        self._left, self._is_free = num_forwards, False
+        worker = stack.target.worker
+        advance = worker._advance
+
+        def advance_unless_halted(tasks: Sequence[Any]) -> bool:
+            if self._is_free:
+                return advance(tasks)  # type: ignore[no-any-return]
+            if not self._left:
+                return False
+            could_step: bool = advance(tasks)
+            self._left -= could_step
+            return could_step
+
+        worker._advance = advance_unless_halted
+
+    async def make(self, num_forwards: int = 0) -> None:
+        """Lets it make so many further ones, and waits until all that it may make are made."""
+        self._left += num_forwards
+        await eventually(lambda: not self._left)
+
+    def let_go(self) -> None:
+        """It makes as many as it wants from now on."""
+        self._is_free = True
+
+
 AT_A_TIME = 16
 
 

@@ -18,6 +18,9 @@ from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import types_pb2
 
+# A request whose draft is silent stays where it is.
+PATIENT = {"draft_deadline_min_s": 60.0, "draft_deadline_max_s": 60.0}
+
 
 async def test_text_and_tokens_are_those_of_plain_decoding(tokenizer: str) -> None:
     """Rounds join to the target's own tokens, deltas to their text, and the figures add up."""
@@ -144,7 +147,7 @@ async def test_the_drafter_of_a_request_reaches_the_draft(tokenizer: str) -> Non
 
 async def test_a_client_that_leaves_frees_everything(tokenizer: str) -> None:
     """Cancelled before the first round, between rounds and inside one: no session, no request and no task is left."""
-    async with markov_stack(tokenizer) as stack:
+    async with markov_stack(tokenizer, **PATIENT) as stack:
         await stack.run(request())
         tasks = len(asyncio.all_tasks())
         for read in (0, 1, 3):
@@ -163,7 +166,7 @@ async def test_a_client_that_leaves_frees_everything(tokenizer: str) -> None:
 
 async def test_more_requests_than_allowed_are_turned_away_at_once(tokenizer: str) -> None:
     """With a full queue the answer is RESOURCE_EXHAUSTED; who waits gets the place of a request that has ended."""
-    async with markov_stack(tokenizer, max_requests=1, max_queue=1) as stack:
+    async with markov_stack(tokenizer, max_requests=1, max_queue=1, **PATIENT) as stack:
         stack.draft.mischief = {2: Mischief.LATE}
         running = stack.generate(request())
         await running.read()

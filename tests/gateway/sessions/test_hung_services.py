@@ -9,6 +9,7 @@ import pytest
 from support.basics import eventually
 from support.services.markov import MarkovModel
 from support.services.markov_services import DraftServicer, Mischief, TargetServicer, serving
+from support.services.silences import DraftSilence
 
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
@@ -55,7 +56,6 @@ class Pair:
     target_link: ServicePeer
     draft_link: ServicePeer
     clock: Clock = field(default_factory=Clock)
-    deadline: DraftDeadline = field(default_factory=lambda: DraftDeadline(0.05, 0.05))
     timeouts: TargetTimeouts = field(
         default_factory=lambda: TargetTimeouts(RoundDeadline(0.05, 0.05), rebuild_budget_s=0.3)
     )
@@ -77,7 +77,7 @@ class Pair:
         """A request with four guesses a round; its tokens are not looked at here."""
         log, session_id = TokenLog(PROMPT), self.session_id()
         planner = RoundPlanner(SpeculationPolicy(), 4, MAX_LEN, max_draft_count=8)
-        draft = RemoteDraftSession(Replicas([self.draft_link]), self.deadline, SPEC, log, session_id, warm=True)
+        draft = RemoteDraftSession(Replicas([self.draft_link]), DraftSilence(self.draft), SPEC, log, session_id, True)
         return [committed async for committed in speculate(log, planner, self.target_session(log), draft)]
 
 
@@ -108,22 +108,13 @@ async def pair_of(mischief: dict[int, Mischief]) -> AsyncIterator[Pair]:
         yield Pair(target, draft, target_link, draft_link)
 
 
-def never_answer(draft: DraftServicer) -> None:
-    """From now on, rollbacks are answered at once and proposals never come, as from a device that hangs."""
-
-    async def hang(*_: object) -> AsyncIterator[object]:
-        """Never sends an answer."""
-        draft.answers += 1
-        await eventually(lambda: False, 60)
-        yield
-
-    draft.answer = hang  # type: ignore[method-assign, assignment]
+# Rollbacks are answered at once and proposals never come, as from a device that hangs.
+HANGING = dict.fromkeys(range(1, 1000), Mischief.SILENT)
 
 
 async def test_a_hung_draft_is_left_alone_by_all_requests() -> None:
     """The first request finds it out; later ones send it nothing, not even their prompt, and say that it is late."""
-    async with pair_of({}) as pair:
-        never_answer(pair.draft)
+    async with pair_of(HANGING) as pair:
         first = await pair.run()
         assert any(committed.proposal.fallback_reason is FallbackReason.DRAFT_LATE for committed in first)
         assert pair.draft_link.breaker.is_open
@@ -137,15 +128,13 @@ async def test_a_hung_draft_is_left_alone_by_all_requests() -> None:
 
 async def test_one_trial_at_a_time_and_a_proposal_ends_the_rest() -> None:
     """After a pause one request tries once; when the draft is well again, the next trial brings speculation back."""
-    async with pair_of({}) as pair:
-        right = pair.draft.answer
-        never_answer(pair.draft)
+    async with pair_of(HANGING) as pair:
         await pair.run()
         asked = pair.draft.answers
         pair.clock.now_s += 0.5
         await pair.run()
         assert pair.draft.answers == asked + 1
-        pair.draft.answer = right  # type: ignore[method-assign]
+        pair.draft.mischief = {}
         pair.clock.now_s += 1.0
         rounds = await pair.run()
         assert not pair.draft_link.breaker.is_open
@@ -154,11 +143,9 @@ async def test_one_trial_at_a_time_and_a_proposal_ends_the_rest() -> None:
 
 async def test_another_incarnation_of_the_draft_is_asked_at_once() -> None:
     """A restart ends the rest: what the old process did is not held against the new one."""
-    async with pair_of({}) as pair:
-        right = pair.draft.answer
-        never_answer(pair.draft)
+    async with pair_of(HANGING) as pair:
         await pair.run()
-        pair.draft.answer = right  # type: ignore[method-assign]
+        pair.draft.mischief = {}
         for instance_id, is_open in ((1, True), (2, False)):
             pair.draft.instance_id = instance_id
             pair.draft_link.report_lost(pair.draft_link.link())

@@ -20,6 +20,7 @@ from support.services.markov_services import (
     linked,
     serving,
 )
+from support.services.silences import DraftSilence, TargetSilence
 
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
@@ -27,7 +28,7 @@ from gateway.rounds.round import FallbackReason, Round, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.peer import ModelInfo, ServicePeer, WrongService
 from gateway.sessions.replicas import Replicas
-from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
+from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
 from outrider.errors import InvalidRequest, PeerLost, VocabularyMismatch
@@ -86,7 +87,7 @@ async def pair_of(mischief: dict[int, Mischief] | None = None, context_len: int 
     draft = DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3), context_len=context_len)
     draft.mischief = mischief or {}
     async with linked(target) as target_link, linked(draft) as draft_link:
-        yield Pair(target, draft, target_link, draft_link, DraftDeadline(0.05, 0.2))
+        yield Pair(target, draft, target_link, draft_link, DraftSilence(draft))
 
 
 def reasons(rounds: list[Round]) -> list[FallbackReason]:
@@ -202,7 +203,7 @@ async def test_a_draft_cannot_stretch_its_own_deadline(cached_len: int) -> None:
             return answer
 
         pair.draft.right_answer = wrong  # type: ignore[method-assign]
-        pair.draft.mischief = {4: Mischief.LATE}
+        pair.draft.mischief, pair.deadline = {4: Mischief.LATE}, DraftDeadline(2.0, 2.0)
         assert set(reasons(await pair.run())) == {FallbackReason.DRAFT_REFUSED}
         assert pair.draft_link.faults > 0
 
@@ -270,7 +271,7 @@ async def test_a_draft_that_is_killed_and_comes_back() -> None:
         draft_link = ServicePeer("draft", address, accept)
         stack.push_async_callback(draft_link.close)
         assert await draft_link.settled(5)
-        pair = Pair(target, second, target_link, draft_link, DraftDeadline(0.05, 0.2))
+        pair = Pair(target, second, target_link, draft_link, DraftSilence(second))
         rounds = []
         async with aclosing(pair.rounds()) as stream:
             async for committed in stream:
@@ -308,8 +309,7 @@ async def test_a_lost_target_gets_the_session_again(mischief: Mischief) -> None:
     async with pair_of() as pair:
         pair.target.mischief = {4: mischief}
         if mischief is Mischief.FROZEN:
-            # The others say that they have lost it, and a busy machine is late now and then.
-            pair.timeouts = TargetTimeouts(RoundDeadline(0.05, 0.1), answer_s=0.1)
+            pair.timeouts = TargetTimeouts(TargetSilence(pair.target), answer_s=0.1)
         rounds = await pair.run()
         assert [committed.verdict.reopens for committed in rounds if committed.verdict.reopens] == [1]
 

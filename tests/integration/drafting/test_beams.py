@@ -11,7 +11,7 @@ from support.basics import grid
 from support.models.model_cases import logprobs_and_reach
 from support.models.tiny_models import TARGET
 from support.rest.rest_stack import CHAT, COMPLETIONS, rest_stack
-from support.stack import PATIENT, RunningStack, reference_model, request_of, running_stack
+from support.stack import PATIENT, HaltedTarget, RunningStack, reference_model, request_of, running_stack
 
 from outrider.cli.bench.common import OPENINGS
 from outrider.client import Answer, BeamSearch, InvalidRequest, PromptTooLong, Speculation
@@ -76,7 +76,7 @@ async def test_beams_are_those_of_transformers_in_fewer_passes(num_prompts: int)
 async def test_every_surface_says_the_same() -> None:
     """Tokens come once, after rounds that have none; the figures count passes and guesses."""
     prompt = OPENINGS[0]
-    async with rest_stack() as rest:
+    async with rest_stack(gateway=PATIENT) as rest:
         [answer] = await found(rest.stack, [prompt])
         passes = [each for each in answer.samples[0].rounds if not each.tokens]
         figures = answer.result.speculation
@@ -188,11 +188,14 @@ async def test_a_search_survives_a_service(who: str) -> None:
     """It goes on where it was, on a target that has never heard of it, and without a draft that has died."""
     async with running_stack(gateway=PATIENT) as stack:
         [expected] = await found(stack, OPENINGS[:1], max_tokens=48)
-        stream = stack.client.generate(OPENINGS[0], beam_search=BeamSearch(WIDTH), max_tokens=48)
-        for _ in range(4):
-            await anext(stream)
+        halted = HaltedTarget(stack, 4)
+        options = {"beam_search": BeamSearch(WIDTH), "speculation": Speculation(draft_count=8)}
+        stream = stack.client.generate(OPENINGS[0], max_tokens=48, **options)
+        await anext(stream)
+        await halted.make()
         if who == "draft":
             await stack.stop_draft()
+            halted.let_go()
         else:
             await stack.restart_target()
         answer = await stream.result()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.basics import check_empty, eventually
 from support.models.tiny_models import write_tiny_model
-from support.stack import DRAFT, PATIENT, RunningStack, answers, request_of, running_stack, token_ids
+from support.stack import DRAFT, PATIENT, HaltedTarget, RunningStack, answers, request_of, running_stack, token_ids
 
 from draft_service.server import DraftSettings, start
 from outrider.errors import InvalidRequest, ModelRefused
@@ -81,12 +81,14 @@ async def test_rules_with_laws_say_the_same_with_a_cascade(rule: int) -> None:
 async def test_cancelled_and_lost_requests_leave_no_block() -> None:
     """In neither pool, whether a client goes away or the draft service is killed and comes back."""
     async with running_stack(draft=LARGE, draft_options={"cascade": DRAFT}, gateway=PATIENT) as stack:
+        halted = HaltedTarget(stack, 16)
         calls = [
             stack.call(request_of(text=prompt, seed=seed, max_tokens=400, ignore_eos=True, draft_count=6))
             for seed, prompt in enumerate(PROMPTS)
         ]
         for call in calls:
             await call.read()
+        await halted.make()
         [smaller] = stack.draft.facts.hosted.values()
         await eventually(lambda: smaller.pool.num_free < smaller.pool.num_blocks)
         for call in calls[::2]:

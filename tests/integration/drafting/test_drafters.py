@@ -16,9 +16,18 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import tokenizers
-from support.basics import eventually
 from support.models.tiny_models import write_tiny_model
-from support.stack import DRAFT, PATIENT, TARGET, Answer, RunningStack, greedy_reference, running_stack, token_ids
+from support.stack import (
+    DRAFT,
+    PATIENT,
+    TARGET,
+    Answer,
+    HaltedTarget,
+    RunningStack,
+    greedy_reference,
+    running_stack,
+    token_ids,
+)
 
 from outrider.cli.bench.common import OPENINGS
 from outrider.datastore.build import build
@@ -248,13 +257,20 @@ async def test_deaths_of_either_service_change_no_token(tmp_path: Path) -> None:
     long = {"max_tokens": 160}
     async with many_drafters(tmp_path) as stack:
         expected = token_ids(await ask(stack, "plain", enabled=False, **long))
+        halted = HaltedTarget(stack)
         running = asyncio.create_task(ask(stack, "deaths", own=lambda number: kinds[number], **long))
-        await eventually(lambda: stack.draft.worker.stalled_us > 0)
+        await halted.make(4)
         await stack.stop_draft()
-        await asyncio.gather(stack.start_draft(), stack.restart_target())
-        await eventually(lambda: stack.draft.worker.stalled_us > 0)
-        await stack.stop_draft()
+        await halted.make(2)
         await stack.start_draft()
+        await stack.restart_target()
+        halted = HaltedTarget(stack)
+        await halted.make(4)
+        await stack.stop_draft()
+        await halted.make(2)
+        await stack.start_draft()
+        assert not running.done()
+        halted.let_go()
         told = await running
         assert token_ids(told) == expected
         assert sum(answer.completion.speculation.fallback_rounds for answer in told) > 0

@@ -15,7 +15,7 @@ from google.protobuf.descriptor import Descriptor
 from support.basics import eventually
 from support.models.tiny_models import TARGET, TRAINED
 from support.services.lying_draft import ANSWERS, FAULTY, MANNERS, Lie, LyingDraft, Manner, lies, lying_draft, silent
-from support.stack import RunningStack, request_of, running_stack
+from support.stack import PATIENT, RunningStack, request_of, running_stack
 
 from gateway.server import RunningGateway, start
 from gateway.sessions.peer import ServicePeer
@@ -67,7 +67,7 @@ class Lied:
 
 
 @asynccontextmanager
-async def lied() -> AsyncIterator[Lied]:
+async def lied(deadlines: dict[str, float] = HASTY) -> AsyncIterator[Lied]:
     """Everything of it, on free ports."""
     leases = {"lease_seconds": 1.0}
     async with (
@@ -75,7 +75,7 @@ async def lied() -> AsyncIterator[Lied]:
         lying_draft(stack.draft.address) as (draft, address),
     ):
         settings = GatewaySettings(
-            stack.target.address, str(TARGET), address, listen="127.0.0.1:0", rest_listen="", branches=4, **HASTY
+            stack.target.address, str(TARGET), address, listen="127.0.0.1:0", rest_listen="", branches=4, **deadlines
         )
         gateway = await start(settings)
         try:
@@ -133,7 +133,7 @@ async def test_no_lie_about_any_field_costs_a_token_or_an_error(
 @pytest.mark.parametrize("manner", MANNERS, ids=lambda manner: manner.__name__)
 async def test_whatever_messages_come_tokens_stay(manner: Manner) -> None:
     """None, too many, too large, other ones, or an end: where no draft may send them they count as its fault."""
-    async with lied() as here:
+    async with lied(HASTY if manner is silent else PATIENT) as here:
         plain = (await here.said("tree"))["tree"]
         here.draft.manner = manner
         for _ in range(2):

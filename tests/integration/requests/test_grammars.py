@@ -12,7 +12,7 @@ import jsonschema_rs
 import pytest
 from support.basics import grid, slow
 from support.models.tiny_models import write_tiny_model
-from support.stack import DRAFT, PATIENT, TARGET, RunningStack, running_stack
+from support.stack import DRAFT, PATIENT, TARGET, HaltedTarget, RunningStack, running_stack
 
 from gateway.lookup.guesses import GRAMMAR
 from outrider.cli.bench.common import OPENINGS
@@ -125,16 +125,20 @@ async def test_a_grammar_survives_its_services(who: str) -> None:
     options: dict[str, Any] = {"max_tokens": 60, "seed": 4, **GRAMMARS["object"]}
     async with running_stack(gateway=PATIENT) as stack:
         expected = await stack.client.generate(OPENINGS[0], **options).result()
-        stream = stack.client.generate(OPENINGS[0], **options)
-        for _ in range(5):
-            await anext(stream)
+        assert len(expected.token_ids) > 5 * (1 + 4)
+        halted = HaltedTarget(stack, 5)
+        stream = stack.client.generate(OPENINGS[0], speculation=Speculation(draft_count=4), **options)
+        await anext(stream)
+        await halted.make()
         if who == "draft":
             await stack.stop_draft()
+            halted.let_go()
         else:
             await stack.restart_target()
         answer = await stream.result()
         assert answer.samples[0].token_ids == expected.samples[0].token_ids
         assert answer.result.target_reopens == (who == "target")
+        assert (answer.result.speculation.fallback_rounds > 0) == (who == "draft")
 
 
 @pytest.mark.slow

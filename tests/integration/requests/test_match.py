@@ -4,9 +4,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from support.basics import eventually
 from support.models.tiny_models import TARGET, TRAINED
-from support.stack import Answer, RunningStack, answers, running_stack, token_ids
+from support.stack import Answer, HaltedTarget, RunningStack, answers, running_stack, token_ids
 
 from outrider.cli.bench.common import OPENINGS
 from outrider.v1 import types_pb2
@@ -98,12 +97,15 @@ async def check_restarts(stack: RunningStack, parameters: dict[str, Any], **fiel
     """Stops the draft service and starts it again, twice, while sixteen requests run; compares with draft count 0."""
     plain = await answers(stack, OPENINGS[:16], draft_count=0, **fields, **parameters)
     check_ends(plain, parameters)
+    halted = HaltedTarget(stack)
     running = asyncio.create_task(answers(stack, OPENINGS[:16], draft_count=4, **fields, **parameters))
     for _ in range(2):
-        await eventually(lambda: stack.draft.worker.stalled_us > 0)
-        assert not running.done()
+        await halted.make(6)
         await stack.stop_draft()
+        await halted.make(3)
         await stack.start_draft()
+    assert not running.done()
+    halted.let_go()
     results = await running
     assert token_ids(results) == token_ids(plain)
     assert sum(each.completion.speculation.fallback_rounds for each in results) > 0

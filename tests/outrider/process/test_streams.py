@@ -25,16 +25,21 @@ class Odd:
     def __repr__(self): raise RuntimeError("no words")
     __str__ = __repr__
 
+def settle():
+    for stream in (sys.stdout, sys.stderr):
+        while stream.file._num_bytes:
+            stream.file.finish()
+
 def say(count):
     for number in range(count):
         log.info("line", number=number)
-        sys.stderr.file.finish()
+        settle()
 
 def main():
     with unfailing(loss_line):
         configure_logs("info")
         work()
-        sys.stderr.file.finish()
+        settle()
         [family] = LostLines().collect()
         lost = int(family.samples[0].value)
     sys.exit(lost)

@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 from support.services.markov import EOS, NUM_TOKENS, MarkovModel, branching_tree
+from support.services.silences import DraftSilence
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gateway.server import RunningGateway, start
@@ -39,6 +40,7 @@ class Mischief(Enum):
 
     LATE = auto()  # not before a rollback
     FROZEN = auto()  # never, and rollbacks are not answered either
+    SILENT = auto()  # never
     LOST = auto()  # the service says that the session is lost
     BROKEN = auto()  # the whole link breaks, without a word of the service's own
     FULL = auto()  # no cache blocks
@@ -53,6 +55,7 @@ class Mischief(Enum):
     FLOOD = auto()  # the right answer, and the one of an older epoch, without end
 
 
+SILENCES = (Mischief.LATE, Mischief.FROZEN, Mischief.SILENT)
 GARBAGE = (Mischief.TOO_MANY, Mischief.OUTSIDE, Mischief.BAD_PARENTS, Mischief.FUTURE)
 
 
@@ -326,6 +329,11 @@ class Service(model_service_pb2_grpc.ModelServiceServicer, ABC):
         self.rolled_back.set()
         return model_pb.RollbackResponse(fence=request.fence, cached_len=request.fence.base_len, job_stopped=True)
 
+    @property
+    def goes_silent(self) -> bool:
+        """Whether what it is asked next gets no answer by itself."""
+        return self.frozen or self.mischief.get(self.answers + 1) in SILENCES
+
     def next_mischief(self) -> Mischief | None:
         """What to do wrong with the answer that is due."""
         self.answers += 1
@@ -366,8 +374,8 @@ class DraftServicer(Service, draft_service_pb2_grpc.DraftServiceServicer):  # ty
         refuse(mischief)
         if mischief is Mischief.LATE:
             await self.rolled_back.wait()
-        if mischief is Mischief.FROZEN:
-            self.frozen = True
+        if mischief in {Mischief.FROZEN, Mischief.SILENT}:
+            self.frozen = mischief is Mischief.FROZEN
             await asyncio.Event().wait()
         answer = self.right_answer(fence, token_ids, seed, count)
         if mischief is Mischief.STALE_FIRST:
@@ -628,6 +636,9 @@ async def markov_stack(tokenizer: str, **changes: object) -> AsyncIterator[Marko
     async with serving(target) as target_address, serving(draft) as draft_address:
         settings = GatewaySettings(target_address, tokenizer, draft_address, listen="127.0.0.1:0", rest_listen="")
         gateway = await start(replace(settings, **changes))  # type: ignore[arg-type]
+        if "draft_deadline_max_s" not in changes:
+            # Who is asked by one request at a time is waited for, unless it goes silent.
+            object.__setattr__(gateway.backend, "draft_deadline", DraftSilence(draft))
         try:
             async with open_channel(gateway.address) as channel:
                 yield MarkovStack(gateway, target, draft, GenerationServiceStub(channel).Generate)

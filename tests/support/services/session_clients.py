@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import cached_property
 from typing import Any, Self
 
 import grpc
@@ -26,13 +27,21 @@ from outrider.v1.target_service_pb2_grpc import TargetServiceStub
 
 
 class Link:
-    """One link to a service, and what came over it for each session that has not read it yet."""
+    """One link to a service, and what came over it for each session that has not read it yet.
 
-    def __init__(self, call: "grpc.aio.StreamStreamCall", frame_type: Callable[..., Message]) -> None:
-        self.call = call
+    It begins where it is first used, because a service keeps none that says nothing at first.
+    """
+
+    def __init__(self, begin: Callable[[], "grpc.aio.StreamStreamCall"], frame_type: Callable[..., Message]) -> None:
+        self._begin = begin
         self._frame_type = frame_type
         self._answers: defaultdict[bytes, deque[Any]] = defaultdict(deque)
         self._reading, self._writing = asyncio.Lock(), asyncio.Lock()
+
+    @cached_property
+    def call(self) -> "grpc.aio.StreamStreamCall":
+        """The call that is the link."""
+        return self._begin()
 
     async def send(self, *requests: Message) -> None:
         """Sends messages of any sessions, all in one frame."""
@@ -70,7 +79,7 @@ class Client(ABC):
 
     @abstractmethod
     def begin(self) -> Link:
-        """Begins a link to the service."""
+        """A link to the service."""
 
     @abstractmethod
     def request(self, fence: pb.Fence, **action: Message) -> Message:
@@ -149,8 +158,8 @@ class TargetClient(Client):
     """A session of a target service."""
 
     def begin(self) -> Link:
-        """Begins a link to the service."""
-        return Link(TargetServiceStub(self.channel).Link(), target_pb.TargetServiceLinkRequest)
+        """A link to the service."""
+        return Link(TargetServiceStub(self.channel).Link, target_pb.TargetServiceLinkRequest)
 
     def request(self, fence: pb.Fence, **action: Message) -> target_pb.VerifyRequest:
         """A message to the target."""
@@ -207,8 +216,8 @@ class DraftClient(Client):
     """A session of a draft service."""
 
     def begin(self) -> Link:
-        """Begins a link to the service."""
-        return Link(DraftServiceStub(self.channel).Link(), draft_pb.DraftServiceLinkRequest)
+        """A link to the service."""
+        return Link(DraftServiceStub(self.channel).Link, draft_pb.DraftServiceLinkRequest)
 
     def request(self, fence: pb.Fence, **action: Message) -> draft_pb.ProposeRequest:
         """A message to the draft."""
