@@ -7,7 +7,7 @@ import pytest_asyncio
 from page.browser import ended, fill, say, sent, spoken, visit
 from playwright.async_api import Browser, Page, expect
 from support.models.templated import templated
-from support.stack import RunningStack, running_stack
+from support.stack import HaltedTarget, RunningStack, running_stack
 
 pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
 
@@ -90,6 +90,7 @@ async def test_an_answer_that_broke_off_comes_whole_from_the_same_seed(page: Pag
     """What there was begins it. One that breaks off in another's place leaves that where it was."""
     bodies = sent(page)
     await fill(page, max_tokens=3000, seed=7)
+    HaltedTarget(stack, 8)
     await page.locator("#message").fill("Tell me all.")
     await page.keyboard.press("Enter")
     await expect(page.locator("#lane-main .t").nth(4)).to_be_visible()
@@ -107,6 +108,7 @@ async def test_an_answer_that_broke_off_comes_whole_from_the_same_seed(page: Pag
     assert whole.startswith(begun)
     await expect(page.locator("#failure")).to_be_hidden()
     await fill(page, max_tokens=3000)
+    HaltedTarget(stack, 8)
     await page.locator("#regenerate").click()
     await expect(page.locator("#lane-main .t").nth(4)).to_be_visible()
     await stack.target.stop(0)

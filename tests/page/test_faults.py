@@ -5,7 +5,7 @@ import re
 import pytest
 from page.browser import PATIENCE_MS, ended, fill, spoken, visit
 from playwright.async_api import Browser, Page, Request, expect
-from support.stack import DRAFT, RunningStack, running_stack
+from support.stack import DRAFT, HaltedTarget, RunningStack, running_stack
 
 pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
 
@@ -22,8 +22,11 @@ async def begin(page: Page, max_tokens: int) -> None:
 async def test_a_killed_draft_is_a_banner_and_not_an_error(page: Page, stack: RunningStack) -> None:
     """The answer goes on plainly with the same tokens; the banner comes, and goes when the draft is back."""
     await expect(page.locator("#banner")).to_be_hidden()
+    halted = HaltedTarget(stack, 8)
     await begin(page, 1500)
+    await halted.make()
     await stack.stop_draft()
+    halted.let_go()
     await expect(page.locator("#banner")).to_contain_text("Degraded: the draft is away", timeout=PATIENCE_MS)
     await expect(page.locator("[data-service=draft]")).to_have_attribute("data-state", "away")
     assert (await ended(page)).startswith("Done")
@@ -38,13 +41,16 @@ async def test_a_killed_draft_is_a_banner_and_not_an_error(page: Page, stack: Ru
 @pytest.mark.parametrize("way", ["button", "escape"])
 async def test_a_stopped_answer_frees_everything(page: Page, stack: RunningStack, way: str) -> None:
     """Stop and Esc end the stream; the text stays, and both services come to rest."""
+    halted = HaltedTarget(stack, 8)
     await begin(page, 4000)
+    await halted.make()
     await (page.locator("#stop").click() if way == "button" else page.keyboard.press("Escape"))
     assert (await ended(page)).startswith("Stopped after")
     await expect(page.locator("#stop")).to_have_attribute("aria-disabled", "true")
     assert await spoken(page) != ""
     await expect(page.locator("#result")).to_have_text(re.compile(r"^Stopped after [\d,]+ tokens\. Seed 2\.$"))
     await stack.quiet()
+    halted.let_go()
 
 
 async def test_a_request_that_cannot_be_is_told_in_one_sentence(browser: Browser, stack: RunningStack) -> None:
@@ -81,6 +87,7 @@ async def test_a_gateway_lost_in_mid_answer_is_told_in_one_sentence(browser: Bro
     async with running_stack(draft=None, gateway={"rest_listen": "127.0.0.1:0"}) as stack:
         page = await context.new_page()
         await page.goto(f"http://{stack.gateway.rest_address}/")
+        HaltedTarget(stack, 8)
         await begin(page, 4000)
         await context.set_offline(True)
         await stack.gateway.stop(0)
@@ -107,6 +114,7 @@ async def test_a_lost_target_breaks_the_answer_off_in_one_sentence(browser: Brow
     patience = {"rest_listen": "127.0.0.1:0", "rebuild_budget_seconds": 0.3}
     async with running_stack(draft=None, gateway=patience) as stack, visit(browser, stack.gateway.rest_address) as page:
         await expect(page.locator("#banner")).to_contain_text("No draft is configured")
+        HaltedTarget(stack, 8)
         await begin(page, 4000)
         await stack.target.stop(0)
         stack.target = None

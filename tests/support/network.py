@@ -16,6 +16,9 @@ from gateway.rest.server import RunningRest, serve_rest
 from gateway.rest.sse import EventStream
 from outrider.rpc.guard import Throttle
 
+# Of a client's channel. Without these its transport takes a megabyte in before anybody reads it; with them, what is
+# said does not run ahead of who reads by more than some messages.
+SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1000))
 READ_BYTES = 1 << 16
 # Closing with a linger time of 0 sends a reset, as a connection through a rebooted router gets it.
 NO_LINGER = struct.pack("ii", 1, 0)

@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 from support.basics import eventually
+from support.network import SMALL_WINDOW
 from support.services.markov import EOS, MarkovModel, plain_decoding
 from support.services.markov_services import TargetServicer, serving
 from support.stack import request_of, running_stack
@@ -22,8 +23,6 @@ from outrider.v1 import types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 TOKENIZER = str(Path(__file__).resolve().parents[3] / "models" / "target")
-# Without these the client's transport takes a megabyte in before anybody reads it.
-SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1000))
 
 
 @asynccontextmanager

@@ -11,6 +11,7 @@ import grpc
 import pytest
 import torch
 from support.heads.tiny_heads import eagle1, write_head
+from support.network import SMALL_WINDOW
 from support.stack import request_of
 
 from outrider.cli.local_stack import Addresses, Stack, start_stack
@@ -39,7 +40,7 @@ async def served(stack: Stack) -> AsyncIterator[tuple[GenerationServiceStub, Sup
         addresses = await start_stack(supervisor, stack)
         watching = asyncio.create_task(supervisor.watch())
         try:
-            async with open_channel(addresses.gateway) as channel:
+            async with open_channel(addresses.gateway, further=SMALL_WINDOW) as channel:
                 yield GenerationServiceStub(channel), supervisor, addresses
         finally:
             watching.cancel()
@@ -51,7 +52,7 @@ async def answer(stub: GenerationServiceStub, **fields: object) -> tuple[list[in
     """Tokens, rounds and completion of a request."""
     said: list[int] = []
     rounds: list[pb.Round] = []
-    async for message in stub.Generate(request_of(**REQUEST, **fields)):
+    async for message in stub.Generate(request_of(**REQUEST | fields)):
         said += [token.token_id for token in message.round.tokens]
         if message.HasField("round"):
             rounds.append(message.round)
@@ -119,10 +120,12 @@ async def test_a_target_killed_within_an_unasked_stretch_costs_time_and_no_token
         alone = Stack(TARGET, None, target_flags={"--head": head})
     async with served(alone) as (stub, supervisor, _):
         for temperature in (0.0, 0.8):
-            plain, _, _ = await answer(stub, temperature=temperature, draft_count=0)
+            # More than the target may say unasked, and what is on its way.
+            fields = {"temperature": temperature, "max_tokens": 600}
+            plain, _, _ = await answer(stub, draft_count=0, **fields)
             said: list[int] = []
             num_rounds = drafted_after = 0
-            async for message in stub.Generate(request_of(**REQUEST, temperature=temperature, draft_count=4)):
+            async for message in stub.Generate(request_of(**REQUEST | fields, draft_count=4)):
                 said += [token.token_id for token in message.round.tokens]
                 num_rounds += 1
                 if num_rounds == 20:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
+from support.network import SMALL_WINDOW
 from support.stack import request_of, until_quiet
 
 from outrider.cli.local_stack import Stack, start_stack
@@ -19,6 +20,7 @@ from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 pytestmark = pytest.mark.slow
 
 REQUEST = {"text": "Once upon a time there was a miller who had", "seed": 3, "max_tokens": 600, "ignore_eos": True}
+LOST = (pb.FALLBACK_REASON_DRAFT_LOST, pb.FALLBACK_REASON_DRAFT_ABSENT)
 QUICK = RestartPolicy(first_s=0.05, longest_s=0.2)
 
 
@@ -30,7 +32,7 @@ async def served() -> AsyncIterator[tuple[GenerationServiceStub, Supervisor]]:
         addresses = await start_stack(supervisor, Stack(embedded_model("target"), embedded_model("draft")))
         watching = asyncio.create_task(supervisor.watch())
         try:
-            async with open_channel(addresses.gateway) as channel:
+            async with open_channel(addresses.gateway, further=SMALL_WINDOW) as channel:
                 yield GenerationServiceStub(channel), supervisor
             for address in (addresses.target, addresses.draft):
                 assert address is not None
@@ -66,7 +68,7 @@ async def test_a_draft_killed_in_the_middle_of_a_round_is_not_noticed(
             if len(rounds) == 3:
                 os.kill(supervisor.pid("draft"), signal.SIGKILL)
         assert said == plain
-        lost = next(index for index, each in enumerate(rounds) if each.facts.fallback_reason)
+        lost = next(index for index, each in enumerate(rounds) if each.facts.fallback_reason in LOST)
         assert message.completion.speculation.fallback_rounds > 0
         again, figures = await eventually_speculates(stub)
         assert again == plain

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
+from support.network import SMALL_WINDOW
 from support.stack import DRAFT, TARGET, request_of
 
 from outrider.cli.local_stack import Addresses, Stack, start_stack
@@ -64,11 +65,12 @@ async def test_a_stream_whose_target_freezes_goes_on_when_it_was_replaced() -> N
     """It waits as long as that takes, and says the tokens that it says without a fault."""
     async with kept_alive(Stack(TARGET, DRAFT), QUICK) as (addresses, supervisor, _):
         frozen = supervisor.pid("target")
-        async with open_channel(addresses.gateway) as channel:
+        async with open_channel(addresses.gateway, further=SMALL_WINDOW) as channel:
             generate = GenerationServiceStub(channel).Generate
             undisturbed = [message async for message in generate(request_of(**REQUEST))]
             said = []
-            async for message in generate(request_of(**REQUEST)):
+            # What was said before would be guessed, and accepted, at once.
+            async for message in generate(request_of(**REQUEST, draft_count=4)):
                 said.append(message)
                 if len(said) == 3:
                     os.kill(frozen, signal.SIGSTOP)

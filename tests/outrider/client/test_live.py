@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from support.stack import RunningStack, running_stack
+from support.stack import PATIENCE_S, RunningStack, running_stack
 
 from outrider.client import Answer, Client, GenerationOptions, Speculation
 
@@ -34,7 +34,7 @@ async def run(*arguments: str, stdin: str = "") -> str:
     """What a command prints; fails unless it ends well."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*arguments, stdin=pipe, stdout=pipe, stderr=pipe)
-    output, notes = await asyncio.wait_for(process.communicate(stdin.encode()), 60)
+    output, notes = await asyncio.wait_for(process.communicate(stdin.encode()), PATIENCE_S)
     assert process.returncode == 0, notes.decode()
     return output.decode()
 
