@@ -46,7 +46,15 @@ async def speculate(
         look = lookup.look(planner.room(log), math.inf if went_on else planner.looks_for(log))
         # How many tokens to draft, and how many the target may commit unasked while there is nothing to draft.
         outstanding = 0 if went_on else target.outstanding
-        plan = planner.plan(log, outstanding, draft.outlook, target.drafter, look.tree.values, went_on=went_on)
+        plan = planner.plan(
+            log,
+            outstanding,
+            draft.outlook,
+            target.drafter,
+            look.tree.values,
+            went_on=went_on,
+            takes_branches=target.takes_branches,
+        )
         return plan, await draft.propose(plan.asked(Place.REMOTE))
 
     with planner:

@@ -163,6 +163,9 @@ def policy(
     gateway_us: Annotated[
         float, typer.Option(help="Of --streams: the gateway's time a round.", callback=between(0, 10_000))
     ] = 230.0,
+    branches: Annotated[
+        int, typer.Option(help="Of --streams: most branches of a session.", callback=between(0, 64))
+    ] = 0,
     plot: Annotated[
         Path | None,
         typer.Option(help="Instead of seeds: a jump of the load as SVG.", metavar="FILE", callback=writable),
@@ -183,7 +186,7 @@ def policy(
         return
     if streams:
         loads = parse_numbers("--streams", streams, int, 1, 1024)
-        found = run_all(loads, makers, partial(h100, gateway_us=gateway_us))
+        found = run_all(loads, makers, partial(h100, gateway_us=gateway_us, branches=branches))
         print(f"SIMULATED: an 8B model on an H100, {gateway_us:g} us of the gateway a round.\n\n{by_streams(found)}")
         return
     found = run_all(range(first, first + worlds), makers, world)

@@ -58,7 +58,14 @@ class Planner(Protocol):
     def __exit__(self, *_exit: object) -> None: ...
     def looks_for(self, log: TokenLog) -> float: ...
     def plan(
-        self, log: TokenLog, outstanding: int, draft: DraftOutlook, own: str = "", look: Sequence[float] = ()
+        self,
+        log: TokenLog,
+        outstanding: int,
+        draft: DraftOutlook,
+        own: str = "",
+        look: Sequence[float] = (),
+        *,
+        went_on: bool = False,
     ) -> RoundPlan: ...
     def complete(self, plan: RoundPlan, drafted: Proposal, found: Proposal) -> Proposal: ...
     def observe(self, committed: Round) -> None: ...
@@ -122,6 +129,10 @@ class World:
     """Seconds, and sessions that are at work during them."""
     looks: bool = True
     """Whether a lookup may guess."""
+    branches: int = 0
+    """Most branches of a session, for which a draft runs ahead."""
+    session: "type[SimulatedSession] | None" = None
+    """What sessions are, where they are not SimulatedSession."""
 
     @property
     def may_guess(self) -> tuple[DrafterId, ...]:
@@ -228,12 +239,14 @@ class DraftDevice(Device):
     def step(self, batch: list["SimulatedSession"]) -> None:
         [law] = [each for each in self.simulation.world.drafters if each.drafter.place is Place.REMOTE]
         rows = sum(session.levels[-session.left] for session in batch)
-        self.work(law.step_us(rows), lambda took_us: self._end(batch, took_us, rows))
+        jobs = [session.job for session in batch]
+        self.work(law.step_us(rows), lambda took_us: self._end(batch, jobs, took_us, rows))
 
-    def _end(self, batch: list["SimulatedSession"], took_us: float, rows: int) -> None:
+    def _end(self, batch: list["SimulatedSession"], jobs: list[int], took_us: float, rows: int) -> None:
         self.is_busy = False
-        for session in batch:
-            session.drafted(took_us, rows)
+        for session, job in zip(batch, jobs, strict=True):
+            if session.job == job:
+                session.drafted(took_us, rows)
         self.begin()
 
 
@@ -336,8 +349,12 @@ class SimulatedSession:
         self.guessed = EMPTY
         self.levels: tuple[int, ...] = ()
         self.left = 0
+        self.job = 0
+        """Number of what the drafter was asked for last, where it may be asked before it has made that."""
         self.draft_us, self.draft_rows = 0.0, 0
         # At the target.
+        self.goes_on: set[int] = set()
+        """Lengths of verdicts after which it went on by itself."""
         self.target_len = PROMPT_LEN
         self.limit = self.target_limit = PROMPT_LEN
         self.tree = EMPTY
@@ -399,13 +416,18 @@ class SimulatedSession:
         if asked.count:
             self.guess(asked)
             self.left, self.draft_us, self.draft_rows = len(self.levels), 0.0, 0
-            self._send(lambda: self.simulation.draft.put(self))
+            self._send(partial(self._ask_draft, self.job))
             return
         self.proposal = Proposal()
         if looked.count:
             tree = TokenTree.chain((1,) * looked.count)
             self.proposal = Proposal(replace(tree, values=self.look[: looked.count]), drafter=LOOKUP)
         self._ask(outstanding)
+
+    def _ask_draft(self, job: int) -> None:
+        """A request is at the drafter."""
+        if job == self.job:
+            self.simulation.draft.put(self)
 
     def drafted(self, took_us: float, num_rows: int) -> None:
         """The draft has made a guess."""
@@ -415,11 +437,14 @@ class SimulatedSession:
         if self.left:
             self.simulation.draft.waiting[self] = self.simulation.now_us
             return
-        asked = self.plan.asked(Place.REMOTE)
+        self._answer(self.plan.asked(Place.REMOTE), len(self.levels))
+
+    def _answer(self, asked: GuessRequest, num_forwards: int) -> None:
+        """The draft's guesses are made."""
         drafted = Proposal(
             self.guessed,
             compute_us=int(self.draft_us),
-            forward_count=len(self.levels),
+            forward_count=num_forwards,
             row_count=self.draft_rows,
             drafter=asked.drafter,
         )
@@ -435,6 +460,10 @@ class SimulatedSession:
             limit = base_len + 1 + budget
             self.limit = limit
             self._send(lambda: self._arrived(base_len, proposal.tree, chance, limit, own))
+        self._await()
+
+    def _await(self) -> None:
+        """The gateway waits for a verdict, which may be there."""
         self.awaits = True
         if self.inbox:
             self.simulation.after(0.0, self._receive)
@@ -485,17 +514,9 @@ class SimulatedSession:
 
     def verified(self, took_us: float, rows: int, prompt_rows: int) -> None:
         """The target has made a step, and says what it decides."""
-        simulation, own, chance = self.simulation, None, self.chance
+        simulation, own = self.simulation, self.own_proposal()
         simulation.stepping.discard(self)
-        if self.own_us and self.hosted is not None and self.tree:
-            chance = self.chance_of(self.hosted)
-            own = Proposal(
-                self.tree,
-                compute_us=int(self.own_us),
-                forward_count=len(self.levels),
-                row_count=self.own_rows,
-                drafter=self.hosted,
-            )
+        chance = self.chance if own is None else self.chance_of(own.drafter)
         room = self.max_len - self.target_len - 1
         accepted = self._accepted(chance, room)
         is_last = self.target_len + len(accepted) + 1 >= self.max_len
@@ -522,6 +543,18 @@ class SimulatedSession:
             simulation.target.put(self)
         simulation.after(simulation.world.message_us / 2, lambda: self._came(verdict))
 
+    def own_proposal(self) -> Proposal | None:
+        """What the target has not been sent with this step's message; None where that is nothing."""
+        if not self.own_us or self.hosted is None or not self.tree:
+            return None
+        return Proposal(
+            self.tree,
+            compute_us=int(self.own_us),
+            forward_count=len(self.levels),
+            row_count=self.own_rows,
+            drafter=self.hosted,
+        )
+
     def _came(self, verdict: Verdict) -> None:
         """A verdict is at the gateway."""
         work_us = self.simulation.world.round_us / 2
@@ -537,7 +570,10 @@ class SimulatedSession:
         if not self.awaits or not self.inbox:
             return
         self.awaits = False
-        verdict = self.inbox.popleft()
+        self.take(self.inbox.popleft())
+
+    def take(self, verdict: Verdict) -> None:
+        """The gateway reads a verdict."""
         committed = self.log.commit(self.proposal, verdict)
         self._follow(committed)
         self.simulation.committed(self, committed)
@@ -632,7 +668,8 @@ class Simulation:
         return 1 + self.world.drift * math.sin(2 * math.pi * self.now_us / 10e6)
 
     def _policy_planner(self) -> Planner:
-        return RoundPlanner(self.policy, None, MAX_LEN, MAX_ROWS, Drafting(self.world.may_guess))
+        drafting = Drafting(self.world.may_guess)
+        return RoundPlanner(self.policy, None, MAX_LEN, MAX_ROWS, drafting, self.world.branches)
 
     def after(self, delay_us: float, happen: Callable[[], None]) -> None:
         """Lets something happen later."""
@@ -683,7 +720,8 @@ class Simulation:
         [kind] = dice.choices(kinds, [each.share for each in kinds])
         planner = self._new_planner()
         planner.__enter__()
-        session = SimulatedSession(self, planner, kind, dice.randint(*self.world.lengths), dice.uniform(0.92, 1.05))
+        length, jitter = dice.randint(*self.world.lengths), dice.uniform(0.92, 1.05)
+        session = (self.world.session or SimulatedSession)(self, planner, kind, length, jitter)
         self.sessions.append(session)
         self.after(self.dice.uniform(0, 5_000), session.next_round)
 

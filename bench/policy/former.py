@@ -90,8 +90,17 @@ class FormerPlanner:
         return 0.0
 
     def plan(
-        self, log: TokenLog, outstanding: int, draft: DraftOutlook, own: str = "", look: Sequence[float] = ()
+        self,
+        log: TokenLog,
+        outstanding: int,
+        draft: DraftOutlook,
+        own: str = "",
+        look: Sequence[float] = (),
+        *,
+        went_on: bool = False,
     ) -> RoundPlan:
+        """It knows no branches, after which a target could have gone on."""
+        assert not went_on
         plan = self._plan = self._planner.plan(log, outstanding, draft, own, look)
         guesses = [
             GuessRequest(self._drafters[place], count, shape)

@@ -18,17 +18,20 @@ FLOORS = (0.02, 0.1, 0.25, 0.5, 0.75)
 class FixedChoice:
     """A fixed choice: guesses of a drafter a round, and rows of a lookup that promise more than a floor.
 
-    With a depth guesses are the rows of a tree, so deep at most.
+    With a depth guesses are the rows of a tree, so deep at most; with branches the draft runs ahead.
     """
 
     drafter: DrafterId | None = None
     draft_count: int = 0
     floor: float | None = None
     depth: int = 0
+    branches: int = 0
+    plain_on_miss: bool = False
 
     def __str__(self) -> str:
         named = "plain" if self.drafter is None else f"{self.drafter.name or 'draft'} {self.draft_count}"
         named += f" in trees of {self.depth}" if self.depth else ""
+        named += f" with {self.branches} branches" if self.branches else ""
         return named if self.floor is None else f"{named}, lookup above {self.floor:g}"
 
 
@@ -50,10 +53,17 @@ class FixedPlanner:
         return 0.0
 
     def plan(
-        self, log: TokenLog, outstanding: int, draft: DraftOutlook, own: str = "", look: Sequence[float] = ()
+        self,
+        log: TokenLog,
+        outstanding: int,
+        draft: DraftOutlook,
+        own: str = "",
+        look: Sequence[float] = (),
+        *,
+        went_on: bool = False,
     ) -> RoundPlan:
         setting, is_first = self._setting(), len(log) == log.prompt_len
-        if setting.floor is not None and not is_first:
+        if setting.floor is not None and not is_first and not went_on:
             rows = sum(value > setting.floor for value in look)
             if rows:
                 return RoundPlan((GuessRequest(LOOKUP, rows),))
@@ -61,6 +71,9 @@ class FixedPlanner:
         if drafter is None or is_first:
             return RoundPlan((), TUNING.plain_budget if 2 * outstanding <= TUNING.plain_budget else 0)
         asked = GuessRequest(drafter, number, TreeShape(max_depth=setting.depth) if setting.depth else None)
+        if setting.branches:
+            ahead = replace(asked, branch_count=setting.branches, plain_on_miss=setting.plain_on_miss, went_on=went_on)
+            return RoundPlan() if outstanding else RoundPlan((ahead,))
         if drafter.place is Place.HOSTED:
             return RoundPlan((asked,), TUNING.hosted_budget if 2 * outstanding <= TUNING.hosted_budget else 0)
         return RoundPlan() if outstanding else RoundPlan((asked,))
@@ -98,7 +111,12 @@ def best(world: World, num_sessions: int, seconds: float) -> FixedChoice:
         for law, (rows, depth) in product(world.drafters, TREES)
         if law.drafter.makes is Makes.TREE
     ]
-    chosen = look([plain, *chains, *trees])
+    ahead = [
+        replace(each, branches=branches, plain_on_miss=num_sessions > 1)
+        for each, branches in product(chains, (2, 4, 8, 16, 32))
+        if branches <= world.branches and each.drafter is not None and each.drafter.place is Place.REMOTE
+    ]
+    chosen = look([plain, *chains, *trees, *ahead])
     if world.looks and any(kind.copies or kind.found for kind in world.kinds):
         for base in {plain, chosen}:
             look([replace(base, floor=floor) for floor in FLOORS])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from bench.policy.ahead import AheadSession
 from bench.policy.devices import CostModel, Law, TextKind, World
 from gateway.rounds.round import ANY_DRAFT, DrafterId, Makes, Place
 from outrider.model_files.model_names import SIM_PRESETS, SimulatedModel
@@ -137,8 +138,10 @@ CHAT_TOKENS = 600
 """Tokens that a session of a chat has in its context."""
 
 
-def h100(num_sessions: int, gateway_us: float = 230.0) -> World:
+def h100(num_sessions: int, gateway_us: float = 230.0, branches: int = 0) -> World:
     """An 8B model on an H100 that chats with so many sessions, with a 1B draft on another one: presets of `sim:`.
+
+    The draft makes so many branches for each at most.
 
     The gateway is one process that takes 345 us for a round with the draft service and 115 us for a token that came
     unasked; measured were 343 and 119, see docs/measurements/2026-11-22-load.md. Three of four texts find little in a
@@ -162,4 +165,6 @@ def h100(num_sessions: int, gateway_us: float = 230.0) -> World:
         lengths=(150, 450),
         prompt_rows=150,
         phases=((max(5.0, 40.0 / num_sessions), num_sessions),),
+        branches=branches,
+        session=AheadSession if branches else None,
     )

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 
+from gateway.rounds.branching import COUNTS, mean_acceptance, missed_share, most_within
 from gateway.rounds.by_load import ByLoad
 from gateway.rounds.choice import GuessCandidate, LookupCosts
 from gateway.rounds.offers import FLOORS, LookupOffers
@@ -31,7 +32,14 @@ from gateway.rounds.round import (
     Round,
 )
 from gateway.rounds.tuning import PolicyTuning
-from outrider.estimates.acceptance import MAX_DRAFT_COUNT, MAX_TREE_ROWS, AcceptanceRates, TreeGains
+from outrider.estimates.acceptance import (
+    FIRST_WEIGHT,
+    MAX_DRAFT_COUNT,
+    MAX_TREE_ROWS,
+    AcceptanceRates,
+    GuessTally,
+    TreeGains,
+)
 from outrider.estimates.row_costs import Average, RowCosts
 
 
@@ -58,7 +66,8 @@ class DrafterEstimates:
         # Of trees by the forwards that made them too.
         self.round_us: defaultdict[tuple[int, int], ByLoad] = defaultdict(ByLoad)
         self.is_unasked = False  # its rounds come without a message from here, but for the first of a stretch
-        self.hits = ByLoad()  # share of rounds that began with a branch
+        # Of branches that were there in time: misses that were expected, and those that came.
+        self.misses = GuessTally()
         self.round_tokens: defaultdict[int, ByLoad] = defaultdict(ByLoad)  # of rounds after branches, by K
 
     def tokens(self, own: AcceptanceRates | None = None) -> Sequence[float]:
@@ -88,6 +97,7 @@ class RoundCosts:
         self.drafters: dict[DrafterId, DrafterEstimates] = {}
         self.verify_us = RowCosts()
         self.load = 1  # sessions on the target, those of other gateways too
+        self.most_branches = 0  # of a session, as the gateway was set
         self.num_rounds = 0
         self._tuning = tuning
         self._measured: dict[tuple[str, Place], Mapping[int, float]] = {}
@@ -153,7 +163,7 @@ class RoundCosts:
             return self.plain.token_us(load, self.num_rounds)
         estimates = self.of(drafter)
         if drafter.makes is Makes.AHEAD:
-            return self._ahead_us(estimates, draft_count)
+            return self._ahead_us(estimates, draft_count, self.branch_count(drafter, draft_count))
         share, overhead_us = self._share(estimates), self._overhead_us(estimates)
         width = 1.0 if estimates.gains is None else max(1.0, estimates.width.mean)
         step_us = estimates.step_us.at(max(width, share * load * width))
@@ -186,23 +196,52 @@ class RoundCosts:
         wait_us = draft_count * estimates.step_us.at(1.0) + self._overhead_us(estimates)
         return self.load > 1 or lost_us < wait_us
 
-    def _ahead_us(self, estimates: DrafterEstimates, draft_count: int) -> float:
+    def branch_limit(self, draft_count: int) -> int:
+        """Most branches of a session with K guesses: as the gateway was set, and so many that messages stay small.
+
+        All sessions together have no more than an accelerator makes at the price of one.
+        """
+        tuning = self._tuning
+        limits = self.most_branches, most_within(tuning.branch_bytes, draft_count), tuning.branch_rows // self.load
+        return max(1, min(limits))
+
+    def branch_count(self, drafter: DrafterId, draft_count: int) -> int:
+        """The number of branches of a session that makes rounds with K guesses the shortest, or hardly longer.
+
+        One more is there for the likeliest outcome that has none, and costs each step of the draft a row of every
+        session.
+        """
+        estimates, most = self.of(drafter), self.branch_limit(draft_count)
+        counts = [*(each for each in COUNTS if each < most), most]
+        round_us = {count: self._branches_us(estimates, draft_count, count) for count in counts}
+        near_us = self._tuning.same_cost * min(round_us.values())
+        return max(count for count, us in round_us.items() if us <= near_us)
+
+    def _ahead_us(self, estimates: DrafterEstimates, draft_count: int, branch_count: int) -> float:
         """Expected microseconds in which a drafter that runs ahead brings what K guesses bring.
 
-        On a hit a round takes the target's forward, or as long as branches take, all steps of them and the ways. Else
-        the draft guesses first. What such rounds have taken and brought in fact, misses too, counts the more, the more
-        of them there were.
+        What such rounds have taken and brought in fact, misses too, counts the more, the more of them there were.
         """
-        load, tuning = self.load, self._tuning
-        verify_us, overhead_us = self._shared_us(estimates, draft_count), self._overhead_us(estimates)
-        rows = min(tuning.branch_rows, load * MAX_TREE_ROWS)
-        hit_us = max(verify_us, (draft_count + 1) * estimates.step_us.at(rows) + overhead_us)
-        miss_us = verify_us + draft_count * estimates.step_us.at(load) + overhead_us
-        hits, tokens = estimates.hits.at(load, tuning.first_hits), estimates.tokens()[draft_count]
-        model_us = hits * hit_us + (1 - hits) * miss_us
+        load, tuning, tokens = self.load, self._tuning, estimates.tokens()[draft_count]
+        model_us = self._branches_us(estimates, draft_count, branch_count)
         taken_us = estimates.round_us[draft_count, 0].blend(load, model_us, self.num_rounds, tuning)
         brought = estimates.round_tokens[draft_count].blend(load, tokens, self.num_rounds, tuning)
         return max(taken_us * tokens / max(brought, 1.0), 1.0)
+
+    def _branches_us(self, estimates: DrafterEstimates, draft_count: int, branch_count: int) -> float:
+        """Expected microseconds of a round with K guesses before which each session had so many branches.
+
+        On a hit it takes the target's forward, or as long as branches take, all steps of them and the ways. Else the
+        draft guesses first, in steps that have the branches of the others.
+        """
+        load, rates = self.load, estimates.acceptance.rates
+        verify_us, overhead_us = self._shared_us(estimates, draft_count), self._overhead_us(estimates)
+        step_us = estimates.step_us
+        hit_us = max(verify_us, (draft_count + 1) * step_us.at(load * branch_count) + overhead_us)
+        miss_us = verify_us + draft_count * step_us.at(load + (load - 1) * branch_count) + overhead_us
+        missed = missed_share(mean_acceptance(rates, draft_count), draft_count, branch_count)
+        missed = min(1.0, missed * estimates.misses.share(1.0, FIRST_WEIGHT))
+        return (1 - missed) * hit_us + missed * miss_us
 
     def verified_us(self, proposal: Proposal, count: int) -> float:
         """Expected microseconds of a round with so many rows of a proposal, now that its drafter has been paid."""
@@ -318,7 +357,10 @@ class RoundCosts:
     def _observe_ahead(self, committed: Round, ahead: AheadRound, *, is_usual: bool) -> None:
         """Learns what came of branches, and what such rounds take and bring while most sessions have some."""
         estimates = self.of(ahead.drafter)
-        estimates.hits.add(self.load, ahead.outcome is BranchOutcome.HIT, self.num_rounds)
+        if ahead.outcome is not BranchOutcome.LATE:
+            rate = mean_acceptance(estimates.acceptance.rates, ahead.draft_count)
+            expected = missed_share(rate, ahead.draft_count, ahead.branch_count)
+            estimates.misses.add(expected, ahead.outcome is BranchOutcome.MISS)
         if is_usual:
             estimates.round_us[ahead.draft_count, 0].add(self.load, max(committed.round_us, 1), self.num_rounds)
             estimates.round_tokens[ahead.draft_count].add(self.load, len(committed.token_ids), self.num_rounds)

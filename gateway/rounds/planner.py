@@ -98,6 +98,8 @@ class RoundPlanner:
     ) -> None:
         self._policy = policy
         self._branches = branches
+        if branches:
+            policy.costs.most_branches = branches
         self._drafting = drafting
         self._draft_count = draft_count
         self._remote, self._hosted = drafting.at(Place.REMOTE), drafting.at(Place.HOSTED)
@@ -169,13 +171,19 @@ class RoundPlanner:
         look: Sequence[float] = (),
         *,
         went_on: bool = False,
+        takes_branches: bool = True,
     ) -> RoundPlan:
         """Plans the round on top of the log, while the target may still commit `outstanding` tokens unasked.
 
         With `went_on` the round has begun without a plan, by a branch: what is planned are the branches after it.
         `own` is the drafter that the target has for this session now; another target may have none. `look` are the
-        values of what a lookup has found, falling.
+        values of what a lookup has found, falling. After a target that takes no branches none are asked for any more.
         """
+        if self._branches and not takes_branches:
+            self._branches = 0
+            self._remotes = self._kinds(self._remote)
+            self._policy.change(self._session, *(self._hosteds if self._is_hosting else ()), *self._remotes)
+            self._next = None
         self._look, self._halts, self._went_on, self._asked = look, False, went_on, NO_REQUEST
         if look and len(log) > log.prompt_len and (outstanding or not self._drafting.merges):
             # Of a fixed number the draft makes them where there is one, and then the target's own drafter.
@@ -247,7 +255,7 @@ class RoundPlanner:
         if before.branch_count:
             missed = BranchOutcome.MISS if verdict.had_branches else BranchOutcome.LATE
             outcome = BranchOutcome.HIT if verdict.is_of_branch else missed
-            committed.ahead = AheadRound(before.drafter, before.count, outcome)
+            committed.ahead = AheadRound(before.drafter, before.count, before.branch_count, outcome)
         if not committed.is_first:
             if self._tells_offer:
                 self._policy.costs.offers.add(self._look, len(committed.token_ids))
@@ -292,7 +300,8 @@ class RoundPlanner:
         asked = GuessRequest(choice.drafter, count, shape)
         ahead = choice.drafter._replace(makes=Makes.AHEAD)
         if count and ahead in self._remotes and (choice.drafter == ahead or self._draft_count is not None):
-            branch_count = min(self._branches, max(1, tuning.branch_rows // self._policy.costs.load))
+            chosen = None if self._draft_count is not None else self._policy.branch_count(ahead, count)
+            branch_count = chosen or self._policy.costs.branch_limit(count)
             # Where a rule tests with uniforms, a request would not say the same again with a plain token here or there.
             is_free = not self._drafting.rule.needs_distributions
             plain_on_miss = is_free and self._policy.costs.is_plain_on_miss(ahead, count)

@@ -42,6 +42,8 @@ class SpeculationPolicy:
         self._num_drafting = 0
         # Costs of rounds by drafter and K; they hold for some rounds, because they take long to compute.
         self._round_us: dict[DrafterId, Mapping[int, float]] = {}
+        self._branch_counts: dict[tuple[DrafterId, int], int] = {}
+        """Numbers of branches by drafter and K, which hold as long."""
         self._row_price: float | None = None
         """Price of a row for a lookup, which holds as long."""
         self._num_observed = 0
@@ -104,6 +106,7 @@ class SpeculationPolicy:
         self._num_observed += 1
         if is_new_load or self._num_observed >= self.tuning.table_rounds * self.costs.load:
             self._round_us.clear()
+            self._branch_counts.clear()
             self._row_price = None
             self._num_observed = int(is_new_load)
 
@@ -187,6 +190,13 @@ class SpeculationPolicy:
             for count in (0, *estimates.counts)
             if count <= most
         ]
+
+    def branch_count(self, drafter: DrafterId, draft_count: int) -> int:
+        """Number of branches to ask for beside so many guesses; it holds as long as the costs of rounds do."""
+        count = self._branch_counts.get((drafter, draft_count))
+        if count is None:
+            count = self._branch_counts[drafter, draft_count] = self.costs.branch_count(drafter, draft_count)
+        return count
 
     def choose_lookup(self, values: Sequence[float], session: SessionEstimates, *, halts: bool) -> Choice | None:
         """The rows of a lookup, whose values fall, that are worth more than whatever else there is; None for none.

@@ -90,10 +90,11 @@ class BranchOutcome(Enum):
 
 
 class AheadRound(NamedTuple):
-    """How a round began before which branches were asked for: of which drafter, of so many guesses each."""
+    """How a round began before which so many branches were asked for: of which drafter, of so many guesses each."""
 
     drafter: DrafterId
     draft_count: int
+    branch_count: int
     outcome: BranchOutcome
 
 

@@ -92,8 +92,10 @@ class PolicyTuning:
     turn; more do not last."""
     branch_rows: int = 128
     """Branches of all sessions together: more rows than that cost an accelerator more than one."""
-    first_hits: float = 0.8
-    """Share of outcomes that branches are expected to be there for, before any was seen."""
+    branch_bytes: int = 1630
+    """Bytes of a round's branches on both ways: with all else a round takes 2 KiB at most."""
+    same_cost: float = 1.03
+    """Times the shortest round that one with more branches may take: costs are known no better, and hits are sure."""
     most_share: float = 1.25
     """Share of them above which a forward has rows that are no drafter's."""
     one_group: float = 0.8

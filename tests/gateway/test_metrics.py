@@ -92,7 +92,7 @@ def test_branches_are_counted_by_what_came_of_them() -> None:
     """And the draft's bytes of such a round, which may have no proposal; a round without branches is in no series."""
     events = [round_event([PLAIN]), *(round_event([PLAIN]) for _ in range(6))]
     for event, outcome in zip(events[1:], [*BranchOutcome, *BranchOutcome], strict=True):
-        event.committed.ahead = AheadRound(DrafterId(), 4, outcome)
+        event.committed.ahead = AheadRound(DrafterId(), 4, 16, outcome)
     found = counted(*events)
     assert {key: value for key, value in found.items() if key.startswith("branches_total")} == {
         f"branches_total {outcome}": 2 for outcome in ("hit", "miss", "late")

@@ -23,6 +23,7 @@ from support.drafting.branches import (
     mislabelled,
     peeking,
     peeking_or_plain,
+    picked,
     reordered,
     sent,
     swapped,
@@ -35,11 +36,14 @@ from outrider.v1 import types_pb2
 
 pytestmark = pytest.mark.slow
 
-NUM_TOKENS, AT_A_TIME = 16, 32
-PROMPT = [5, 9, 2, 11]
+NUM_TOKENS, AT_A_TIME = 8, 4
+PROMPT = [5, 3, 2, 7]
 FIELDS: dict[str, Any] = {"max_tokens": 6, "draft_count": 2, "drafter": "model", "temperature": 1.0, "ignore_eos": True}
 # The third to the fifth token: those before are plain decoding and a round without branches.
-PLACES, CELLS = slice(2, 5), (4, 2, 4)
+PLACES, CELLS = slice(2, 5), (1, 4, 4)
+NUM_REQUESTS = 1500
+PLANTED = 1500
+"""Requests after which a planted fault is found."""
 FOUL = (sent, lost, doubled, reordered, swapped, forged)
 
 
@@ -58,7 +62,7 @@ class Law(NamedTuple):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target and a draft of sixteen tokens, both with random weights."""
+    """A target and a draft of eight tokens, both with random weights."""
     folder = tmp_path_factory.mktemp("pair")
     target, draft = (write_tiny_model(folder / str(seed), "llama", NUM_TOKENS, seed) for seed in range(2))
     return target, draft
@@ -86,7 +90,7 @@ async def law_of(pair: tuple[Path, Path], rule: str, num_requests: int) -> Law:
     number = getattr(types_pb2, f"ACCEPTANCE_RULE_{rule.upper()}")
     slots = asyncio.Semaphore(AT_A_TIME)
     target, draft = map(str, pair)
-    async with running_stack(target, draft, dtype="float32", gateway={**PATIENT, "branches": 16}) as stack:
+    async with running_stack(target, draft, dtype="float32", gateway={**PATIENT, "branches": 32}) as stack:
 
         async def answer(seed: int) -> Answer:
             async with slots:
@@ -108,21 +112,24 @@ async def test_rounds_with_branches_follow_the_distribution_of_the_target(
 
     What was drawn after another outcome is as good under its own law: the target tests it with the right distribution.
     """
-    led = Ways(ways).lead(monkeypatch)
-    law = await law_of(pair, rule, 1500)
+    led = Ways(ways, num_tokens=NUM_TOKENS).lead(monkeypatch)
+    law = await law_of(pair, rule, NUM_REQUESTS)
     assert law.by_target > 1e-4
     assert law.by_draft < 1e-6
     assert law.hit_share > 0.1
     assert (led.told > 1000) == (ways != (sent,))
 
 
-@pytest.mark.parametrize("way", grid(mislabelled, peeking_or_plain))
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("way", "num_requests"), [(mislabelled, PLANTED), (picked, PLANTED), (peeking_or_plain, 2 * PLANTED)]
+)
 async def test_branches_that_break_the_law_are_found(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, way: Way
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, way: Way, num_requests: int
 ) -> None:
-    """Laws that the guesses were not drawn from, and a choice of branches that knows the coins of their tests."""
-    Ways((way,)).lead(monkeypatch)
-    law = await law_of(pair, "ratio", 1500)
+    """Laws that the guesses were not drawn from, and choices of branches that depend on guesses or on their coins."""
+    Ways((way,), num_tokens=NUM_TOKENS).lead(monkeypatch)
+    law = await law_of(pair, "ratio", num_requests)
     assert law.by_target < 1e-4
 
 
@@ -131,6 +138,6 @@ async def test_a_choice_that_knows_the_coins_changes_no_law_where_a_miss_has_a_p
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then what is verified is the same, hit or miss."""
-    Ways((peeking,)).lead(monkeypatch)
-    law = await law_of(pair, "ratio", 1500)
+    Ways((peeking,), num_tokens=NUM_TOKENS).lead(monkeypatch)
+    law = await law_of(pair, "ratio", PLANTED)
     assert law.by_target > 1e-4

@@ -2,6 +2,7 @@
 
 import pytest
 
+from gateway.rounds.choice import Choice
 from gateway.rounds.planner import Drafting, DraftOutlook, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import (
@@ -59,7 +60,7 @@ def round_after(outcome: BranchOutcome | None, count: int, round_us: int, sessio
     verdict = Verdict(9, rows, 4, None, 3, VERIFY_US, 1, count + 1, sessions, hop=HopCost(0, VERIFY_US))
     verdict.is_of_branch, verdict.had_branches = outcome is HIT, outcome in {HIT, MISS}
     tokens, origins = (5, 6, 4) if is_hit else (4,), (TokenOrigin.ACCEPTED,) * len(rows)
-    ahead = None if outcome is None else AheadRound(AHEAD, count, outcome)
+    ahead = None if outcome is None else AheadRound(AHEAD, count, 16, outcome)
     proposal = Proposal(tree, is_ahead=True, compute_us=0 if outcome else count * STEP_US, forward_count=count)
     return Round(proposal, verdict, tokens, (*origins, TokenOrigin.CORRECTION), round_us, round_us, ahead=ahead)
 
@@ -88,6 +89,51 @@ def test_no_branches_where_none_can_be_made(drafting: Drafting) -> None:
     assert all(each.branch_count == 0 for each in plan.guesses)
 
 
+def branches_at(load: int, dear_us: int) -> int:
+    """Branches of a session that the policy asks for, where a step of the draft takes so long with 64 rows."""
+    policy = SpeculationPolicy()
+    policy.costs.begin({1: VERIFY_US, 512: VERIFY_US}, {ANY_DRAFT: {1: STEP_US, 64: dear_us}})
+    policy.costs.load = load
+    planner = planner_of(None, policy=policy)
+    planner._next = Choice(3, rounds=2, drafter=AHEAD)
+    return planner.plan(log_of(9), 0, DraftOutlook()).asked(Place.REMOTE).branch_count
+
+
+def test_the_policy_asks_for_as_many_branches_as_their_rows_are_worth() -> None:
+    """Fewer, the dearer rows are to the draft, and the more sessions have some; never none."""
+    by_price = [branches_at(1, price * STEP_US) for price in (1, 4, 40, 4000)]
+    by_load = [branches_at(load, 2 * STEP_US) for load in (1, 2, 4, 16, 128)]
+    for found in (by_price, by_load):
+        assert found == sorted(found, reverse=True)
+        assert (found[0], found[-1]) == (16, 1)
+        assert len(set(found)) > 3
+
+
+def test_branches_that_miss_more_than_expected_are_worth_more() -> None:
+    """What came of them is learnt, but not from those that came too late."""
+    policy = known_policy()
+    policy.costs.most_branches = 16
+    session = policy.session(ANY_DRAFT, AHEAD)
+    before = policy.costs.round_us(AHEAD, 3)
+    for outcome, is_dearer in ((LATE, False), (MISS, True)):
+        for _ in range(40):
+            policy.costs._observe_ahead(
+                round_after(outcome, 3, 9_000), AheadRound(AHEAD, 3, 16, outcome), is_usual=False
+            )
+        assert (policy.costs.round_us(AHEAD, 3) > before) == is_dearer
+    assert session.drafters
+
+
+def test_a_target_that_takes_no_branches_ends_run_ahead() -> None:
+    """From then on its draft is asked for guesses alone, however often the request fixes their number."""
+    planner = planner_of(3)
+    plans = [planner.plan(log_of(9 + each), 0, DraftOutlook(), takes_branches=each < 1) for each in range(3)]
+    asked = [each.asked(Place.REMOTE) for each in plans]
+    assert [each.branch_count for each in asked] == [16, 0, 0]
+    assert [each.drafter for each in asked] == [AHEAD, ANY_DRAFT, ANY_DRAFT]
+    assert {each.count for each in asked} == {3}
+
+
 def test_branches_are_shared_by_the_sessions() -> None:
     """A step of the draft has no more rows of all of them than an accelerator makes at the price of one."""
     policy = known_policy()
@@ -109,7 +155,7 @@ def test_a_round_says_what_came_of_branches(outcome: BranchOutcome, of_branch: b
         planner.plan(log_of(length), 0, DraftOutlook())
         planner.observe(each)
     assert first.ahead is None
-    assert second.ahead == AheadRound(AHEAD, 3, outcome)
+    assert second.ahead == AheadRound(AHEAD, 3, 16, outcome)
 
 
 def test_a_cheap_draft_is_waited_for_on_a_miss_and_a_dear_one_is_not() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from support.services.markov import MarkovModel
 from support.services.markov_services import DraftServicer, MarkovSession, Taking, TargetServicer, linked
 
@@ -19,7 +20,7 @@ from gateway.sessions.replicas import Replicas
 from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
-from outrider.errors import ProtocolViolation
+from outrider.errors import InvalidRequest, ProtocolViolation
 from outrider.parameters import SamplingParameters, SessionSpec
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import model_service_pb2 as model_pb
@@ -204,6 +205,47 @@ async def run(target: ServicePeer, draft: ServicePeer | None) -> list[Round]:
     drafting = RemoteDraftSession(Replicas([draft or target]), DraftDeadline(), SPEC, log, SESSION, warm=False)
     drafting.on_branches = verifying.run_ahead
     return [committed async for committed in speculate(log, planner, verifying, drafting)]
+
+
+class RefusingTarget(TargetServicer):
+    """A target of another kind, which takes no branches."""
+
+    def session(self) -> Taking:
+        return RefusingSession(self)
+
+
+class RefusingSession(MarkovSession):
+    """One of its sessions."""
+
+    async def take(self, request: target_pb.VerifyRequest) -> AsyncIterator[target_pb.VerifyResponse]:
+        if request.HasField("branches"):
+            raise InvalidRequest("branches.branches.0", "a branch", "none here")
+        async for response in super().take(request):
+            yield response
+
+
+async def test_after_a_refusal_of_branches_none_are_asked_for() -> None:
+    """The request goes on with guesses, and the draft is not asked for what would be dropped."""
+    service, drafting = (
+        RefusingTarget(model_pb.SERVICE_ROLE_TARGET, MarkovModel()),
+        BranchingDraft(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3)),
+    )
+    with capture_logs() as lines:
+        async with linked(service) as target, linked(drafting) as draft:
+            rounds = await run(target, draft)
+            plain = await run(target, None)
+    assert sum((each.token_ids for each in rounds), ()) == sum((each.token_ids for each in plain), ())
+    [refused] = [line for line in lines if line["event"] == "guesses refused"]
+    assert "branches.branches.0" in refused["reason"]
+    counts = [
+        request.advance.branch_count
+        for frame in drafting.frames
+        for request in frame.requests
+        if request.HasField("advance")
+    ]
+    # One more may have been asked for while they were refused.
+    assert sum(map(bool, counts)) <= 2 < sum(not each for each in counts)
+    assert sum(each.draft_count > 0 for each in rounds) > 2
 
 
 @pytest.mark.parametrize("lie", [goes_on, of_branch])

@@ -11,10 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.basics import held
+from support.basics import eventually, held
 from support.models.tiny_models import TARGET, TRAINED
 from support.services.lying_draft import Manner, lying_draft
-from support.stack import PATIENT, Answer, RunningStack, after_the_draft, answers, request_of, running_stack, token_ids
+from support.stack import (
+    PATIENT,
+    Answer,
+    HaltedTarget,
+    RunningStack,
+    after_the_draft,
+    answers,
+    request_of,
+    running_stack,
+    token_ids,
+)
 
 from gateway.server import start as start_gateway
 from gateway.settings import GatewaySettings
@@ -112,7 +122,12 @@ async def test_small_caches_and_contexts_change_no_token(tmp_path: Path) -> None
         plain = token_ids(await answers(roomy, prompts, draft_count=0, **fields))
     small = {"target_options": {"kv_tokens": 256}, "draft_options": {"kv_tokens": 256, "context_len": 96}}
     async with running_ahead(gateway={"branches": 32}, **small) as stack:
-        results = await answers(stack, prompts, draft_count=4, **fields)
+        halted = HaltedTarget(stack)
+        running = asyncio.create_task(answers(stack, prompts, draft_count=4, **fields))
+        # All want room at the same time.
+        await eventually(lambda: len(stack.target.table) == len(prompts))
+        halted.let_go()
+        results = await running
         assert token_ids(results) == plain
         assert (await stack.info(stack.target)).preemption_count > 0
         assert outcomes(results)["hit"] > 0

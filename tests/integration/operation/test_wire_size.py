@@ -8,9 +8,12 @@ import torch
 from support.stack import PATIENT, Answer, after_the_draft, running_stack
 
 from bench.acceptance.runs import INSTANCE_ID, NUMERICS_ID, SESSION_ID, TIMES, hop_bytes
+from gateway.rounds.costs import RoundCosts
+from gateway.rounds.tuning import TUNING
 from outrider.cli.bench.common import OPENINGS
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, WEIGHT_SUM, quantise
+from outrider.estimates.acceptance import MAX_DRAFT_COUNT
 from outrider.parameters import DraftDistribution
 from outrider.rpc.fencing import Fence
 from outrider.rpc.messages.round import fence_message, times_message
@@ -112,11 +115,17 @@ def ahead_bytes(branch_count: int, draft_count: int) -> int:
     return sum(each.ByteSize() for each in (*asking, *answering))
 
 
-def test_branches_of_thirty_two_outcomes_fit_with_a_large_vocabulary() -> None:
-    """Of five guesses each, both hops together; of eight half of them do, and all need less than twice as much."""
-    assert ahead_bytes(32, DRAFT_COUNT) <= LIMIT_BYTES
-    assert ahead_bytes(16, 8) <= LIMIT_BYTES
-    assert LIMIT_BYTES < ahead_bytes(32, 8) < 2 * LIMIT_BYTES
+@pytest.mark.parametrize("draft_count", range(1, MAX_DRAFT_COUNT + 1))
+def test_as_many_branches_as_are_asked_for_fit_with_a_large_vocabulary(draft_count: int) -> None:
+    """Both hops together, whatever the number of guesses; of five guesses and fewer they may be 32, and of eight 23."""
+    costs = RoundCosts(TUNING)
+    costs.most_branches = 32
+    most = costs.branch_limit(draft_count)
+    assert ahead_bytes(most, draft_count) <= LIMIT_BYTES
+    assert (most == 32) == (draft_count <= 5)
+    if most < 32:
+        assert most >= 23
+        assert ahead_bytes(most + 3, draft_count) > LIMIT_BYTES
 
 
 @pytest.mark.slow

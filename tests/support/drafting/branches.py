@@ -117,12 +117,13 @@ def forged(ways: Ways, fence: Fence, ahead: PushedBranches, held: TargetState) -
 
 
 def mislabelled(_ways: Ways, fence: Fence, ahead: PushedBranches, _held: TargetState) -> Iterator[Arrival]:
-    """The planted fault: guesses come with the laws of other guesses."""
-    found = []
-    for each in ahead.branches:
-        others = [other for other in ahead.branches if len(other.token_ids) == len(each.token_ids)]
-        found.append(each._replace(distributions=others[others.index(each) - 1].distributions))
-    yield fence, replaced(ahead, found)
+    """The planted fault: guesses come with laws by which those that were likely are not."""
+
+    def other(law: DraftDistribution) -> DraftDistribution:
+        return DraftDistribution(law.token_ids, law.weights[::-1])
+
+    branches = [each._replace(distributions=tuple(map(other, each.distributions))) for each in ahead.branches]
+    yield fence, replaced(ahead, branches)
 
 
 def peeking(_ways: Ways, fence: Fence, ahead: PushedBranches, held: TargetState) -> Iterator[Arrival]:
@@ -131,7 +132,8 @@ def peeking(_ways: Ways, fence: Fence, ahead: PushedBranches, held: TargetState)
     for each in ahead.branches:
         length = fence.base_len + each.accepted_count + 1
         [coin] = first_uniforms([round_key(held.spec.seed, length, length, Purpose.ACCEPTANCE)])
-        found += [each] * (coin < 0.3)
+        if coin < 0.5:
+            found.append(each)
     yield fence, replaced(ahead, found)
 
 
@@ -139,6 +141,12 @@ def peeking_or_plain(ways: Ways, fence: Fence, ahead: PushedBranches, held: Targ
     """The planted fault: where the others would have come there is no proposal."""
     for _, each in peeking(ways, fence, ahead, held):
         yield fence, each._replace(plain_on_miss=True)
+
+
+def picked(ways: Ways, fence: Fence, ahead: PushedBranches, _held: TargetState) -> Iterator[Arrival]:
+    """The planted fault: only those come whose first guess is one of some tokens, and else there is no proposal."""
+    found = [each for each in ahead.branches if each.token_ids[0] >= ways.num_tokens // 2]
+    yield fence, replaced(ahead, found)._replace(plain_on_miss=True)
 
 
 def replaced(ahead: PushedBranches, branches: list[Branch]) -> PushedBranches:

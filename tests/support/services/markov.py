@@ -98,6 +98,7 @@ class MarkovTarget(Session):
     bare: frozenset[int] = frozenset()
     halts: int = 0
     went_on: bool = False
+    takes_branches: bool = True
 
     @property
     def drafter(self) -> str:
