@@ -14,7 +14,7 @@ from page.browser import ended, fill, sent, spoken, visit
 from playwright.async_api import Browser, Page, expect
 from support.models.templated import templated
 from support.models.tiny_models import write_recommending
-from support.stack import RunningStack, running_stack
+from support.stack import HaltedTarget, RunningStack, running_stack
 
 pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
 
@@ -132,12 +132,14 @@ async def test_a_stopped_answer_is_kept_as_far_as_it_came(page: Page, stack: Run
     """Esc stops it, the services come to rest, and the next message follows what there is."""
     bodies = sent(page)
     await fill(page, max_tokens=3000)
+    halted = HaltedTarget(stack, 12)
     await page.locator("#message").fill("Tell me all.")
     await page.keyboard.press("Enter")
     await expect(page.locator("#lane-main .t").nth(4)).to_be_visible()
     await page.keyboard.press("Escape")
     assert (await ended(page)).startswith("Stopped after")
     await stack.quiet()
+    halted.let_go()
     partial = await answer(page)
     await fill(page, max_tokens=8)
     await send(page, "Go on.")

@@ -4,7 +4,7 @@ import pytest
 from axe_playwright_python.async_playwright import Axe
 from page.browser import ended, fill, visit
 from playwright.async_api import Browser, Page, expect
-from support.stack import RunningStack
+from support.stack import HaltedTarget, RunningStack
 
 pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
 
@@ -58,11 +58,13 @@ async def test_in_one_column_the_answer_comes_into_sight(browser: Browser, stack
     """And the button that stops it is there, whatever is scrolled."""
     async with visit(browser, stack.gateway.rest_address, viewport={"width": width, "height": 740}) as page:
         await fill(page, prompt="Once upon a time", seed=4, max_tokens=2000)
+        halted = HaltedTarget(stack, 12)
         await page.locator("#generate").click()
         await expect(page.locator("#lane-main .t").first).to_be_in_viewport()
         await expect(page.locator("#stop")).to_be_in_viewport(ratio=1)
         await page.locator("#stop").click()
         await ended(page)
+        halted.let_go()
 
 
 async def test_every_stop_of_the_tab_key_is_seen(page: Page) -> None:

@@ -5,7 +5,7 @@ import re
 import pytest
 from page.browser import ended, fill, sent, spoken
 from playwright.async_api import Page, expect
-from support.stack import RunningStack
+from support.stack import HaltedTarget, RunningStack
 
 pytestmark = [pytest.mark.page, pytest.mark.asyncio(loop_scope="module")]
 
@@ -88,14 +88,16 @@ async def test_a_race_without_guesses_credits_no_speculation(page: Page) -> None
     assert "Neither run had any guesses" in await race(page, draft_count=0, max_tokens=8)
 
 
-async def test_a_stopped_race_claims_nothing(page: Page) -> None:
+async def test_a_stopped_race_claims_nothing(page: Page, stack: RunningStack) -> None:
     """Half a race has no result."""
     await fill(page, prompt="Once upon a time", max_tokens=2000)
+    halted = HaltedTarget(stack, 12)
     await page.locator("#race").click()
     await expect(page.locator("#lane-main .t").first).to_be_visible()
     await page.keyboard.press("Escape")
     assert "No result" in await ended(page)
     await expect(page.locator("#verdict")).to_contain_text("must end by themselves")
+    halted.let_go()
 
 
 @pytest.mark.parametrize(
