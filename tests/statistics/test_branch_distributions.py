@@ -22,7 +22,6 @@ from support.drafting.branches import (
     lost,
     mislabelled,
     peeking,
-    peeking_or_plain,
     picked,
     reordered,
     sent,
@@ -42,8 +41,6 @@ FIELDS: dict[str, Any] = {"max_tokens": 6, "draft_count": 2, "drafter": "model",
 # The third to the fifth token: those before are plain decoding and a round without branches.
 PLACES, CELLS = slice(2, 5), (1, 4, 4)
 NUM_REQUESTS = 1500
-PLANTED = 1500
-"""Requests after which a planted fault is found."""
 FOUL = (sent, lost, doubled, reordered, swapped, forged)
 
 
@@ -120,16 +117,13 @@ async def test_rounds_with_branches_follow_the_distribution_of_the_target(
     assert (led.told > 1000) == (ways != (sent,))
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize(
-    ("way", "num_requests"), [(mislabelled, PLANTED), (picked, PLANTED), (peeking_or_plain, 2 * PLANTED)]
-)
+@pytest.mark.parametrize("way", grid(mislabelled, picked))
 async def test_branches_that_break_the_law_are_found(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, way: Way, num_requests: int
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, way: Way
 ) -> None:
-    """Laws that the guesses were not drawn from, and choices of branches that depend on guesses or on their coins."""
+    """Laws that the guesses were not drawn from, and a choice of branches that depends on their guesses."""
     Ways((way,), num_tokens=NUM_TOKENS).lead(monkeypatch)
-    law = await law_of(pair, "ratio", num_requests)
+    law = await law_of(pair, "ratio", NUM_REQUESTS)
     assert law.by_target < 1e-4
 
 
@@ -139,5 +133,5 @@ async def test_a_choice_that_knows_the_coins_changes_no_law_where_a_miss_has_a_p
 ) -> None:
     """Then what is verified is the same, hit or miss."""
     Ways((peeking,), num_tokens=NUM_TOKENS).lead(monkeypatch)
-    law = await law_of(pair, "ratio", PLANTED)
+    law = await law_of(pair, "ratio", NUM_REQUESTS)
     assert law.by_target > 1e-4

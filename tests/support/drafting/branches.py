@@ -137,12 +137,6 @@ def peeking(_ways: Ways, fence: Fence, ahead: PushedBranches, held: TargetState)
     yield fence, replaced(ahead, found)
 
 
-def peeking_or_plain(ways: Ways, fence: Fence, ahead: PushedBranches, held: TargetState) -> Iterator[Arrival]:
-    """The planted fault: where the others would have come there is no proposal."""
-    for _, each in peeking(ways, fence, ahead, held):
-        yield fence, each._replace(plain_on_miss=True)
-
-
 def picked(ways: Ways, fence: Fence, ahead: PushedBranches, _held: TargetState) -> Iterator[Arrival]:
     """The planted fault: only those come whose first guess is one of some tokens, and else there is no proposal."""
     found = [each for each in ahead.branches if each.token_ids[0] >= ways.num_tokens // 2]
