@@ -25,7 +25,7 @@ from outrider.cli.views import choose_view
 from outrider.errors import InvalidRequest, ModelRefused
 from outrider.model_files.generation_defaults import OperatorDefaults
 from outrider.model_files.model_names import embedded_model
-from outrider.model_service.settings import Dtype, available_cpus, check_model
+from outrider.model_service.settings import Dtype, KvDtype, available_cpus, check_model
 from outrider.process.children import HOST
 from outrider.process.options import grouped, listed, options_of, refuse_together
 from outrider.process.streams import unfailing
@@ -282,7 +282,7 @@ def _stack(
         },
         host=machine.host,
         kv_tokens=models.kv_tokens,
-        kv_dtype=models.kv_dtype.value,
+        kv_dtype=models.kv_dtype or KvDtype.AUTO,
         context_len=models.context_len,
         dtype=models.dtype or Dtype.AUTO,
         device=machine.device,

@@ -315,8 +315,9 @@ class Models:
         ),
     ] = None
     kv_dtype: Annotated[
-        KvDtype, _models("--kv-dtype", help="Type of keys and values on CPUs; bfloat16 takes half the memory.")
-    ] = KvDtype.AUTO
+        KvDtype | None,
+        _models("--kv-dtype", help="Type of keys and values on CPUs; bfloat16 halves them. Default: float32."),
+    ] = None
     context_len: Annotated[
         Count,
         _count(

@@ -24,7 +24,7 @@ from outrider.cli.running import Interrupts, note, service_log
 from outrider.client import AsyncClient, GenerationOptions, Result, Round, Speculation, Stream
 from outrider.errors import InvalidRequest, ModelRefused, OutriderError
 from outrider.model_files.generation_defaults import NONE
-from outrider.model_service.settings import MAX_THREADS, Dtype, available_cpus
+from outrider.model_service.settings import MAX_THREADS, Dtype, KvDtype, available_cpus
 from outrider.parameters import SamplingParameters, SessionSpec
 from outrider.process.children import Supervisor
 from outrider.process.options import between, options_of, refuse_together, run_app
@@ -317,7 +317,7 @@ def stack_of(models: MeasuredModels, cpus: ComputeThreads, hosted: options.Hoste
         gateway_flags={"--generation-defaults": NONE},
         dtype=(models.dtype or Dtype.AUTO).value,
         kv_tokens=models.kv_tokens,
-        kv_dtype=models.kv_dtype.value,
+        kv_dtype=(models.kv_dtype or KvDtype.AUTO).value,
         context_len=models.context_len,
         threads=cpus.threads or available_cpus(),
         draft_threads=threads,
