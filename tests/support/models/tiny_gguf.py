@@ -1,4 +1,7 @@
-"""GGUF files for tests: a model folder written anew by the gguf package, in the way of llama.cpp's converter."""
+"""GGUF files for tests: a model folder written anew by the gguf package, in the way of llama.cpp's converter.
+
+Matrices have one type, or those of a mix, as the rules of llama.cpp's quantiser give them by layer and width.
+"""
 
 import json
 import math
@@ -10,6 +13,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from gguf.quants import quantize
 from safetensors.torch import load_file
+from support.models.gguf_blocks import FORMS, quantised
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -44,6 +48,12 @@ OF_GEMMA = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 F32 = GGMLQuantizationType.F32
+# The type of most matrices in a mix.
+MIXES = {"Q4_K_M": "Q4_K", "Q4_K_S": "Q4_K", "Q5_K_M": "Q5_K", "Q6_K": "Q6_K", "IQ4_XS": "IQ4_XS"}
+DYNAMIC = "dynamic"
+"""A mix in which each matrix has another type than the one before it, so that no two of a layer share one by a rule."""
+# What a type of 256 weights a block becomes where a width has no whole blocks.
+NARROW = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
 
 Metadata = dict[str, Any]
@@ -53,10 +63,10 @@ Tensors = dict[str, tuple[np.ndarray[Any, Any], GGMLQuantizationType]]
 def write_gguf(
     folder: Path,
     file: Path,
-    kind: GGMLQuantizationType = F32,
+    kind: GGMLQuantizationType | str = F32,
     edit: Callable[[Metadata, Tensors], object] | None = None,
 ) -> Path:
-    """Writes the model of a folder into a file, its matrices in one type; returns the file.
+    """Writes the model of a folder into a file, its matrices in one type or a mix of MIXES; returns the file.
 
     What is written may be edited before: metadata by full key, and tensors by name, each an array with its type.
     """
@@ -149,13 +159,13 @@ def tokenizer_of(folder: Path, vocab_size: int) -> Metadata:
     }
 
 
-def tensors_of(folder: Path, kind: GGMLQuantizationType) -> Tensors:
+def tensors_of(folder: Path, kind: GGMLQuantizationType | str) -> Tensors:
     """The tensors of a folder under the names of GGUF; a Llama's queries and keys in the order of llama.cpp."""
     config = json.loads((folder / "config.json").read_text())
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    tensors: Tensors = {}
+    stored, tensors = load_file(folder / "model.safetensors"), Tensors()
     is_gemma = config["architectures"] == ["Gemma3ForCausalLM"]
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    for name, tensor in stored.items():
         array, gguf_name = tensor.float().numpy(), name
         if is_gemma and "norm" in name:
             array = array + 1
@@ -165,9 +175,35 @@ def tensors_of(folder: Path, kind: GGMLQuantizationType) -> Tensors:
         if ARCHITECTURES[config["architectures"][0]] == "llama" and part in heads:
             halves = array.reshape(heads[part], 2, -1, *array.shape[1:])
             array = halves.swapaxes(1, 2).reshape(array.shape)
-        own_kind = kind if array.ndim > 1 else F32
-        tensors[gguf_name] = (array if own_kind == F32 else quantize(array, own_kind), own_kind)
+        if array.ndim == 1 or kind == F32:
+            tensors[gguf_name] = (array, F32)
+        elif isinstance(kind, str):
+            own_kind = mixed_type(
+                kind, gguf_name, array.shape[1], config["num_hidden_layers"], "lm_head.weight" in stored
+            )
+            tensors[gguf_name] = (quantised(own_kind, array), GGMLQuantizationType[own_kind])
+        else:
+            tensors[gguf_name] = (quantize(array, kind), kind)
     for length in ("short", "long") if config["rope_parameters"].get("rope_type") == "longrope" else ():
         factors = np.array(config["rope_parameters"][f"{length}_factor"], np.float32)
         tensors[f"rope_factors_{length}.weight"] = (factors, F32)
     return tensors
+
+
+def mixed_type(mix: str, name: str, width: int, num_layers: int, has_output: bool) -> str:
+    """Type of a matrix in a mix, by its name in the file; a type's own name is one in which all have it if they can."""
+    kind, part = MIXES.get(mix, mix), name.split(".")[-2]
+    layer = int(name.split(".")[1]) if name.startswith("blk.") else 0
+    gets_more = layer < num_layers // 8 or layer >= 7 * num_layers // 8 or (layer - num_layers // 8) % 3 == 2
+    if mix == DYNAMIC:
+        parts = [each for each in NAMES.values() if "norm" not in each]
+        kind = [*FORMS][(parts.index(part) + 7 * layer) % len(FORMS)]
+    elif mix in MIXES and part in ("output", "token_embd") and (part == "output") == has_output:
+        kind = "Q8_0" if width % FORMS[kind].length else "Q6_K"
+    elif mix.endswith("_M") and part in ("attn_v", "attn_qkv", "ffn_down") and gets_more:
+        kind = "Q6_K"
+    elif (
+        mix == "Q4_K_S" and part in ("attn_v", "ffn_down") and layer < {"attn_v": 4, "ffn_down": num_layers // 8}[part]
+    ):
+        kind = "Q5_K"
+    return NARROW[kind] if width % FORMS[kind].length else kind
