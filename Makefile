@@ -23,6 +23,9 @@ AGENTS := .agents
 AGENTS_SETUP := $(AGENTS)/.setup-done
 NPM_CLIENTS := .npm-clients
 NPM_CLIENTS_SETUP := $(NPM_CLIENTS)/.setup-done
+# llama.cpp, which bench.gguf measures beside, compiled for this machine.
+LLAMA := .venv-llama
+LLAMA_SETUP := $(LLAMA)/.setup-done
 # What locks and looks through the versions that the images install.
 AUDIT := .venv-audit
 AUDIT_SETUP := $(AUDIT)/.setup-done
@@ -36,7 +39,7 @@ SIDE_BY_SIDE := -n 2 --dist loadfile
 KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=67108864
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-grid test-surface test-harness test-docker test-fuzz check proto options lock sbom audit wheel models train train-head draft bench bench-sized gpu-wheels clean
+.PHONY: help setup run test test-slow test-grid test-surface test-harness test-docker test-lab test-fuzz check proto options lock sbom audit wheel models train train-head draft bench bench-sized lab gpu-wheels clean
 
 help: ## lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -57,7 +60,7 @@ run: $(SETUP) ## starts the stack with the assistant, answers with and without s
 	@$(BIN)/outrider up --race
 
 test: $(SETUP) ## all tests without a marker: minutes
-	$(BIN)/python -m pytest -m "not grid and not surface and not page and not slow and not assistant and not agents and not docker and not harness" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "not grid and not surface and not page and not slow and not assistant and not agents and not docker and not harness and not llama" $(SIDE_BY_SIDE)
 
 test-slow: $(SETUP) ## training, benchmarks, real processes, distributions of real servers, a short attack, other instructions
 	$(BIN)/python -m pytest -m "slow and not grid" $(SIDE_BY_SIDE)
@@ -175,6 +178,17 @@ bench: $(SETUP) ## measures what a round of the embedded pair costs, part by par
 
 bench-sized: $(SETUP) ## the same with a target of 200 million parameters that says the same
 	@$(BIN)/outrider bench rounds --target sized:200m --tokens 64 --turns 3
+
+lab: $(SETUP) $(LLAMA_SETUP) ## llama.cpp in an environment of its own, compiled here, for python -m bench.gguf: ten minutes
+
+test-lab: lab ## our mixes, logits and texts of GGUF files beside llama.cpp's
+	$(BIN)/python -m pytest -m llama tests/bench/gguf
+
+$(LLAMA_SETUP): bench/gguf/llama-requirements.txt | $(SETUP)
+	@echo "Setting up $(LLAMA) for bench.gguf; llama.cpp is compiled."
+	@test -x $(LLAMA)/bin/python || $(BIN)/python -m venv $(LLAMA)
+	@CMAKE_ARGS="-DGGML_NATIVE=ON" $(LLAMA)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 gpu-wheels: $(SETUP) ## .whl/, what bench/gpu.sh needs on a GPU machine without a network: 20 MB
 	@$(BIN)/python -m bench.gpu.wheels .whl
