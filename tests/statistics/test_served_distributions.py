@@ -16,13 +16,16 @@ from support.basics import grid
 from support.drafting.rules import Floats, chance
 from support.heads.kangaroo import write_kangaroo
 from support.heads.tiny_heads import eagle1, pass_embeddings
+from support.models.tiny_gguf import DYNAMIC, Metadata, Tensors, write_gguf
 from support.models.tiny_models import write_tiny_model
 from support.stack import Answer, reference_model, running_stack
 
 from outrider.drafters.drafter import NO_PROPOSAL, DrafterProposal, GuessLimits
 from outrider.drafters.hosted import HostedDraft
 from outrider.drafters.shelf.probing import Lookahead, ProbeDraft
+from outrider.engine.batching import Feed
 from outrider.engine.noise import Purpose, first_uniforms, round_key
+from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 from outrider.errors import NoTokenLeft
 from outrider.parameters import DraftDistribution
@@ -74,9 +77,17 @@ def distribution_of_two(model: Path, *, takes_turns: bool = False) -> Floats:
 
 
 def probs_behind(model: Path, prefixes: list[list[int]]) -> Floats:
-    """Probabilities [N, V] after prefixes of one length, float64."""
-    with torch.no_grad():
-        logits = reference_model(model)(torch.tensor(prefixes)).logits[:, -1]
+    """Probabilities [N, V] after prefixes of one length, float64; of a GGUF file at its own bits."""
+    if model.is_file():
+        runner, rows = ModelRunner.load(str(model), kv_tokens=1024), []
+        for prefix in prefixes:
+            session = runner.open(prefix, 1)
+            rows.append(runner.forward([Feed(session)]).logits.clone())
+            session.free()
+        logits = torch.cat(rows)
+    else:
+        with torch.no_grad():
+            logits = reference_model(model)(torch.tensor(prefixes)).logits[:, -1]
     probs: Floats = logits.double().softmax(dim=-1).numpy()
     return probs
 
@@ -106,7 +117,8 @@ async def chance_of_answers(
     if takes_turns:
         fields = {**fields, "ignore_eos": False, "constraint": pb.Constraint(regex=TURNS)}
     target, draft = map(str, pair)
-    services = {"target_options": own or {}, "further_drafts": further_drafts}
+    stored = {"dtype": "file"} if pair[0].is_file() else {}
+    services = {"target_options": stored | dict(own or {}), "further_drafts": further_drafts}
     async with running_stack(target, None if own else draft, dtype="float32", **services) as stack:
 
         async def answer(seed: int) -> Answer:
@@ -158,6 +170,20 @@ async def test_served_tokens_follow_the_distribution_of_the_target(
         "lookahead": {"lookahead": True},
     }
     await check_requests(pair, rule, 1000, own[drafter])
+
+
+async def test_served_tokens_follow_the_distribution_of_a_files_own_bits(tmp_path: Path) -> None:
+    """Three types of matrices in queries, keys and values, and others elsewhere; the draft is two bits of the same."""
+
+    def spell(metadata: Metadata, _: Tensors) -> None:
+        # A merge, which every file has, of what sixteen ids can say.
+        metadata["tokenizer.ggml.tokens"][15] = '!"'
+        metadata["tokenizer.ggml.merges"] = ['! "']
+
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    model = write_tiny_model(tmp_path / "tiny", "llama", NUM_TOKENS, **sizes)
+    target, draft = (write_gguf(model, tmp_path / f"{mix}.gguf", mix, spell) for mix in (DYNAMIC, "Q2_K"))
+    await check_requests((target, draft), "ratio", 1000)
 
 
 @pytest.mark.parametrize("rule", [*grid("match", "ratio"), "block"])

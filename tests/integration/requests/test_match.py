@@ -1,10 +1,13 @@
 """The rule `match` at any temperature and with any parameter says what plain decoding says with the same seed."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models.tiny_models import TARGET, TRAINED
+from support.models.gguf_blocks import FORMS
+from support.models.tiny_gguf import DYNAMIC, MIXES, write_gguf
+from support.models.tiny_models import TARGET, TRAINED, write_tiny_model
 from support.stack import Answer, HaltedTarget, RunningStack, answers, running_stack, token_ids
 
 from outrider.cli.bench.common import OPENINGS
@@ -28,6 +31,7 @@ PARAMETERS: tuple[dict[str, Any], ...] = (
     {"top_k": 50, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
 )
 DRAFT_COUNTS = (4, None)
+OTHER_MIXES = sorted(MIXES.keys() - {"Q4_K_M"})
 # Requests of these are long: no end may come before the draft has been restarted twice.
 LONG_PARAMETERS: tuple[dict[str, Any], ...] = (
     {"top_p": 0.9, "ignore_eos": True},
@@ -82,6 +86,33 @@ async def test_a_parameter_changes_no_token_by_speculation(parameters: dict[str,
     """With each parameter in turn, at temperature 1, a few prompts give the tokens of plain decoding."""
     async with running_stack(str(TARGET), str(TRAINED)) as stack:
         await check(stack, OPENINGS[:4], (1.0,), (4, None), parameters, max_tokens=24)
+
+
+@pytest.mark.parametrize(
+    "mix", ["Q4_K_M", DYNAMIC, *(pytest.param(mix, marks=pytest.mark.slow) for mix in OTHER_MIXES)]
+)
+async def test_the_bits_of_a_gguf_file_change_no_token_by_speculation(tmp_path: Path, mix: str) -> None:
+    """The embedded target in a mix, whose widths make types of 32 and 256 of it, with its draft in bfloat16."""
+    file = write_gguf(TARGET, tmp_path / "target.gguf", mix)
+    async with running_stack(str(file), str(TRAINED), target_options={"dtype": "file"}) as stack:
+        await check(stack, OPENINGS[:4], (0.0, 1.0), DRAFT_COUNTS, {}, max_tokens=24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FORMS)
+async def test_no_type_of_gguf_changes_a_token_by_speculation(tmp_path: Path, kind: str) -> None:
+    """A model all of whose matrices have the type, and one that guesses for it: itself in other bits, often wrong."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    model = write_tiny_model(tmp_path / "tiny", "llama", vocab_size=4096, **sizes)
+    target, draft = (
+        write_gguf(model, tmp_path / f"{each}.gguf", each) for each in (kind, "Q3_K" if kind == "Q2_K" else "Q2_K")
+    )
+    async with running_stack(str(target), str(draft), dtype="file") as stack:
+        await check(stack, OPENINGS[:4], (0.0, 1.0), (4,), {}, max_tokens=16)
+        found = [
+            each.completion.speculation for each in await answers(stack, OPENINGS[:4], draft_count=4, max_tokens=16)
+        ]
+    assert 0 < sum(each.accepted_tokens for each in found) < sum(each.draft_tokens for each in found)
 
 
 @pytest.mark.grid
