@@ -16,6 +16,7 @@ from support.basics import grid
 from support.drafting.rules import Floats, chance
 from support.heads.kangaroo import write_kangaroo
 from support.heads.tiny_heads import eagle1, pass_embeddings
+from support.models.engine_cases import native
 from support.models.tiny_gguf import DYNAMIC, Metadata, Tensors, write_gguf
 from support.models.tiny_models import write_tiny_model
 from support.stack import Answer, reference_model, running_stack
@@ -180,6 +181,7 @@ async def test_served_tokens_follow_the_distribution_of_a_files_own_bits(tmp_pat
         metadata["tokenizer.ggml.tokens"][15] = '!"'
         metadata["tokenizer.ggml.merges"] = ['! "']
 
+    native()
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
     model = write_tiny_model(tmp_path / "tiny", "llama", NUM_TOKENS, **sizes)
     target, draft = (write_gguf(model, tmp_path / f"{mix}.gguf", mix, spell) for mix in (DYNAMIC, "Q2_K"))

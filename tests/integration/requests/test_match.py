@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.models.engine_cases import native
 from support.models.gguf_blocks import FORMS
 from support.models.tiny_gguf import DYNAMIC, MIXES, write_gguf
 from support.models.tiny_models import TARGET, TRAINED, write_tiny_model
@@ -93,6 +94,7 @@ async def test_a_parameter_changes_no_token_by_speculation(parameters: dict[str,
 )
 async def test_the_bits_of_a_gguf_file_change_no_token_by_speculation(tmp_path: Path, mix: str) -> None:
     """The embedded target in a mix, whose widths make types of 32 and 256 of it, with its draft in bfloat16."""
+    native()
     file = write_gguf(TARGET, tmp_path / "target.gguf", mix)
     async with running_stack(str(file), str(TRAINED), target_options={"dtype": "file"}) as stack:
         await check(stack, OPENINGS[:4], (0.0, 1.0), DRAFT_COUNTS, {}, max_tokens=24)
@@ -102,6 +104,7 @@ async def test_the_bits_of_a_gguf_file_change_no_token_by_speculation(tmp_path: 
 @pytest.mark.parametrize("kind", FORMS)
 async def test_no_type_of_gguf_changes_a_token_by_speculation(tmp_path: Path, kind: str) -> None:
     """A model all of whose matrices have the type, and one that guesses for it: itself in other bits, often wrong."""
+    native()
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     model = write_tiny_model(tmp_path / "tiny", "llama", vocab_size=4096, **sizes)
     target, draft = (
