@@ -25,7 +25,7 @@ from outrider.errors import ModelRefused
 from outrider.model_service.leases import LeaseTable
 from outrider.model_service.outbox import Outboxes
 from outrider.model_service.server import LoadedModel, RunningModelService, describe, load_model_aside, serve_model
-from outrider.model_service.settings import MAX_THREADS, Listen, ModelServiceSettings, check_model
+from outrider.model_service.settings import MAX_THREADS, Dtype, Listen, ModelServiceSettings, check_model
 from outrider.parameters import SamplingParameters
 from outrider.process.options import Setting, within
 from target_service.servicer import TargetServicer
@@ -84,7 +84,14 @@ async def start(settings: TargetSettings) -> RunningModelService:
         hosted_costs[head.name] = await asyncio.to_thread(measure_steps, head, model.runner, sampling)
     if settings.draft_model:
         draft = await load_model_aside(
-            replace(settings, model=settings.draft_model, threads=settings.draft_threads, context_len=None)
+            replace(
+                settings,
+                model=settings.draft_model,
+                threads=settings.draft_threads,
+                context_len=None,
+                # A draft beside a file's own bits need not be such a file.
+                dtype=Dtype.AUTO if settings.dtype is Dtype.FILE else settings.dtype,
+            )
         )
         difference = model.vocabulary.difference(draft.vocabulary)
         if difference:

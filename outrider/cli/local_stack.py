@@ -92,6 +92,11 @@ class Stack:
         return self.draft is not None and self.device != self.draft_device
 
     @property
+    def dtype_of_draft(self) -> str:
+        """That of the target unless it has one of its own; a draft beside a file's own bits need not be such a file."""
+        return self.draft_dtype or ("auto" if self.dtype == "file" else self.dtype)
+
+    @property
     def shares_device(self) -> bool:
         """Whether the memory of one accelerator is for both models."""
         return self.draft is not None and self.device == self.draft_device != "cpu"
@@ -134,7 +139,7 @@ def model_launch(role: str, stack: Stack) -> Launch:
     flags: Flags = {
         "--model": stack.target if is_target else stack.draft or "",
         "--device": stack.device if is_target else stack.draft_device,
-        "--dtype": stack.dtype if is_target else stack.draft_dtype or stack.dtype,
+        "--dtype": stack.dtype if is_target else stack.dtype_of_draft,
         "--threads": stack.threads if is_target else stack.draft_threads,
         "--no-prefix-cache": not stack.prefix_cache,
         "--kv-tokens": stack.kv_tokens,

@@ -56,7 +56,7 @@ def check_pair(stack: Stack) -> tuple[list[Finding], list[str], int]:
     Beside the findings come the hub ids that are not on this machine, and the bytes of weights that a token of the
     target reads on the CPU; 0 for another device, a simulated target, or none that could be read.
     """
-    dtypes = {"target": stack.dtype, "draft": stack.draft_dtype or stack.dtype}
+    dtypes = {"target": stack.dtype, "draft": stack.dtype_of_draft}
     models = {"target": stack.target, "draft": stack.draft}
     findings: list[Finding] = []
     absent: list[str] = []

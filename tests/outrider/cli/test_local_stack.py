@@ -117,6 +117,9 @@ def test_the_draft_may_have_a_dtype_and_a_top_n_of_its_own() -> None:
         words = model_launch(role, stack).command
         assert words[words.index("--dtype") + 1] == "float32"
         assert "--top-n" not in words
+    # A draft beside a file's own bits need not be such a file.
+    beside = model_launch("draft", replace(PAIR, dtype="file")).command
+    assert beside[beside.index("--dtype") + 1] == "auto"
     stack = replace(stack, draft_dtype="bfloat16", draft_flags={"--top-n": 16})
     target, draft = (model_launch(role, stack).command for role in ("target", "draft"))
     assert (target[target.index("--dtype") + 1], "--top-n" in target) == ("float32", False)

@@ -64,7 +64,7 @@ class Instruments:
         self._buffers: list[tuple[str, Tensor, int]] = []
         for role, model, dtype, threads in (
             (TARGET, stack.target, stack.dtype, stack.threads),
-            (DRAFT, stack.draft or "", stack.draft_dtype or stack.dtype, stack.draft_threads),
+            (DRAFT, stack.draft or "", stack.dtype_of_draft, stack.draft_threads),
         ):
             settings = ModelServiceSettings(model, dtype=Dtype(dtype), threads=threads, kv_tokens=KV_TOKENS)
             loop = self.loops[role] = EngineLoop(load_model(settings).runner)

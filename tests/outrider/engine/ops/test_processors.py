@@ -1,0 +1,82 @@
+"""Blocks on other processors than this one, by programs that are compiled for them and emulated where they must be.
+
+ARM needs a cross compiler and an emulator: `apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user`.
+"""
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.models.engine_cases import native
+from support.models.gguf_blocks import FORMS, Array, random_blocks
+
+from outrider.engine.ops import library
+from outrider.engine.ops.blocks import KINDS
+from outrider.engine.ops.library import processor_levels
+
+KERNELS = library.FOLDER / "kernels"
+DRIVER = Path(__file__).parents[3] / "support" / "blocks_driver.c"
+SOURCES = ("blocks.c", "linear_blocks.c", "linear.c", "pool.c", "rows.c")
+FLAGS = ("-std=gnu11", "-O2", "-ffp-contract=off", "-pthread", "-Wno-psabi")
+OUTPUTS, INPUTS, ROWS = 37, 512, 11
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What compiles for it, and what runs its programs here."""
+
+    compiler: str
+    flags: tuple[str, ...]
+    level: str | None = None
+    emulator: tuple[str, ...] = ()
+
+
+PROCESSORS = {
+    "portable C": Processor("gcc", ("-march=x86-64",), level="native-v3"),
+    "AVX2": Processor("gcc", ("-march=x86-64-v3", "-DWITHOUT_FAST"), level="native-v3"),
+    "AVX2, and AVX-VNNI where it is": Processor("gcc", ("-march=x86-64-v3",), level="native-v3"),
+    "AVX-512": Processor("gcc", ("-march=x86-64-v4", "-DWITHOUT_FAST"), level="native-v4"),
+    "ARM": Processor("aarch64-linux-gnu-gcc", ("-static", "-DWITHOUT_FAST"), emulator=("qemu-aarch64",)),
+    "ARM with dot products": Processor("aarch64-linux-gnu-gcc", ("-static",), emulator=("qemu-aarch64",)),
+}
+
+
+@pytest.fixture(scope="module", params=list(PROCESSORS))
+def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Words that run the driver as one processor computes."""
+    processor = PROCESSORS[request.param]
+    if processor.level is not None and processor.level not in processor_levels():
+        pytest.skip(f"this processor does not run {processor.level}")
+    missing = [each for each in (processor.compiler, *processor.emulator) if shutil.which(each) is None]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} not installed")
+    program = tmp_path_factory.mktemp("driver") / "driver"
+    sources = (str(DRIVER), *(str(KERNELS / name) for name in SOURCES))
+    words = (processor.compiler, *FLAGS, *processor.flags, f"-I{KERNELS}", *sources, "-o", str(program), "-lm")
+    subprocess.run(words, check=True)
+    return [*processor.emulator, str(program)]
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("kind", FORMS)
+def test_every_processor_has_the_same_bits(command: list[str], kind: str, tmp_path: Path) -> None:
+    """A file's values, and products of rows: one is tiny, one nothing beside a single number, and one is zero."""
+    stored: Array = random_blocks(kind, OUTPUTS, INPUTS)
+    x = torch.randn(ROWS, INPUTS, generator=torch.Generator().manual_seed(1))
+    x[3] *= 1e-30
+    x[4, 7] = 1e20
+    x[5] = 0
+    ops = native()
+    matrix = ops.blocks(kind, OUTPUTS, INPUTS)
+    ops.fill(matrix, torch.from_numpy(stored), 0)
+    expected = torch.cat((ops.linear(x, matrix).flatten(), ops.embed(matrix, torch.arange(OUTPUTS)).flatten()))
+    (tmp_path / "stored").write_bytes(stored.tobytes())
+    (tmp_path / "x").write_bytes(x.numpy().tobytes())
+    sizes = (str(each) for each in (list(KINDS).index(kind), OUTPUTS, INPUTS, ROWS))
+    subprocess.run([*command, *sizes, *(str(tmp_path / name) for name in ("stored", "x", "found"))], check=True)
+    found = np.fromfile(tmp_path / "found", np.uint32)
+    assert np.array_equal(found, expected.numpy().view(np.uint32))
