@@ -36,7 +36,11 @@ def run(
     """
     pair = PairModels(target, embedded_model("draft")) if target else choose_pair(None, fetches=False)
     variables = {
-        "target_service": {"OUTRIDER_MODEL": pair.target, "OUTRIDER_HEAD": pair.head or ""},
+        "target_service": {
+            "OUTRIDER_MODEL": pair.target,
+            "OUTRIDER_HEAD": pair.head or "",
+            "OUTRIDER_DTYPE": pair.dtype,
+        },
         "draft_service": {"OUTRIDER_MODEL": draft or pair.draft},
         "gateway": {"OUTRIDER_TOKENIZER": pair.target, "OUTRIDER_GENERATION_DEFAULTS": pair.generation_defaults},
     }[module]

@@ -43,6 +43,7 @@ def test_an_assistant_that_cannot_be_had_is_an_error(tmp_path: Path, words: tupl
         (("target_service", "/nowhere"), {}, "--model is '/nowhere'"),
         (("draft_service", "/elsewhere", "/nowhere"), {}, "--model is '/nowhere'"),
         (("target_service", "/nowhere"), {"OUTRIDER_HEAD": "/mine"}, "--head is '/mine'"),
+        (("target_service", "/nowhere"), {"OUTRIDER_DTYPE": "int9"}, "int9"),
         (("gateway",), {"OUTRIDER_GENERATION_DEFAULTS": "mine=1"}, "mine"),
     ],
 )

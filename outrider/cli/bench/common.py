@@ -302,10 +302,11 @@ def stack_of(models: MeasuredModels, cpus: ComputeThreads, hosted: options.Hoste
     """
     check_installed(*Extra)
     refuse_together("--target", models.target, {"--pair": models.pair})
-    target, draft, head = models.target, models.draft, None
+    target, draft, head, dtype = models.target, models.draft, None, models.dtype
     if target is None:
         named = pairs.choose_pair(models.pair or pairs.Pair.TALES, fetches=True)
         target, draft, head = named.target, draft or named.draft, named.head
+        dtype = dtype or Dtype(named.dtype)
     target, draft = choose_models(target, draft, no_draft=False)
     threads = cpus.draft_threads or 1
     return Stack(
@@ -315,7 +316,7 @@ def stack_of(models: MeasuredModels, cpus: ComputeThreads, hosted: options.Hoste
         draft_flags=models.draft_flags(),
         # Only what a measurement says counts, whatever its model recommends.
         gateway_flags={"--generation-defaults": NONE},
-        dtype=(models.dtype or Dtype.AUTO).value,
+        dtype=(dtype or Dtype.AUTO).value,
         kv_tokens=models.kv_tokens,
         kv_dtype=(models.kv_dtype or KvDtype.AUTO).value,
         context_len=models.context_len,
