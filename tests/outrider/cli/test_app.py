@@ -33,8 +33,8 @@ from outrider.rpc.channels import MAX_MESSAGE_BYTES
 
 DOCS = (Path(__file__).resolve().parents[3] / "docs" / "cli.md").read_text()
 PACKAGES = (outrider, gateway, draft_service, target_service, bench)
-# Programs that read their command line when they are imported, and what is loaded by name alone.
-APART = re.compile(r".*(__main__|\.hf_models(\..*)?|\._native\w*)$")
+# Programs that read their command line when they are imported, what is loaded by name alone, and what runs elsewhere.
+APART = re.compile(r".*(__main__|\.hf_models(\..*)?|\._native\w*|bench\.gguf\.llama)$")
 
 
 def walk(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
