@@ -75,8 +75,9 @@ class ShapedCheckpoint:
     def of(cls, name: str, shape: Shape, sizes: Sizes) -> "ShapedCheckpoint":
         """Takes what a shape does not say from the embedded target."""
         folder = Path(embedded_model("target"))
+        small = ModelConfig.read(folder)
         config = replace(
-            ModelConfig.read(folder),
+            small,
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
             num_layers=shape.num_layers,
@@ -87,6 +88,8 @@ class ShapedCheckpoint:
             vocab_size=sizes.vocab_size,
             context_len=sizes.context_len,
             windows=(None,) * shape.num_layers,
+            ropes=small.ropes[:1] * shape.num_layers,
+            score_scale=shape.head_dim**-0.5,
         )
         return cls(name, config, folder)
 

@@ -132,7 +132,7 @@ def test_as_many_branches_as_are_asked_for_fit_with_a_large_vocabulary(draft_cou
 async def test_a_round_that_runs_ahead_stays_within_two_kilobytes() -> None:
     """Both hops together under the default rule, with 32 branches of five guesses, and branches do travel."""
     ahead = {**PATIENT, "branches": 32, "lookup": False}
-    found = await hops(types_pb2.ACCEPTANCE_RULE_MATCH, gateway=ahead, temperature=1.0, max_tokens=32, ignore_eos=True)
+    found = await hops(types_pb2.ACCEPTANCE_RULE_MATCH, gateway=ahead, temperature=1.0, max_tokens=96, ignore_eos=True)
     assert max(draft_bytes + verify_bytes for _, draft_bytes, verify_bytes in found) <= LIMIT_BYTES
     assert max(min(each[1:]) for each in found) > 2 * PLAIN_LIMIT_BYTES
 

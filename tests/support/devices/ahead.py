@@ -121,7 +121,13 @@ def launch(ops: TritonOps, dtype: torch.dtype, shape: tuple[int, int, int, int, 
     cache = empty(64, groups, head_dim, dtype=dtype)
     layers.embed[rows](hidden, work, norm, x, hidden, size, 1e-5, **norm_options(size), **ops.overlap)
     parts = ops.parts_of_product(hidden, empty((heads + 2 * groups) * head_dim, size, dtype=dtype))
-    flags = {"NUM_PARTS": len(parts), "HAS_BIAS": False, "HAS_NORM": has_norm, "HEAD_DIM": head_dim}
+    flags = {
+        "NUM_PARTS": len(parts),
+        "HAS_BIAS": False,
+        "HAS_NORM": has_norm,
+        "HEAD_DIM": head_dim,
+        "TURNING": head_dim,
+    }
     blocks = {"BLOCK": triton.next_power_of_2(head_dim), "HALF": triton.next_power_of_2(head_dim // 2)}
     tables = norm, norm, empty(9, head_dim // 2), empty(9, head_dim // 2)
     numbers = num_rows, heads, groups, head_dim, 1e-5
