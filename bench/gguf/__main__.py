@@ -130,7 +130,7 @@ def quality(
 def speed(
     *,
     files: Files,
-    dtype: Dtype = FILE if FILE in DTYPES else "bfloat16",
+    dtype: Dtype = FILE,
     turns: Annotated[int, typer.Option(help="Prompts.", metavar="N", callback=between(1, 1000))] = 12,
     tokens: Annotated[int, typer.Option(help="Tokens an answer.", metavar="N", callback=between(16, 2048))] = 128,
     guesses: Annotated[str, typer.Option(help="Guesses that llama.cpp makes a round.", metavar="N,...")] = "2,4,8",
@@ -156,7 +156,7 @@ def speed(
 def start(
     *,
     files: Files,
-    dtype: Dtype = FILE if FILE in DTYPES else "bfloat16",
+    dtype: Dtype = FILE,
     turns: Annotated[int, typer.Option(help="Starts of each.", metavar="N", callback=between(1, 100))] = 3,
 ) -> None:
     """Measures seconds to a first token from a file that was read before, and memory over the file's size."""

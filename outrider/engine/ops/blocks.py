@@ -29,7 +29,7 @@ FOURTH = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 class Scale(Enum):
-    """How a kind keeps its scales; the numbers are bytes of a group's scale of one output."""
+    """How a kind keeps its scales."""
 
     FLOAT16 = "float16 for a group"
     BYTE = "a byte with a sign for a group, times float16 for a span"
@@ -120,6 +120,11 @@ class BlockMatrix:
         """A matrix with nothing in it yet, whose memory is given as torch.empty gives it."""
         data = memory(KINDS[kind].shape(num_outputs, num_inputs), dtype=torch.uint8)
         return cls(data, kind, num_outputs, num_inputs)
+
+    @property
+    def number(self) -> int:
+        """The kind's number in kernels/blocks.h."""
+        return list(KINDS).index(self.kind)
 
     @property
     def shape(self) -> tuple[int, int]:

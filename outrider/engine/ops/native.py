@@ -90,10 +90,9 @@ class NativeOps:
             raise ValueError(
                 f"rows {first_row} to {first_row + num_rows} are not whole blocks and heads of {matrix.num_outputs}"
             )
-        number = list(KINDS).index(matrix.kind)
         sizes = first_row, num_rows, matrix.num_inputs, head_dim
         found: int = self.functions.outrider_fill_blocks(
-            self.pool, number, stored.data_ptr(), *sizes, matrix.data.data_ptr()
+            self.pool, matrix.number, stored.data_ptr(), *sizes, matrix.data.data_ptr()
         )
         return found
 
@@ -279,7 +278,7 @@ def expect_weight(name: str, weight: Weight, shape: tuple[int, int]) -> tuple[in
     if isinstance(weight, StackedMatrix):
         return weight.places.data_ptr(), FORMAT_PARTS
     expect(name, weight.data, torch.uint8, KINDS[weight.kind].shape(*shape))
-    return weight.data.data_ptr(), FIRST_KIND + list(KINDS).index(weight.kind)
+    return weight.data.data_ptr(), FIRST_KIND + weight.number
 
 
 def expect_caches(keys: Tensor, values: Tensor, shape: tuple[int, int, int]) -> int:

@@ -122,7 +122,7 @@ INLINE floats load_f16(const uint8_t *from) {
 #endif
 }
 
-/* Bytes with a sign, or without, as integers. */
+/* Bytes with a sign, as integers. */
 INLINE ints load_signed_bytes(const uint8_t *from) {
 #if REGISTER_BYTES == 64
     return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
