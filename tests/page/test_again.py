@@ -49,12 +49,18 @@ async def test_who_waits_sees_for_what(page: Page, stack: RunningStack) -> None:
     await page.reload()
     await fill(page, max_tokens=4)
     life = page.locator("#lane-main .life")
+    halted = HaltedTarget(stack)
     assert stack.gateway
     async with stack.gateway.frontend.admission.entry():
         await page.locator("#message").fill("fox " * 1500)
         await page.keyboard.press("Enter")
         await expect(life).to_contain_text("Number 1 in the queue: the only place is taken")
         await expect(page.locator("#announce")).to_have_text("Number 1 in the queue: the only place is taken")
+    await expect(life).to_contain_text("Reading the prompt of ")
+    for read in ("512", "1,024"):
+        await halted.make(1)
+        await expect(life).to_contain_text(f"{read} of ")
+    halted.let_go()
     assert (await ended(page)).startswith("Done: 4 tokens")
     await expect(life).to_be_hidden()
     told = [line.split(" · ")[0] for line in await page.evaluate("window.life")]
@@ -63,9 +69,9 @@ async def test_who_waits_sees_for_what(page: Page, stack: RunningStack) -> None:
     queued = order.index("Number 1 in the queue: the only place is taken")
     assert order[queued + 1] == f"Reading the prompt of {prompt} tokens"
     behind = f" of {prompt} tokens of the prompt read"
-    read = [int(line.removesuffix(behind).replace(",", "")) for line in order[queued + 2 :]]
-    assert len(read) > 1
-    assert read == sorted({*read})
+    read_so_far = [int(line.removesuffix(behind).replace(",", "")) for line in order[queued + 2 :]]
+    assert read_so_far[:2] == [512, 1024]
+    assert read_so_far == sorted({*read_so_far})
 
 
 async def test_another_answer_comes_from_a_new_seed(page: Page) -> None:
