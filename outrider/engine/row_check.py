@@ -31,10 +31,12 @@ def differing_operations(model: Transformer, tiles: tuple[int, ...]) -> list[str
     weights: dict[str, Weight] = {
         "qkv": layer.qkv.weight,
         "output": layer.output.weight,
-        "gate_up": layer.gate_up.weight,
-        "down": layer.down.weight,
         "head": model.head,
     }
+    for name, linear in (("gate_up", layer.gate_up), ("down", layer.down)):
+        weights |= {} if linear is None else {name: linear.weight}
+    if layer.experts is not None:
+        weights["router"] = layer.experts.router
     device = model.embedding.device
     found = [name for name, weight in weights.items() if not _is_linear_steady(ops, weight, device)]
     return found if _Attention(model, tiles).is_steady() else [*found, "attention"]

@@ -15,11 +15,11 @@ from outrider.engine.heads.decoder import HeadDecoder
 from outrider.engine.heads.feature_head import FeatureHead, Fuse
 from outrider.engine.heads.head import Head, TargetParts
 from outrider.engine.models.decoder import Decoder
-from outrider.engine.models.fused import address_of, matrix_fields, plan_fields
+from outrider.engine.models.fused import matrix_fields, plan_fields
 from outrider.engine.models.transformer import Linear
 from outrider.engine.ops import Ops, Weight
 from outrider.engine.ops.library import DecoderFields, HeadFields, LayerFields, MatrixFields
-from outrider.engine.ops.native import FORMAT_F32, MAX_HEAD_DIM, NativeOps, expect
+from outrider.engine.ops.native import FORMAT_F32, MAX_HEAD_DIM, NativeOps, address_of, expect
 
 
 class FusedHead(Decoder):
@@ -112,7 +112,7 @@ def _layer(head: FeatureHead) -> LayerFields:
         matrix_fields("output", head.output, (h, query)),
         matrix_fields("gate_up", head.gate_up, (2 * mlp, h)),
         matrix_fields("down", head.down, (h, mlp)),
-        0,
+        *(None, 0),
     )
 
 

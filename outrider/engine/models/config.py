@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
+from outrider.engine.models.experts import ExpertRule, ExpertSizes, experts_of_qwen
 from outrider.engine.models.json_keys import INT32_MAX, JsonKeys, read_json
 from outrider.engine.models.rope import Rope
 from outrider.engine.models.rope_keys import FULL, SLIDING, RopeRule, one_rope, partial_rope, rope_by_window
@@ -115,6 +116,8 @@ class Family:
     """Whether q, k and v are one matrix of the file, and gate and up another."""
     off: tuple[str, ...] = ()
     """Keys of what only the code of transformers computes: absent, null or false here."""
+    experts: ExpertRule | None = None
+    """How its keys say which layers have experts, and of what sizes."""
     part: str | None = None
     """The key under which a model of several has the one of text."""
     prefixes: tuple[tuple[str, str], ...] = ()
@@ -151,6 +154,13 @@ FAMILIES = {
     "LlamaForCausalLM": Family(qkv_bias=None, mlp_bias_key=True, defaults={"max_position_embeddings": 2048}),
     "Qwen2ForCausalLM": Family(qkv_bias=True, windows=switched_by_layer),
     "Qwen3ForCausalLM": Family(qkv_bias=None, qk_norm=True, windows=switched_by_layer, defaults={"head_dim": 128}),
+    "Qwen3MoeForCausalLM": Family(
+        qkv_bias=None,
+        qk_norm=True,
+        windows=switched_by_layer,
+        experts=experts_of_qwen,
+        defaults={"num_key_value_heads": 4, "intermediate_size": 6144},
+    ),
     "MistralForCausalLM": Family(
         qkv_bias=False, windows=same_in_every_layer, defaults={"max_position_embeddings": 131072}
     ),
@@ -228,6 +238,12 @@ class ModelConfig(DecoderFacts):
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    experts: tuple[ExpertSizes | None, ...]
+    """Of each layer, None where it has an MLP of its own; empty where none has any."""
+
+    def experts_of(self, layer: int) -> ExpertSizes | None:
+        """Sizes of the experts of a layer, None where it has an MLP of its own."""
+        return self.experts[layer] if self.experts else None
 
     @property
     def family(self) -> Family:
@@ -289,6 +305,7 @@ class ModelConfig(DecoderFacts):
             output_bias=attention_bias,
             mlp_bias=keys.flag("mlp_bias") if family.mlp_bias_key else False,
             qk_norm=family.qk_norm,
+            experts=() if family.experts is None else family.experts(keys, num_layers),
             eos_token_ids=eos_token_ids,
         )
         if num_heads % config.num_kv_heads:

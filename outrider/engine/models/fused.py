@@ -17,7 +17,16 @@ from outrider.engine.models.decoder import LayeredDecoder, ProbedDecoder
 from outrider.engine.models.transformer import Layer, Linear, Transformer
 from outrider.engine.ops import Weight
 from outrider.engine.ops.library import DecoderFields, LayerFields, MatrixFields, PlanFields, TapFields
-from outrider.engine.ops.native import FORMAT_F32, MAX_HEAD_DIM, NativeOps, expect, expect_caches, expect_weight
+from outrider.engine.ops.native import (
+    FORMAT_F32,
+    MAX_HEAD_DIM,
+    NativeOps,
+    address_of,
+    expect,
+    expect_caches,
+    expert_fields,
+    weight_fields,
+)
 
 
 class FusedTransformer(LayeredDecoder, ProbedDecoder):
@@ -33,7 +42,12 @@ class FusedTransformer(LayeredDecoder, ProbedDecoder):
         # The plan of whole lists comes first: every forward needs it, if only for its rows.
         places = {window: place for place, window in enumerate([None, *self._windows])}
         plans = (places[window] for window in model.config.windows)
-        layers = (_layer(*each, model.config) for each in zip(model.layers, model.tables, plans, strict=True))
+        hidden = model.config.hidden_size
+        # Addresses of these are in the fields of their layers.
+        self._experts = [None if each.experts is None else expert_fields(each.experts, hidden) for each in model.layers]
+        experts = (None if each is None else ctypes.addressof(each) for each in self._experts)
+        columns = model.layers, model.tables, experts, plans
+        layers = (_layer(*each, model.config) for each in zip(*columns, strict=True))
         self._layers = (LayerFields * len(model.layers))(*layers)
         self._plans_type = PlanFields * len(places)
         self._decoder = _decoder(model, ctypes.addressof(self._layers))
@@ -118,7 +132,9 @@ def _decoder(model: Transformer, layers: int) -> DecoderFields:
     )
 
 
-def _layer(layer: Layer, tables: tuple[Tensor, Tensor], plan: int, config: ModelConfig) -> LayerFields:
+def _layer(
+    layer: Layer, tables: tuple[Tensor, Tensor], experts: int | None, plan: int, config: ModelConfig
+) -> LayerFields:
     turns = (config.context_len, config.ropes[0].num_turning(config.head_dim) // 2)
     hidden, mlp, query = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
     return LayerFields(
@@ -131,25 +147,15 @@ def _layer(layer: Layer, tables: tuple[Tensor, Tensor], plan: int, config: Model
         *(address_of(name, table, turns) for name, table in zip(("cos", "sin"), tables, strict=True)),
         matrix_fields("qkv", layer.qkv, (query + 2 * config.num_kv_heads * config.head_dim, hidden)),
         matrix_fields("output", layer.output, (hidden, query)),
-        matrix_fields("gate_up", layer.gate_up, (2 * mlp, hidden)),
-        matrix_fields("down", layer.down, (hidden, mlp)),
-        plan,
+        MatrixFields() if layer.gate_up is None else matrix_fields("gate_up", layer.gate_up, (2 * mlp, hidden)),
+        MatrixFields() if layer.down is None else matrix_fields("down", layer.down, (hidden, mlp)),
+        *(experts, plan),
     )
 
 
 def matrix_fields(name: str, linear: Linear, shape: tuple[int, int]) -> MatrixFields:
     """A matrix of this shape with its bias; raises ValueError for any other."""
-    place, number = expect_weight(name, linear.weight, shape)
-    bias = address_of(f"bias of {name}", linear.bias, shape[:1])
-    return MatrixFields(place, bias, shape[1], shape[0], number)
-
-
-def address_of(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:
-    """Address of a float32 tensor of this shape, None for none; raises ValueError for any other."""
-    if tensor is None:
-        return None
-    expect(name, tensor, torch.float32, shape)
-    return tensor.data_ptr()
+    return weight_fields(name, linear.weight, linear.bias, shape)
 
 
 def fused(model: Transformer) -> LayeredDecoder:

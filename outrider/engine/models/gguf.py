@@ -7,7 +7,7 @@ the type that is asked for: beside the model itself there are never more than a 
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from math import lcm
+from math import lcm, prod
 from pathlib import Path
 from typing import Self
 
@@ -55,6 +55,10 @@ IN_LAYER = {
     "mlp.down_proj": "ffn_down",
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
@@ -111,7 +115,7 @@ def read_config(file: GgufFile) -> ModelConfig:
             raise _refuse(file, ROPE_FACTORS, f"holds {wrong:g}, but a factor must be from 1 to {MAX_DIVISOR:g}")
         divided = DividedRope(theta=rope.theta, divisors=tuple(factors))
         config = replace(config, ropes=(divided,) * config.num_layers)
-    places = {_gguf_name(name, config): shape for name, shape in expected_shapes(config).items()}
+    places = {_gguf_name(name, config): _gguf_shape(name, shape, config) for name, shape in expected_shapes(config).items()}
     factors_of_phi = (SHORT_FACTORS, LONG_FACTORS) if isinstance(config.ropes[0], LongRope) else ()
     for name, tensor in file.tensors.items():
         if name not in places and name not in (ROPE_FACTORS, *factors_of_phi):
@@ -178,15 +182,17 @@ def _room(place: TensorPlace, device: torch.device, dtype: torch.dtype | None, o
     """Memory for a tensor, with nothing in it yet."""
     if len(place.shape) == 1:
         return torch.empty(place.shape, dtype=torch.float32, device=device)
+    # Experts stand below each other.
+    num_outputs, num_inputs = prod(place.shape[:-1]), place.shape[-1]
     if dtype is None and place.type.name in KINDS and isinstance(ops, NativeOps):
-        return ops.blocks(place.type.name, place.shape[0], place.shape[1])
-    return torch.empty(place.shape, dtype=dtype or beside_blocks(place.type.name), device=device)
+        return ops.blocks(place.type.name, num_outputs, num_inputs)
+    return torch.empty(num_outputs, num_inputs, dtype=dtype or beside_blocks(place.type.name), device=device)
 
 
 def _widen(room: Tensor, place: TensorPlace, stored: Tensor, first_row: int, head_dim: int) -> None:
     """Puts rows as the file has them, uint8 [rows, bytes], into their room; of heads of so many in another order."""
     # A number of a vector is a row, too.
-    rows, length = room.view(place.shape[0], -1), place.shape[-1]
+    rows, length = room.view(len(room), -1), place.shape[-1]
     first = first_row * length // rows.shape[1]
     for some in torch.split(stored, max(1, PIECE_NUMBERS // length)):
         part = _widened(some, place).to(device=room.device, dtype=room.dtype).view(-1, rows.shape[1])
@@ -231,6 +237,13 @@ def _gguf_name(name: str, config: ModelConfig) -> str:
     stem, _, kind = name.rpartition(".")
     found, in_layer = _LAYER.fullmatch(stem), IN_LAYER | (OF_OUTPUTS if config.family.norms_outputs else {})
     return f"blk.{found[1]}.{in_layer[found[2]]}.{kind}" if found else f"{OUTSIDE[stem]}.{kind}"
+
+
+def _gguf_shape(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:
+    """Shape of a checkpoint's tensor in a file, in which experts are a dimension of their own."""
+    found = _LAYER.fullmatch(name)
+    experts = config.experts_of(int(found[1])) if found and ".experts." in name else None
+    return shape if experts is None else (experts.num_experts, shape[0] // experts.num_experts, shape[1])
 
 
 def _refuse(file: GgufFile, name: str, fault: str) -> ModelRefused:

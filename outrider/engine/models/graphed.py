@@ -71,7 +71,8 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
         """
         tiles = WIDE_TILES if self.embedding.dtype is torch.float32 else TILES
         each = sorted({max(1, tile // self._heads_each) for tile in tiles})
-        return () if any(self.config.windows) or self.config.family.norms_outputs else tuple(each)
+        lacks = any(self.config.windows) or self.config.family.norms_outputs or any(self.config.experts)
+        return () if lacks else tuple(each)
 
     @property
     def step_shapes(self) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""The transformer: one readable decoder for Llama, Qwen 2, Qwen 3, Mistral, Gemma 3 and Phi 3.
+"""The transformer: one readable decoder for Llama, Qwen 2, Qwen 3 with and without experts, Mistral, Gemma 3 and Phi 3.
 
 A forward computes the rows of a plan, which may belong to many sequences, prompts and trees alike. Activations are
 float32 rows; all arithmetic that sums is in `ops`, and what is left here is elementwise, so a row's bits depend on
@@ -15,6 +15,7 @@ from torch import Tensor
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.models.config import ModelConfig
+from outrider.engine.models.experts import ExpertSizes, take_experts
 from outrider.engine.models.decoder import LayeredDecoder, ProbedDecoder
 from outrider.engine.models.rope import rotary_tables
 from outrider.engine.models.weights import (
@@ -24,7 +25,7 @@ from outrider.engine.models.weights import (
     STACKED_GATE,
     STACKED_HEADS,
 )
-from outrider.engine.ops import Ops, Weight
+from outrider.engine.ops import Experts, Ops, Weight
 from outrider.engine.ops.blocks import unpacked
 
 
@@ -60,13 +61,15 @@ class Layer:
     """Of what attention gives, before it is added."""
     post_norm: Tensor
     """Of what the MLP reads."""
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | None
+    """None, as `down`, where a layer has experts."""
+    down: Linear | None
+    experts: Experts | None
     mlp_norm: Tensor | None
     """Of what the MLP gives, before it is added."""
 
     @classmethod
-    def take(cls, ops: Ops, tensors: MutableMapping[str, Any], prefix: str) -> Self:
+    def take(cls, ops: Ops, tensors: MutableMapping[str, Any], prefix: str, experts: ExpertSizes | None) -> Self:
         """Takes one layer's tensors out of `tensors`, so that their separate copies are freed as they are fused."""
         is_stacked = f"{prefix}self_attn.{STACKED_HEADS}.weight" in tensors
         heads = (STACKED_HEADS,) if is_stacked else ("q_proj", "k_proj", "v_proj")
@@ -82,8 +85,9 @@ class Layer:
             output=Linear.take(ops, tensors, f"{prefix}self_attn.", "o_proj"),
             attended_norm=None if before is None else behind,
             post_norm=behind if before is None else before,
-            gate_up=Linear.take(ops, tensors, f"{prefix}mlp.", *gate),
-            down=Linear.take(ops, tensors, f"{prefix}mlp.", "down_proj"),
+            gate_up=None if experts is not None else Linear.take(ops, tensors, f"{prefix}mlp.", *gate),
+            down=None if experts is not None else Linear.take(ops, tensors, f"{prefix}mlp.", "down_proj"),
+            experts=None if experts is None else take_experts(ops, tensors, f"{prefix}mlp.", experts),
             mlp_norm=tensors.pop(f"{prefix}{NORM_AFTER_MLP}.weight", None),
         )
 
@@ -91,8 +95,9 @@ class Layer:
     def weights(self) -> list[Weight]:
         heads, outputs = (self.query_norm, self.key_norm), (self.attended_norm, self.mlp_norm)
         norms = (self.input_norm, self.post_norm, *heads, *outputs)
-        linears = (self.qkv, self.output, self.gate_up, self.down)
-        return [*(norm for norm in norms if norm is not None), *(tensor for each in linears for tensor in each.weights)]
+        parts = (self.qkv, self.output, self.gate_up, self.down, self.experts)
+        found = [tensor for part in parts if part is not None for tensor in part.weights]
+        return [*(norm for norm in norms if norm is not None), *found]
 
 
 class Transformer(LayeredDecoder, ProbedDecoder):
@@ -105,7 +110,10 @@ class Transformer(LayeredDecoder, ProbedDecoder):
         embedding = tensors.pop("model.embed_tokens.weight")
         self.norm = tensors.pop("model.norm.weight")
         # Taken in the order in which a forward reads them, the product with the vocabulary last.
-        self.layers = [Layer.take(ops, tensors, f"model.layers.{index}.") for index in range(config.num_layers)]
+        self.layers = [
+            Layer.take(ops, tensors, f"model.layers.{index}.", config.experts_of(index))
+            for index in range(config.num_layers)
+        ]
         head = tensors.pop("lm_head.weight", None)
         self.head = ops.stack([embedding if head is None else head])
         # One that is quantised here stays as it was where it is looked up.
@@ -152,8 +160,7 @@ class Transformer(LayeredDecoder, ProbedDecoder):
             cache.store_tap(boundary, plan.slots, x)
             attended = self._attend(boundary, ops.rms_norm(x, layer.input_norm, epsilon), view, cache)
             x = x + self._norm_output(attended, layer.attended_norm)
-            gate_up = self._linear(layer.gate_up, ops.rms_norm(x, layer.post_norm, epsilon))  # [R, 2M]
-            x = x + self._norm_output(self._linear(layer.down, self._gate(gate_up)), layer.mlp_norm)
+            x = x + self._norm_output(self._mlp(layer, ops.rms_norm(x, layer.post_norm, epsilon)), layer.mlp_norm)
         if layers.stop in cache.taps:
             is_end = layers.stop == self.config.num_layers
             cache.store_tap(layers.stop, plan.slots, ops.rms_norm(x, self.norm, epsilon) if is_end else x)
@@ -161,6 +168,13 @@ class Transformer(LayeredDecoder, ProbedDecoder):
             return x.new_empty(0, self.config.vocab_size)
         x = ops.rms_norm(x.index_select(0, wanted), self.norm, epsilon)
         return ops.linear(x, self.head, None)
+
+    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        if layer.experts is not None:
+            return self.ops.experts(x, layer.experts)
+        assert layer.gate_up is not None
+        assert layer.down is not None
+        return self._linear(layer.down, self._gate(self._linear(layer.gate_up, x)))  # of [R, 2M]
 
     def _attend(self, place: int, x: Tensor, plan: RowPlan, cache: KVCache) -> Tensor:
         layer, keys, values = self.layers[place], cache.keys[place], cache.values[place]

@@ -16,6 +16,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from outrider.engine.models.config import ModelConfig
+from outrider.engine.models.experts import ROUTER, ExpertRooms, file_shapes
 from outrider.engine.models.json_keys import JsonKeys, read_json
 from outrider.engine.models.reading import Span, read_pieces
 from outrider.engine.ops import Ops, Weight
@@ -200,8 +201,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.qk_norm:
         norms += [("self_attn.q_norm", config.head_dim), ("self_attn.k_norm", config.head_dim)]
     for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
+        prefix, experts = f"model.layers.{layer}", config.experts_of(layer)
+        if experts is not None:
+            shapes |= {f"{prefix}.mlp.{name}.weight": shape for name, shape in experts.shapes(hidden).items()}
         for name, outputs, inputs, has_bias in linears:
+            if experts is not None and name.startswith("mlp."):
+                continue
             shapes[f"{prefix}.{name}.weight"] = (outputs, inputs)
             if has_bias:
                 shapes[f"{prefix}.{name}.bias"] = (outputs,)
@@ -255,7 +260,8 @@ def as_it_is(_name: str, tensor: Tensor) -> Weight:
 
 def kept(ops: Ops, name: str, weight: Weight) -> Weight:
     """What stays of a tensor that has been read, by its name: a matrix as products read it, others as they are."""
-    is_matrix = isinstance(weight, Tensor) and weight.ndim > 1 and name != EMBEDDING
+    is_looked_up = name == EMBEDDING or name.endswith(f".mlp.{ROUTER}.weight")
+    is_matrix = isinstance(weight, Tensor) and weight.ndim > 1 and not is_looked_up
     return ops.quantised(weight) if is_matrix else weight
 
 
@@ -276,12 +282,18 @@ def load_tensors(
     own = [tensor for tensor in stored_tensors(files) if not tensor.name.startswith(family.foreign_tensors)]
     stored = {_name_alone(tensor.name, family.prefixes): tensor for tensor in own}
     shapes = expected_shapes(config)
-    check_tensors(folder, stored, shapes, {"lm_head.weight": shapes["model.embed_tokens.weight"]})
+    experts = next((each for each in config.experts if each is not None), None)
+    expected = file_shapes(shapes, experts, stored)
+    check_tensors(folder, stored, expected, {"lm_head.weight": shapes["model.embed_tokens.weight"]})
+    rooms = ExpertRooms(shapes, keep)
 
     def arranged(name: str, tensor: Tensor) -> Weight:
+        if rooms.take(name, tensor):
+            return torch.empty(0)
         return keep(name, tensor + 1 if family.norms_from_zero and "norm" in name else tensor)
 
-    return read_tensors(read_json(folder / "config.json"), files, stored, device, dtype, arranged)
+    tensors, digest = read_tensors(read_json(folder / "config.json"), files, stored, device, dtype, arranged)
+    return {name: tensor for name, tensor in tensors.items() if name in shapes} | rooms.tensors, digest
 
 
 def _name_alone(name: str, prefixes: Sequence[tuple[str, str]]) -> str:

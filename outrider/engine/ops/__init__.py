@@ -16,12 +16,13 @@ from outrider.engine.batching import RowPlan
 from outrider.engine.devices import seen_devices
 from outrider.engine.ops.blocks import Weight
 from outrider.engine.ops.eager import EagerOps
+from outrider.engine.ops.experts import Experts
 from outrider.engine.ops.library import load_kernels
 from outrider.engine.ops.native import NativeOps
 from outrider.engine.ops.reference import ReferenceOps
 from outrider.errors import InvalidRequest
 
-__all__ = ["KERNELS", "Ops", "Weight", "choose_ops", "triton_missing"]
+__all__ = ["KERNELS", "Experts", "Ops", "Weight", "choose_ops", "triton_missing"]
 
 KERNELS = ("auto", "eager", "triton", "graphs")
 """Names of what computes on an accelerator: the fastest there is, torch, ours one by one, ours recorded as graphs."""
@@ -85,6 +86,13 @@ class Ops(Protocol):
 
     def gelu_multiply(self, gate_up: Tensor) -> Tensor:
         """The same with gelu in its tanh form (Hendrycks and Gimpel, 2016)."""
+
+    def experts(self, x: Tensor, experts: Experts) -> Tensor:
+        """For each row x [R, H] the sum of what its chosen experts make of it, times their shares; returns [R, H].
+
+        An expert is down(silu(gate) * up), and a row adds its own in the order of their scores. Each expert's weights
+        are read once for all its rows.
+        """
 
     def softmax(self, scores: Tensor) -> Tensor:
         """Probabilities [R, V] float64 of scores [R, V] float32, which may hold -inf; faults as in `draw`."""

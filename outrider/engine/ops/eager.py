@@ -12,6 +12,7 @@ from torch.nn import functional
 from outrider.engine.batching import RowPlan
 from outrider.engine.noise import gumbel
 from outrider.engine.ops.blocks import BlockMatrix, StackedMatrix, Weight, block_product, parts_of, quantise, unpacked
+from outrider.engine.ops.experts import Experts, routed
 from outrider.engine.ops.faults import marked, refuse
 from outrider.engine.ops.temperature import apply_temperature, argmax_mask
 
@@ -101,6 +102,9 @@ class EagerOps:
     def gelu_multiply(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.gelu(gate, approximate="tanh") * up
+
+    def experts(self, x: Tensor, experts: Experts) -> Tensor:
+        return routed(self, x, experts)
 
     def softmax(self, scores: Tensor) -> Tensor:
         _check_scores(scores)

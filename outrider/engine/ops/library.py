@@ -24,6 +24,8 @@ _ARGUMENTS: dict[str, list[type]] = {
     "outrider_rotate_and_store": [*[_POINTER] * 12, *[_SIZE] * 6],
     "outrider_attention": [*[_POINTER] * 4, _SIZE, *[_POINTER] * 4, *[_SIZE] * 5, _FLOAT],
     "outrider_gate_multiply": [*[_POINTER] * 3, *[_SIZE] * 3],
+    "outrider_experts_floats": [_POINTER, _SIZE],
+    "outrider_experts": [*[_POINTER] * 4, _SIZE, _POINTER],
     "outrider_draw": [*[_POINTER] * 5, *[_SIZE] * 3],
     "outrider_choose": [*[_POINTER] * 7, *[_SIZE] * 4],
     "outrider_mask": [*[_POINTER] * 4, *[_SIZE] * 3],
@@ -42,6 +44,7 @@ _SIZED = (
     "outrider_draw_stretch",
     "outrider_linear_scratch",
     "outrider_fill_blocks",
+    "outrider_experts_floats",
     "outrider_forward_floats",
     "outrider_head_floats",
 )
@@ -52,11 +55,20 @@ _RESULTS: dict[str, type] = {
 
 
 class MatrixFields(ctypes.Structure):
-    """`matrix` of kernels/forward.c."""
+    """`matrix` of kernels/kernels.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("weight", "bias")),
         *((name, _SIZE) for name in ("num_inputs", "num_outputs", "format")),
+    )
+
+
+class ExpertFields(ctypes.Structure):
+    """`experts` of kernels/kernels.h."""
+
+    _fields_ = (
+        *((name, MatrixFields) for name in ("router", "gate", "up", "down")),
+        *((name, _SIZE) for name in ("num_experts", "num_chosen", "is_normalised")),
     )
 
 
@@ -67,6 +79,7 @@ class LayerFields(ctypes.Structure):
         *((name, _POINTER) for name in ("input_norm", "query_norm", "key_norm", "post_norm")),
         *((name, _POINTER) for name in ("attended_norm", "mlp_norm", "cos", "sin")),
         *((name, MatrixFields) for name in ("qkv", "output", "gate_up", "down")),
+        ("experts", _POINTER),
         ("plan", _SIZE),
     )
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from outrider.engine.batching import RowPlan
 from outrider.engine.ops.arena import Arena
 from outrider.engine.ops.blocks import KINDS, MAX_PARTS, OUTPUTS, BlockMatrix, StackedMatrix, Weight, parts_of, quantise
+from outrider.engine.ops.experts import Experts
 from outrider.engine.ops.faults import refuse
-from outrider.engine.ops.library import Kernels
+from outrider.engine.ops.library import ExpertFields, Kernels, MatrixFields
 
 MAX_THREADS = 256
 MAX_HEAD_DIM = 512
@@ -193,6 +194,14 @@ class NativeOps:
         self.functions.outrider_gate_multiply(self.pool, *places, num_rows, width // 2, is_gelu)
         return output
 
+    def experts(self, x: Tensor, experts: Experts) -> Tensor:
+        (num_rows, hidden), output = _matrix("x", x), torch.empty_like(x)
+        fields = expert_fields(experts, hidden)
+        floats = torch.empty(self.functions.outrider_experts_floats(ctypes.addressof(fields), num_rows))
+        places = x.data_ptr(), output.data_ptr(), num_rows, floats.data_ptr()
+        self.functions.outrider_experts(self.pool, ctypes.addressof(fields), *places)
+        return output
+
     def softmax(self, scores: Tensor) -> Tensor:
         num_rows, num_tokens = _matrix("scores", scores)
         probs = torch.empty(num_rows, num_tokens, dtype=torch.float64)
@@ -279,6 +288,36 @@ def expect_weight(name: str, weight: Weight, shape: tuple[int, int]) -> tuple[in
         return weight.places.data_ptr(), FORMAT_PARTS
     expect(name, weight.data, torch.uint8, KINDS[weight.kind].shape(*shape))
     return weight.data.data_ptr(), FIRST_KIND + weight.number
+
+
+def weight_fields(name: str, weight: Weight, bias: Tensor | None, shape: tuple[int, int]) -> MatrixFields:
+    """A matrix of this shape with its bias; raises ValueError for any other."""
+    place, number = expect_weight(name, weight, shape)
+    return MatrixFields(place, address_of(f"bias of {name}", bias, shape[:1]), shape[1], shape[0], number)
+
+
+def address_of(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:
+    """Address of a float32 tensor of this shape, None for none; raises ValueError for any other."""
+    if tensor is None:
+        return None
+    expect(name, tensor, torch.float32, shape)
+    return tensor.data_ptr()
+
+
+def expert_fields(experts: Experts, hidden: int) -> ExpertFields:
+    """Addresses in the experts' tensors, which must live as long; raises ValueError for what C would misread."""
+    count, width = experts.num_experts, experts.down.shape[1]
+    if not 1 <= experts.num_chosen <= count:
+        raise ValueError(f"{experts.num_chosen} experts are chosen of {count}")
+    if any(isinstance(weight, StackedMatrix) for weight in experts.matrices):
+        raise ValueError("the matrices of experts are of one type, and not of several parts")
+    router = weight_fields("router", experts.router, experts.router_bias, (count, hidden))
+    gate, up = (weight_fields("gate", each, None, (count * width, hidden)) for each in (experts.gate, experts.up))
+    down = weight_fields("down", experts.down, None, (count * hidden, width))
+    # Theirs have a row for each expert.
+    gate.bias = address_of("bias of gate and up", experts.gate_up_bias, (count, 2 * width))
+    down.bias = address_of("bias of down", experts.down_bias, (count, hidden))
+    return ExpertFields(router, gate, up, down, count, experts.num_chosen, experts.is_normalised)
 
 
 def expect_caches(keys: Tensor, values: Tensor, shape: tuple[int, int, int]) -> int:

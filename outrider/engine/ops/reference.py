@@ -12,6 +12,7 @@ from torch import Tensor
 from outrider.engine.batching import RowPlan
 from outrider.engine.ops.blocks import Weight
 from outrider.engine.ops.eager import EagerOps
+from outrider.engine.ops.experts import Experts
 
 
 class ReferenceOps(EagerOps):
@@ -51,6 +52,10 @@ class ReferenceOps(EagerOps):
 
     def gelu_multiply(self, gate_up: Tensor) -> Tensor:
         return _by_row(super().gelu_multiply, gate_up)
+
+    def experts(self, x: Tensor, experts: Experts) -> Tensor:
+        compute = super().experts
+        return _by_row(lambda row: compute(row, experts), x)
 
     def softmax(self, scores: Tensor) -> Tensor:
         return _by_row(super().softmax, scores)

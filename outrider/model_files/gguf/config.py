@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
 }
@@ -54,6 +55,11 @@ OWN: Mapping[str, Mapping[str, str]] = {
         "sliding_window_pattern": "attention.sliding_window_pattern",
         "layer_types": "attention.sliding_window_pattern",
         "rope_local_base_freq": "rope.freq_base_swa",
+    },
+    "qwen3moe": {
+        "num_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
     },
     "phi3": {
         "sliding_window": "attention.sliding_window",
@@ -158,7 +164,7 @@ def json_config(file: GgufFile) -> dict[str, Any]:
     if type(window) is not int or window < 0:
         key = f"{name}.attention.sliding_window"
         raise file.refuse(key, f"is {shown(window)}, but must be a number of positions")
-    own = {"gemma3": _of_gemma, "phi3": _of_phi}.get(name, _of_mistral)
+    own = {"gemma3": _of_gemma, "phi3": _of_phi, "qwen3moe": _of_experts}.get(name, _of_mistral)
     return config | own(file, config, given, window)
 
 
@@ -198,6 +204,20 @@ def _of_gemma(_: GgufFile, config: Mapping[str, Any], given: Mapping[str, Any], 
     if isinstance(pattern, list | array):
         return found | {"sliding_window": window, "layer_types": [SLIDING if each else FULL for each in pattern]}
     return found | {"sliding_window": window} | ({} if pattern is None else {"sliding_window_pattern": pattern})
+
+
+def _of_experts(file: GgufFile, config: Mapping[str, Any], given: Mapping[str, Any], window: int) -> dict[str, Any]:
+    """The keys that Qwen 3 MoE has beside those of all; llama.cpp makes the shares of chosen experts add up to 1."""
+    own = OWN["qwen3moe"]
+    missing = next((spelling for spelling in own.values() if spelling not in given), None)
+    if missing is not None:
+        raise file.refuse(f"qwen3moe.{missing}", "is missing")
+    num_layers = config["num_hidden_layers"]
+    layers = range(num_layers if type(num_layers) is int else 0)
+    dense = [layer for layer in layers if f"blk.{layer}.ffn_gate.weight" in file.tensors]
+    found = {key: given[spelling] for key, spelling in own.items()}
+    found |= {"norm_topk_prob": True, "mlp_only_layers": dense}
+    return found | _of_mistral(file, config, given, window)
 
 
 def _of_phi(file: GgufFile, config: Mapping[str, Any], given: Mapping[str, Any], window: int) -> dict[str, Any]:

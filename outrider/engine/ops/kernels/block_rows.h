@@ -83,7 +83,7 @@ TARGET INLINE void NAMED(block_tile)(const block_job *job, const block_part *par
     floats sums[MAX_ROWS][PARTS];
     UNROLL
     for (int r = 0; r < num_rows; r++) {
-        rows[r] = job->rows + (row + r) * job->num_groups;
+        rows[r] = job->rows + (job->places == 0 ? row + r : job->places[row + r]) * job->num_groups;
         UNROLL
         for (int each = 0; each < PARTS; each++) sums[r][each] = splat(0);
     }
@@ -131,13 +131,17 @@ TARGET INLINE void NAMED(block_strip)(const block_job *job, const block_part *pa
 FOR_KINDS(STRIP)
 #undef STRIP
 
-TARGET static void NAMED(block_item)(const void *argument, uint32_t index) {
+TARGET static void NAMED(block_item)(const void *argument, uint32_t number) {
 #define ENTRY(of) NAMED(of),
     static const strip_function strips[] = {FOR_KINDS(ENTRY)};
 #undef ENTRY
-    const block_job *job = argument;
-    const block_part *part = job->parts;
-    while (part + 1 < job->parts + job->num_parts && index >= part[1].first_item) part++;
+    const block_job *all = argument;
+    const row_batch *batch = &all->batches[number / all->num_items];
+    const uint32_t index = number % all->num_items;
+    const block_part *whole = all->parts;
+    while (whole + 1 < all->parts + all->num_parts && index >= whole[1].first_item) whole++;
+    const block_part own = part_of(whole, batch->index), *part = &own;
+    const block_job its = job_of(all, batch), *job = &its;
     const int64_t first = (index - part->first_item) * part->item_blocks, rest = part->num_blocks - first;
     const int64_t end = first + (rest < part->item_blocks ? rest : part->item_blocks);
     int64_t row = 0;

@@ -6,19 +6,13 @@
 #include "lanes.h"
 
 typedef struct {
-    const void *weight;
-    const float *bias;
-    int64_t num_inputs, num_outputs;
-    /* As outrider_linear reads it. */
-    int64_t format;
-} matrix;
-
-typedef struct {
     /* Null where a family has none. The last two are of what attention and MLP give, before it is added. */
     const float *input_norm, *query_norm, *key_norm, *post_norm, *attended_norm, *mlp_norm;
     /* Tables of the layer's rotary embedding. */
     const float *cos, *sin;
     matrix qkv, output, gate_up, down;
+    /* In place of gate_up and down, which have no weight then; or null. */
+    const experts *experts;
     /* Which of the forward's plans its attention reads: 0, or one whose lists are cut to the layer's window. */
     int64_t plan;
 } layer;
@@ -54,8 +48,8 @@ typedef struct {
 /* Activations of all rows, in one piece of memory that the caller keeps. */
 typedef struct {
     float *x, *normed, *qkv, *query, *attended, *gate_up, *gated, *product;
-    /* What a product needs beside its rows. */
-    float *scratch;
+    /* What a product needs beside its rows, and what experts do. */
+    float *scratch, *experts;
 } activations;
 
 typedef struct {
@@ -81,8 +75,22 @@ static int64_t query_size(const decoder *model) { return model->num_heads * mode
 
 static int64_t mlp_size(const decoder *model) {
     int64_t size = 0;
-    for (int64_t index = 0; index < model->num_layers; index++) size = model->layers[index].down.num_inputs;
+    for (int64_t index = 0; index < model->num_layers; index++) {
+        const layer *each = &model->layers[index];
+        if (each->experts == 0 && each->down.num_inputs > size) size = each->down.num_inputs;
+    }
     return size;
+}
+
+/* Of the layer whose experts need the most. */
+static int64_t expert_floats(const decoder *model, int64_t num_rows) {
+    int64_t most = 0;
+    for (int64_t index = 0; index < model->num_layers; index++) {
+        const experts *each = model->layers[index].experts;
+        const int64_t needed = each == 0 ? 0 : outrider_experts_floats(each, num_rows);
+        most = needed > most ? needed : most;
+    }
+    return most;
 }
 
 static int64_t qkv_size(const decoder *model) { return (model->num_heads + 2 * model->num_groups) * model->head_dim; }
@@ -107,7 +115,8 @@ static int64_t lay_out(const decoder *model, int64_t normed, int64_t num_rows, f
         *places[part] = floats == 0 ? 0 : floats + used;
         used += num_rows * sizes[part];
     }
-    return used;
+    parts->experts = floats == 0 ? 0 : floats + used;
+    return used + expert_floats(model, num_rows);
 }
 
 int64_t outrider_forward_floats(const decoder *model, int64_t num_rows) {
@@ -172,9 +181,13 @@ static void run_behind_norm(pool *threads, const decoder *model, const layer *la
     multiply(threads, &layer->output, at->attended, at->product, num_rows, at->scratch);
     add_product(threads, model, layer->attended_norm, at, num_rows);
     outrider_rms_norm(threads, at->x, layer->post_norm, at->normed, num_rows, hidden, model->epsilon);
-    multiply(threads, &layer->gate_up, at->normed, at->gate_up, num_rows, at->scratch);
-    outrider_gate_multiply(threads, at->gate_up, at->gated, num_rows, layer->down.num_inputs, model->is_gelu);
-    multiply(threads, &layer->down, at->gated, at->product, num_rows, at->scratch);
+    if (layer->experts != 0) {
+        outrider_experts(threads, layer->experts, at->normed, at->product, num_rows, at->experts);
+    } else {
+        multiply(threads, &layer->gate_up, at->normed, at->gate_up, num_rows, at->scratch);
+        outrider_gate_multiply(threads, at->gate_up, at->gated, num_rows, layer->down.num_inputs, model->is_gelu);
+        multiply(threads, &layer->down, at->gated, at->product, num_rows, at->scratch);
+    }
     add_product(threads, model, layer->mlp_norm, at, num_rows);
 }
 

@@ -7,13 +7,39 @@
 
 #define MAX_HEAD_DIM 512
 
+typedef struct {
+    const void *weight;
+    const float *bias;
+    int64_t num_inputs, num_outputs;
+    /* As outrider_linear reads it. */
+    int64_t format;
+} matrix;
+
+/* Rows of a product's output, from first_row on, that are multiplied with the same matrix: the one of this index among
+ * equally large ones, whose rows stand below each other in one weight. */
+typedef struct {
+    int32_t index, first_row, num_rows;
+} row_batch;
+
+/* Which rows of x are multiplied with what. */
+typedef struct {
+    const row_batch *batches;
+    int64_t num_batches, num_inputs_rows, num_rows;
+    /* The row of x for each row of the output, of which a product with floats makes copies in `copies`; null: its own. */
+    const int32_t *places;
+    float *copies;
+} row_batches;
+
 void outrider_linear(pool *threads, const float *x, const void *weight, int64_t format, const float *bias, float *output,
                      int64_t num_rows, int64_t num_inputs, int64_t num_outputs, void *scratch);
 
 int64_t outrider_linear_scratch(int64_t num_rows, int64_t num_inputs);
 
-void linear_blocks(pool *threads, const float *x, const matrix_parts *weights, const float *bias, float *output,
-                   int64_t num_rows, int64_t num_inputs, int64_t stride, void *scratch);
+void multiply_batches(pool *threads, const float *x, const row_batches *rows, const matrix_parts *weights,
+                      const float *bias, float *output, int64_t num_inputs, int64_t stride, void *scratch);
+
+void linear_blocks(pool *threads, const float *x, const row_batches *rows, const matrix_parts *weights, const float *bias,
+                   float *output, int64_t num_inputs, int64_t stride, void *scratch);
 
 /* Rows of a matrix, looked up: token_ids [num_rows], output [num_rows, num_inputs]. */
 void outrider_embed(const void *weight, int64_t format, const int64_t *token_ids, float *output, int64_t num_rows,
@@ -35,6 +61,18 @@ void outrider_attention(pool *threads, const float *query, const void *keys, con
                         const int32_t *key_slots, const int64_t *key_starts, const int32_t *key_counts, float *output,
                         int64_t num_rows, int64_t num_heads, int64_t num_groups, int64_t head_dim,
                         int64_t max_key_count, float scale);
+
+/* Experts of a layer: `num_chosen` of them for each row. Their matrices stand below each other in one weight; the bias of
+ * gate is that of gate beside up [num_experts, 2 * width], that of down [num_experts, hidden]. */
+typedef struct {
+    matrix router, gate, up, down;
+    /* is_normalised: shares are parts of the chosen ones' sum, and else of that of all. */
+    int64_t num_experts, num_chosen, is_normalised;
+} experts;
+
+int64_t outrider_experts_floats(const experts *of, int64_t num_rows);
+
+void outrider_experts(pool *threads, const experts *of, const float *x, float *output, int64_t num_rows, float *memory);
 
 void outrider_gate_multiply(pool *threads, const float *gate_up, float *output, int64_t num_rows, int64_t width,
                             int64_t is_gelu);

@@ -37,6 +37,9 @@ typedef struct {
     /* Floats between rows of the output. */
     int64_t stride;
     int64_t num_rows, num_inputs, num_outputs, num_threads, num_blocks, num_large, large_outputs, small_outputs;
+    const row_batch *batches;
+    /* Of one batch. */
+    uint32_t num_items;
 } linear_job;
 
 INLINE const char *weight_at(const linear_job *job, int64_t output, int64_t k, int is_bf16) {
@@ -198,7 +201,27 @@ static int64_t item_start(const linear_job *job, int64_t index) {
     return start < job->num_outputs ? start : job->num_outputs;
 }
 
-INLINE void item(const linear_job *job, uint32_t index, int is_bf16) {
+static int64_t num_blocks(int64_t num_rows, int64_t num_inputs) {
+    const int64_t fitting = MAX_BLOCK_BYTES / (num_inputs * (int64_t)sizeof(float));
+    const int64_t rows = fitting < TILE_ROWS ? TILE_ROWS : fitting < MAX_BLOCK_ROWS ? fitting : MAX_BLOCK_ROWS;
+    return (num_rows + rows - 1) / rows;
+}
+
+/* The job of one batch. */
+INLINE linear_job job_of(const linear_job *all, const row_batch *batch, int is_bf16) {
+    linear_job job = *all;
+    job.x += batch->first_row * job.num_inputs;
+    job.output += batch->first_row * job.stride;
+    job.weight = weight_at(&job, batch->index * job.num_outputs, 0, is_bf16);
+    if (job.bias != 0) job.bias += batch->index * job.stride;
+    job.num_rows = batch->num_rows;
+    job.num_blocks = num_blocks(job.num_rows, job.num_inputs);
+    return job;
+}
+
+INLINE void item(const linear_job *all, uint32_t number, int is_bf16) {
+    const linear_job own = job_of(all, &all->batches[number / all->num_items], is_bf16), *job = &own;
+    const uint32_t index = number % all->num_items;
     const int64_t from = item_start(job, index), to = item_start(job, (int64_t)index + 1);
     const int64_t after = item_start(job, (int64_t)index + job->num_threads);
     int64_t row = 0;
@@ -213,33 +236,65 @@ static void item_bf16(const void *job, uint32_t index) { item(job, index, 1); }
 
 static void item_f32(const void *job, uint32_t index) { item(job, index, 0); }
 
-static int64_t num_blocks(int64_t num_rows, int64_t num_inputs) {
-    const int64_t fitting = MAX_BLOCK_BYTES / (num_inputs * (int64_t)sizeof(float));
-    const int64_t rows = fitting < TILE_ROWS ? TILE_ROWS : fitting < MAX_BLOCK_ROWS ? fitting : MAX_BLOCK_ROWS;
-    return (num_rows + rows - 1) / rows;
-}
-
-static int64_t outputs_of_a_large_item(const linear_job *job, int64_t row_bytes) {
+static int64_t outputs_of_a_large_item(const linear_job *job, int64_t num_batches, int64_t row_bytes) {
     const int64_t most = job->num_blocks > 1 ? MAX_REREAD_ITEM_BYTES : MAX_ITEM_BYTES;
-    const int64_t bytes = job->num_outputs * row_bytes / (LARGE_ITEMS_PER_THREAD * job->num_threads);
+    const int64_t bytes = num_batches * job->num_outputs * row_bytes / (LARGE_ITEMS_PER_THREAD * job->num_threads);
     return whole_tiles((bytes < MIN_ITEM_BYTES ? MIN_ITEM_BYTES : bytes > most ? most : bytes) / row_bytes);
 }
 
-static void linear_floats(pool *threads, const float *x, const matrix_part *weight, const float *bias, float *output,
-                          int64_t num_rows, int64_t num_inputs, int64_t stride) {
+static void linear_floats(pool *threads, const float *x, const row_batches *rows, const matrix_part *weight,
+                          const float *bias, float *output, int64_t num_inputs, int64_t stride) {
     const int is_bf16 = weight->format == FORMAT_BF16;
     const int64_t num_outputs = weight->num_outputs;
     linear_job job = {.x = x, .weight = weight->weight, .bias = bias, .output = output, .stride = stride};
-    job.num_rows = num_rows, job.num_inputs = num_inputs, job.num_outputs = num_outputs;
+    job.batches = rows->batches, job.num_inputs = num_inputs, job.num_outputs = num_outputs;
+    for (int64_t index = 0; index < rows->num_batches; index++)
+        if (rows->batches[index].num_rows > job.num_rows) job.num_rows = rows->batches[index].num_rows;
     job.num_threads = pool_num_threads(threads);
-    job.num_blocks = num_blocks(num_rows, num_inputs);
-    job.large_outputs = outputs_of_a_large_item(&job, num_inputs * (is_bf16 ? 2 : 4));
+    job.num_blocks = num_blocks(job.num_rows, num_inputs);
+    job.large_outputs = outputs_of_a_large_item(&job, rows->num_batches, num_inputs * (is_bf16 ? 2 : 4));
     job.small_outputs = whole_tiles(job.large_outputs / SMALL_ITEMS_OF_A_LARGE);
     job.num_large = num_outputs * 3 / 4 / job.large_outputs;
     const int64_t rest = num_outputs - job.num_large * job.large_outputs;
-    const uint32_t num_items = (uint32_t)(job.num_large + (rest + job.small_outputs - 1) / job.small_outputs);
-    pool_run_costing(threads, is_bf16 ? item_bf16 : item_f32, &job, num_items,
-                     (double)num_rows * (double)num_inputs * (double)num_outputs);
+    job.num_items = (uint32_t)(job.num_large + (rest + job.small_outputs - 1) / job.small_outputs);
+    pool_run_costing(threads, is_bf16 ? item_bf16 : item_f32, &job, job.num_items * (uint32_t)rows->num_batches,
+                     (double)rows->num_rows * (double)num_inputs * (double)num_outputs);
+}
+
+typedef struct {
+    const float *x;
+    const int32_t *places;
+    float *copies;
+    int64_t num_inputs;
+} copy_job;
+
+static void copy_row(const void *argument, uint32_t row) {
+    const copy_job *job = argument;
+    memcpy(job->copies + row * job->num_inputs, job->x + job->places[row] * job->num_inputs,
+           (size_t)job->num_inputs * sizeof(float));
+}
+
+/* Batches of rows, each with the outputs of its own matrix. A part has num_outputs rows for each matrix, those of the first
+ * one at the beginning; bias [matrices, stride] or NULL. The rest is as in outrider_linear, with scratch for all rows of
+ * x. */
+void multiply_batches(pool *threads, const float *x, const row_batches *rows, const matrix_parts *weights,
+                      const float *bias, float *output, int64_t num_inputs, int64_t stride, void *scratch) {
+    int64_t first = 0, has_blocks = 0, has_floats = 0;
+    for (int64_t index = 0; index < weights->count; index++)
+        if (weights->parts[index].format >= FIRST_KIND) has_blocks = 1;
+        else has_floats = 1;
+    if (has_floats && rows->places != 0) {
+        const copy_job job = {x, rows->places, rows->copies, num_inputs};
+        pool_run_costing(threads, copy_row, &job, (uint32_t)rows->num_rows, (double)(rows->num_rows * num_inputs));
+    }
+    const float *each = rows->places == 0 ? x : rows->copies;
+    for (int64_t index = 0; index < weights->count; index++) {
+        const matrix_part *part = &weights->parts[index];
+        if (part->format < FIRST_KIND)
+            linear_floats(threads, each, rows, part, bias == 0 ? 0 : bias + first, output + first, num_inputs, stride);
+        first += part->num_outputs;
+    }
+    if (has_blocks) linear_blocks(threads, x, rows, weights, bias, output, num_inputs, stride, scratch);
 }
 
 /* x [num_rows, num_inputs], weight [num_outputs, num_inputs] of a format of blocks.h, of which all but floats need
@@ -247,13 +302,8 @@ static void linear_floats(pool *threads, const float *x, const matrix_part *weig
 void outrider_linear(pool *threads, const float *x, const void *weight, int64_t format, const float *bias, float *output,
                      int64_t num_rows, int64_t num_inputs, int64_t num_outputs, void *scratch) {
     const matrix_parts whole = {1, {{weight, format, num_outputs}}};
-    const matrix_parts *parts = format == FORMAT_PARTS ? weight : &whole;
-    int64_t first = 0, has_blocks = 0;
-    for (int64_t index = 0; index < parts->count; index++) {
-        const matrix_part *part = &parts->parts[index];
-        if (part->format >= FIRST_KIND) has_blocks = 1;
-        else linear_floats(threads, x, part, bias == 0 ? 0 : bias + first, output + first, num_rows, num_inputs, num_outputs);
-        first += part->num_outputs;
-    }
-    if (has_blocks) linear_blocks(threads, x, parts, bias, output, num_rows, num_inputs, num_outputs, scratch);
+    const row_batch all = {0, 0, (int32_t)num_rows};
+    const row_batches rows = {.batches = &all, .num_batches = 1, .num_inputs_rows = num_rows, .num_rows = num_rows};
+    multiply_batches(threads, x, &rows, format == FORMAT_PARTS ? weight : &whole, bias, output, num_inputs, num_outputs,
+                     scratch);
 }

@@ -31,14 +31,20 @@ typedef struct {
 
 typedef struct {
     const uint8_t *blocks;
-    int64_t kind, num_outputs, first_output, num_blocks, bytes, item_blocks, first_item;
+    /* `skip`: outputs of the first block that belong to the matrix above. */
+    int64_t kind, num_outputs, first_output, skip, num_blocks, bytes, item_blocks, first_item;
 } block_part;
 
 typedef struct {
     const float *x, *bias;
     float *output;
     input_group *rows;
+    /* The quantised row for each row of the output; null: its own. */
+    const int32_t *places;
     int64_t num_rows, num_inputs, num_groups, stride, num_stretches;
+    const row_batch *batches;
+    /* Of one batch. */
+    uint32_t num_items;
     int num_parts;
     block_part parts[MAX_PARTS];
 } block_job;
@@ -46,19 +52,44 @@ typedef struct {
 /* The sums of a block's outputs [num_rows, PARTS], plus bias. */
 static __attribute__((noinline)) void store_sums(const block_job *job, const block_part *part, int64_t row, int64_t block,
                                                  int num_rows, const floats *sums) {
-    const int64_t first = block * LANES;
-    const float *bias = job->bias == 0 ? 0 : job->bias + part->first_output + first;
+    const float *bias = job->bias == 0 ? 0 : job->bias + part->first_output;
     for (int r = 0; r < num_rows; r++) {
-        float *output = job->output + (row + r) * job->stride + part->first_output + first;
+        float *output = job->output + (row + r) * job->stride + part->first_output;
         for (int each = 0; each < PARTS; each++) {
-            const int64_t here = each * WIDTH, left = part->num_outputs - first - here;
+            const int64_t here = block * LANES - part->skip + each * WIDTH, left = part->num_outputs - here;
             const floats sum = sums[r * PARTS + each];
-            store_upto(output + here, bias == 0 ? sum : sum + load_upto(bias + here, left), left);
+            if (here >= 0) {
+                store_upto(output + here, bias == 0 ? sum : sum + load_upto(bias + here, left), left);
+                continue;
+            }
+            for (int64_t lane = -here; lane < WIDTH && lane < left; lane++)
+                output[here + lane] = bias == 0 ? sum[lane] : sum[lane] + bias[here + lane];
         }
     }
 }
 
 typedef void (*strip_function)(const block_job *, const block_part *, int64_t, int64_t, int64_t);
+
+/* The job of one batch, and its part of a matrix. */
+INLINE block_job job_of(const block_job *all, const row_batch *batch) {
+    block_job job = *all;
+    job.output += batch->first_row * job.stride;
+    if (job.bias != 0) job.bias += batch->index * job.stride;
+    if (job.places != 0) job.places += batch->first_row;
+    else job.rows += batch->first_row * job.num_groups;
+    job.num_rows = batch->num_rows;
+    const int64_t row_bytes = job.num_groups * (int64_t)sizeof(input_group);
+    job.num_stretches = (job.num_rows * row_bytes + MAX_STRETCH_BYTES - 1) / MAX_STRETCH_BYTES;
+    return job;
+}
+
+INLINE block_part part_of(const block_part *all, int64_t index) {
+    block_part part = *all;
+    const int64_t first = index * part.num_outputs;
+    part.skip = first % LANES, part.blocks += first / LANES * part.bytes;
+    part.num_blocks = (part.skip + part.num_outputs + LANES - 1) / LANES;
+    return part;
+}
 
 INLINE ints splat_int(int32_t value) { return value - (ints){0}; }
 
@@ -225,12 +256,12 @@ int64_t outrider_linear_scratch(int64_t num_rows, int64_t num_inputs) {
     return num_rows * num_groups_of(num_inputs) * (int64_t)sizeof(input_group);
 }
 
-/* The parts' outputs stand `stride` floats apart from row to row; scratch as outrider_linear_scratch says. Parts of other
- * formats than blocks are passed over. */
-void linear_blocks(pool *threads, const float *x, const matrix_parts *weights, const float *bias, float *output,
-                   int64_t num_rows, int64_t num_inputs, int64_t stride, void *scratch) {
-    block_job job = {.x = x, .bias = bias, .output = output, .rows = scratch, .num_rows = num_rows};
+/* As multiply_batches; parts of other formats than blocks are passed over. */
+void linear_blocks(pool *threads, const float *x, const row_batches *rows, const matrix_parts *weights, const float *bias,
+                   float *output, int64_t num_inputs, int64_t stride, void *scratch) {
+    block_job job = {.x = x, .bias = bias, .output = output, .rows = scratch, .places = rows->places};
     job.num_inputs = num_inputs, job.num_groups = num_groups_of(num_inputs), job.stride = stride;
+    job.batches = rows->batches;
     int64_t first_output = 0, num_items = 0, num_outputs = 0;
     for (int64_t index = 0; index < weights->count; index++) {
         const matrix_part *each = &weights->parts[index];
@@ -238,9 +269,12 @@ void linear_blocks(pool *threads, const float *x, const matrix_parts *weights, c
             block_part *part = &job.parts[job.num_parts++];
             part->blocks = each->weight, part->kind = each->format - FIRST_KIND;
             part->num_outputs = each->num_outputs, part->first_output = first_output;
-            part->num_blocks = (each->num_outputs + LANES - 1) / LANES;
+            /* With one more where some matrix begins in the middle of a block. */
+            part->num_blocks = (each->num_outputs + LANES - 1) / LANES + 
+                               (rows->batches[rows->num_batches - 1].index > 0 && each->num_outputs % LANES);
             part->bytes = block_bytes(&block_kinds[part->kind], num_inputs);
-            const int64_t bytes = part->num_blocks * part->bytes / (ITEMS_PER_THREAD * pool_num_threads(threads));
+            const int64_t all_bytes = rows->num_batches * part->num_blocks * part->bytes;
+            const int64_t bytes = all_bytes / (ITEMS_PER_THREAD * pool_num_threads(threads));
             const int64_t size = bytes < MIN_ITEM_BYTES ? MIN_ITEM_BYTES : bytes > MAX_ITEM_BYTES ? MAX_ITEM_BYTES : bytes;
             part->item_blocks = size < part->bytes ? 1 : size / part->bytes;
             part->first_item = num_items;
@@ -249,13 +283,13 @@ void linear_blocks(pool *threads, const float *x, const matrix_parts *weights, c
         }
         first_output += each->num_outputs;
     }
-    const int64_t row_bytes = job.num_groups * (int64_t)sizeof(input_group);
-    job.num_stretches = (num_rows * row_bytes + MAX_STRETCH_BYTES - 1) / MAX_STRETCH_BYTES;
+    job.num_items = (uint32_t)num_items;
     item_function item = block_item_plain;
 #ifdef HAS_FAST
     if (has_fast()) item = block_item_fast;
 #endif
-    const double num_values = (double)num_rows * (double)num_inputs;
-    pool_run_costing(threads, quantise_row, &job, (uint32_t)num_rows, num_values);
-    pool_run_costing(threads, item, &job, (uint32_t)num_items, num_values * (double)num_outputs / 4);
+    pool_run_costing(threads, quantise_row, &job, (uint32_t)rows->num_inputs_rows,
+                     (double)rows->num_inputs_rows * (double)num_inputs);
+    pool_run_costing(threads, item, &job, (uint32_t)(num_items * rows->num_batches),
+                     (double)rows->num_rows * (double)num_inputs * (double)num_outputs / 4);
 }
