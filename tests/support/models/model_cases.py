@@ -52,6 +52,8 @@ PARTIAL: dict[str, Any] = {
         "original_max_position_embeddings": 128,
     },
 }
+# Experts in every other layer, whose shares do not add up to 1.
+SPARSE_STEP: dict[str, Any] = {"decoder_sparse_step": 2, "mlp_only_layers": [], "norm_topk_prob": False}
 # Each hides something from rows of 40 positions; Qwen's hides it in one of two layers.
 WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-1": ("mistral", {"sliding_window": 1}),

@@ -5,21 +5,25 @@ Matrices have one type, or those of a mix, as the rules of llama.cpp's quantiser
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from gguf.quants import quantize
 from safetensors.torch import load_file
 from support.models.gguf_blocks import FORMS, quantised
+from torch import Tensor
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
     "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3",
 }
@@ -41,6 +45,10 @@ NAMES = {
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
     "post_attention_layernorm": "ffn_norm",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 OF_GEMMA = {
     "post_attention_layernorm": "post_attention_norm",
@@ -112,6 +120,12 @@ def metadata_of(folder: Path) -> Metadata:
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "rope.dimension_count": head_dim,
     }
+    if name == "qwen3moe":
+        own |= {
+            "expert_count": config["num_local_experts"],
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+        }
     if config.get("sliding_window") and name in ("llama", "gemma3", "phi3"):
         own["attention.sliding_window"] = config["sliding_window"]
     rope = config["rope_parameters"]
@@ -163,7 +177,7 @@ def tensors_of(folder: Path, kind: GGMLQuantizationType | str) -> Tensors:
     """The tensors of a folder under the names of GGUF; a Llama's queries and keys in the order of llama.cpp."""
     config = json.loads((folder / "config.json").read_text())
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    stored, tensors = load_file(folder / "model.safetensors"), Tensors()
+    stored, tensors = with_experts_together(load_file(folder / "model.safetensors")), Tensors()
     is_gemma = config["architectures"] == ["Gemma3ForCausalLM"]
     for name, tensor in stored.items():
         array, gguf_name = tensor.float().numpy(), name
@@ -175,19 +189,32 @@ def tensors_of(folder: Path, kind: GGMLQuantizationType | str) -> Tensors:
         if ARCHITECTURES[config["architectures"][0]] == "llama" and part in heads:
             halves = array.reshape(heads[part], 2, -1, *array.shape[1:])
             array = halves.swapaxes(1, 2).reshape(array.shape)
-        if array.ndim == 1 or kind == F32:
+        if array.ndim == 1 or kind == F32 or part == "ffn_gate_inp":
             tensors[gguf_name] = (array, F32)
         elif isinstance(kind, str):
             own_kind = mixed_type(
-                kind, gguf_name, array.shape[1], config["num_hidden_layers"], "lm_head.weight" in stored
+                kind, gguf_name, array.shape[-1], config["num_hidden_layers"], "lm_head.weight" in stored
             )
-            tensors[gguf_name] = (quantised(own_kind, array), GGMLQuantizationType[own_kind])
+            blocks = quantised(own_kind, array.reshape(-1, array.shape[-1]))
+            tensors[gguf_name] = (blocks.reshape(*array.shape[:-1], -1), GGMLQuantizationType[own_kind])
         else:
             tensors[gguf_name] = (quantize(array, kind), kind)
     for length in ("short", "long") if config["rope_parameters"].get("rope_type") == "longrope" else ():
         factors = np.array(config["rope_parameters"][f"{length}_factor"], np.float32)
         tensors[f"rope_factors_{length}.weight"] = (factors, F32)
     return tensors
+
+
+def with_experts_together(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same with one tensor [experts, outputs, inputs] in place of one for each expert."""
+    together, experts = dict[str, Tensor](), dict[str, dict[int, Tensor]]()
+    for name, tensor in stored.items():
+        one = re.fullmatch(r"(.+\.experts)\.(\d+)\.(.+)", name)
+        if one is None:
+            together[name] = tensor
+        else:
+            experts.setdefault(f"{one[1]}.{one[3]}", {})[int(one[2])] = tensor
+    return together | {name: torch.stack([each[i] for i in range(len(each))]) for name, each in experts.items()}
 
 
 def mixed_type(mix: str, name: str, width: int, num_layers: int, has_output: bool) -> str:

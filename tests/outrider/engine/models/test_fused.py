@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.models.engine_cases import BUILT, kv_state, native
-from support.models.model_cases import GEMMA_ROPES, PARTIAL, SCALINGS, THETA, WINDOWS
+from support.models.model_cases import GEMMA_ROPES, PARTIAL, SCALINGS, SPARSE_STEP, THETA, WINDOWS
 from support.models.tiny_models import TARGET, write_tiny_model
 
 from outrider.engine.batching import Feed, build_batch
@@ -34,6 +34,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gemma3", {}),
     ("gemma3", GEMMA_ROPES),
     ("phi3", PARTIAL),
+    ("qwen3_moe", {}),
+    ("qwen3_moe", SPARSE_STEP),
     ("llama", {"rope_parameters": {"rope_theta": THETA, **SCALINGS["yarn-attention-factor"]}}),
 ]
 

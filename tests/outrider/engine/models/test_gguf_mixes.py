@@ -26,6 +26,8 @@ SIZES = {"hidden_size": 256, "intermediate_size": 352, "head_dim": 64, "context_
 QUICK: list[tuple[str, str, dict[str, Any]]] = [
     ("Q4_K_M", "llama", {"tie_word_embeddings": True}),
     (DYNAMIC, "llama", {}),
+    (DYNAMIC, "qwen3_moe", {"moe_intermediate_size": 352}),
+    ("Q4_K_M", "qwen3_moe", {"moe_intermediate_size": 256}),
 ]
 OTHERS: list[tuple[str, str, dict[str, Any]]] = [
     *((mix, "llama", {}) for mix in MIXES),

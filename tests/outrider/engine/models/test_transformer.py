@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from support.models.model_cases import (
     GEMMA_ROPES,
     PARTIAL,
+    SPARSE_STEP,
     all_logits,
     logits_and_reach,
     random_ids,
@@ -33,6 +34,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {}),
     ("phi3", PARTIAL),
     ("phi3", {"sliding_window": None, "num_key_value_heads": 1}),
+    ("qwen3_moe", {}),
+    ("qwen3_moe", SPARSE_STEP),
 ]
 
 
