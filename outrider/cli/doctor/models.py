@@ -173,7 +173,7 @@ def check_model(role: str, model: str | None, files: ModelFiles | None, dtype: s
     weights = files.weights
     served = weights.served(dtype, device)
     sentence = (
-        f"{files.name}: {files.family}, {weights.count:,} parameters in {weights.mix}, served in "
+        f"{files.name}: {files.family}, {weights.shown_count} in {weights.mix}, served in "
         f"{'the types of the file' if served == FILE else served}, context of {files.context_len:,} tokens, "
         f"{files.vocabulary.size:,} tokens in its vocabulary ({files.folder})."
     )

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,18 +32,25 @@ class Weights:
     embedding_kind: str
     is_tied: bool
     """Whether the embedding is the matrix of the output, too, so that each token reads it."""
+    unread: Mapping[str, float] = field(default_factory=dict)
+    """Of the numbers those of experts that a token does not choose, by their types."""
 
     @classmethod
     def of_gguf(cls, file: GgufFile) -> Self:
         """Those of a file that has an embedding."""
-        counts = Counter[str]()
+        name = file.metadata.get("general.architecture")
+        idle = _idle_share(file.metadata.get(f"{name}.expert_used_count"), file.metadata.get(f"{name}.expert_count"))
+        counts, unread = Counter[str](), dict[str, float]()
         for each in file.tensors.values():
-            counts[NAMES.get(each.type.name, each.type.name)] += math.prod(each.shape)
+            kind, size = NAMES.get(each.type.name, each.type.name), math.prod(each.shape)
+            counts[kind] += size
+            if "_exps." in each.name:
+                unread[kind] = unread.get(kind, 0) + idle * size
         has_blocks = any(each.type.has_blocks for each in file.tensors.values())
         bits = {NAMES.get(each.name, each.name): each.memory_bits for each in TYPES.values()} if has_blocks else {}
         embedding = file.tensors[EMBEDDING]
         kind = NAMES.get(embedding.type.name, embedding.type.name)
-        return cls(counts, bits, math.prod(embedding.shape), kind, OUTPUT not in file.tensors)
+        return cls(counts, bits, math.prod(embedding.shape), kind, OUTPUT not in file.tensors, unread)
 
     @classmethod
     def of_folder(cls, folder: Path, config: Mapping[str, Any]) -> Self:
@@ -53,10 +60,15 @@ class Weights:
         if not files:
             raise ModelRefused(f"{folder} has no safetensors weights")
         counts, sizes = Counter[str](), [config.get("vocab_size"), config.get("hidden_size")]
+        num_experts = config.get("num_experts") or config.get("num_local_experts")
+        idle, unread = _idle_share(config.get("num_experts_per_tok"), num_experts), dict[str, float]()
         for each in (tensor for file in files for tensor in read_header(file)):
-            counts[NAMES.get(each.dtype, each.dtype)] += math.prod(each.shape)
+            kind, size = NAMES.get(each.dtype, each.dtype), math.prod(each.shape)
+            counts[kind] += size
+            if ".experts." in each.name:
+                unread[kind] = unread.get(kind, 0) + idle * size
         embedding = math.prod(size if isinstance(size, int) and size > 0 else 0 for size in sizes)
-        return cls(counts, {}, embedding, PLAIN, bool(config.get("tie_word_embeddings")))
+        return cls(counts, {}, embedding, PLAIN, bool(config.get("tie_word_embeddings")), unread)
 
     @classmethod
     def of_shape(cls, shape: Shape) -> Self:
@@ -67,6 +79,12 @@ class Weights:
     @property
     def count(self) -> int:
         return sum(self.counts.values())
+
+    @property
+    def shown_count(self) -> str:
+        """All parameters, and those that one token takes where these are fewer."""
+        active = round(self.count - sum(self.unread.values()))
+        return f"{self.count:,} parameters" + (f" ({active:,} for a token)" if active < self.count else "")
 
     @property
     def stored_dtype(self) -> str:
@@ -95,12 +113,19 @@ class Weights:
         return int(self._bits(dtype) + kept - quantised_again) // 8
 
     def token_bytes(self, dtype: str) -> int:
-        """Bytes of weights that one token reads."""
+        """Bytes of weights that one token reads: of experts those that it chooses."""
         looked_up = 0 if self.is_tied else self.embedding_count * self._bits_of(self.embedding_kind, dtype)
-        return int(self._bits(dtype) - looked_up) // 8
+        unread = sum(count * self._bits_of(kind, dtype) for kind, count in self.unread.items())
+        return int(self._bits(dtype) - looked_up - unread) // 8
 
     def _bits(self, dtype: str) -> float:
         return sum(count * self._bits_of(kind, dtype) for kind, count in self.counts.items())
 
     def _bits_of(self, kind: str, dtype: str) -> float:
         return BITS[dtype] if dtype in BITS else self.file_bits.get(kind, BITS[PLAIN])
+
+
+def _idle_share(num_chosen: object, num_experts: object) -> float:
+    """The part of experts that a token does not choose; 0 for numbers that say nothing."""
+    is_known = type(num_chosen) is int and type(num_experts) is int and 0 < num_chosen <= num_experts
+    return 1 - num_chosen / num_experts if is_known else 0.0  # type: ignore[operator]

@@ -13,6 +13,7 @@ from outrider.engine.ops import Experts, Ops, Weight
 
 # Far above any model's: what is refused is a number that alone would fill the memory with names.
 MAX_EXPERTS = 1 << 12
+EXPERTS = ".mlp.experts."
 ROUTER, GATE, UP, DOWN = "gate", "experts.gate_proj", "experts.up_proj", "experts.down_proj"
 _ONE = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _ALL = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
@@ -41,7 +42,10 @@ ExpertRule = Callable[[JsonKeys, int], tuple[ExpertSizes | None, ...]]
 
 
 def experts_of_qwen(keys: JsonKeys, num_layers: int) -> tuple[ExpertSizes | None, ...]:
-    """Qwen's rule: each "decoder_sparse_step"-th layer has experts, but those of "mlp_only_layers". Raises ModelRefused."""
+    """Qwen's rule: each "decoder_sparse_step"-th layer has experts, if "mlp_only_layers" does not name it.
+
+    Raises ModelRefused.
+    """
     name = "num_experts" if keys.values.get("num_experts") is not None else "num_local_experts"
     num_experts = keys.integer(name, 128, minimum=0, maximum=MAX_EXPERTS)
     step, dense = keys.integer("decoder_sparse_step", 1), keys.values.get("mlp_only_layers") or []
@@ -74,7 +78,7 @@ def file_shapes(
     """
     found, is_stacked = dict[str, tuple[int, ...]](), any(_ALL.fullmatch(name) for name in names)
     for name, shape in shapes.items():
-        if experts is None or ".mlp.experts." not in name:
+        if experts is None or EXPERTS not in name:
             found[name] = shape
             continue
         stem, kind = name.removesuffix(".weight").rsplit(".", 1)

@@ -115,7 +115,9 @@ def read_config(file: GgufFile) -> ModelConfig:
             raise _refuse(file, ROPE_FACTORS, f"holds {wrong:g}, but a factor must be from 1 to {MAX_DIVISOR:g}")
         divided = DividedRope(theta=rope.theta, divisors=tuple(factors))
         config = replace(config, ropes=(divided,) * config.num_layers)
-    places = {_gguf_name(name, config): _gguf_shape(name, shape, config) for name, shape in expected_shapes(config).items()}
+    places = {
+        _gguf_name(name, config): _gguf_shape(name, shape, config) for name, shape in expected_shapes(config).items()
+    }
     factors_of_phi = (SHORT_FACTORS, LONG_FACTORS) if isinstance(config.ropes[0], LongRope) else ()
     for name, tensor in file.tensors.items():
         if name not in places and name not in (ROPE_FACTORS, *factors_of_phi):

@@ -15,8 +15,8 @@ from torch import Tensor
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.models.config import ModelConfig
-from outrider.engine.models.experts import ExpertSizes, take_experts
 from outrider.engine.models.decoder import LayeredDecoder, ProbedDecoder
+from outrider.engine.models.experts import ExpertSizes, take_experts
 from outrider.engine.models.rope import rotary_tables
 from outrider.engine.models.weights import (
     NORM_AFTER_MLP,

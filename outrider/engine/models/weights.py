@@ -16,7 +16,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from outrider.engine.models.config import ModelConfig
-from outrider.engine.models.experts import ROUTER, ExpertRooms, file_shapes
+from outrider.engine.models.experts import EXPERTS, ROUTER, ExpertRooms, file_shapes
 from outrider.engine.models.json_keys import JsonKeys, read_json
 from outrider.engine.models.reading import Span, read_pieces
 from outrider.engine.ops import Ops, Weight
@@ -293,7 +293,7 @@ def load_tensors(
         return keep(name, tensor + 1 if family.norms_from_zero and "norm" in name else tensor)
 
     tensors, digest = read_tensors(read_json(folder / "config.json"), files, stored, device, dtype, arranged)
-    return {name: tensor for name, tensor in tensors.items() if name in shapes} | rooms.tensors, digest
+    return {name: tensor for name, tensor in tensors.items() if EXPERTS not in name} | rooms.tensors, digest
 
 
 def _name_alone(name: str, prefixes: Sequence[tuple[str, str]]) -> str:

@@ -28,6 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm2": ("llama", {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": 20}),
     "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
     "gpt2": ("gpt2", {}),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.25, "hidden_size": 64}),
     "gemma3": ("gemma3", {}),

@@ -355,6 +355,21 @@ def test_weights_of_a_gguf_file_are_counted_by_type(tmp_path: Path) -> None:
     assert models.check_model("target", TARGET, read("target", TARGET), "file").status is Status.FAILED
 
 
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_of_experts_a_token_reads_those_that_it_chooses(tmp_path: Path, kind: str) -> None:
+    """All of them take memory; both numbers are said."""
+    folder = write_tiny_model(tmp_path / "tiny", "qwen3_moe", num_experts=8, num_experts_per_tok=2)
+    place = folder if kind == "folder" else write_gguf(folder, tmp_path / "tiny.gguf")
+    files = read("target", str(place))
+    weights, looked_up = files.weights, 300 * 48
+    # Two layers of three have experts of three matrices.
+    idle = 2 * 6 * 3 * 40 * 48
+    assert weights.memory_bytes("float32") == 4 * weights.count
+    assert weights.token_bytes("float32") == 4 * (weights.count - looked_up - idle)
+    finding = models.check_model("target", str(place), files, "float32")
+    assert f"{weights.count:,} parameters ({weights.count - idle:,} for a token) in float32" in finding.sentence
+
+
 def test_a_speed_is_an_estimate_from_what_a_token_reads() -> None:
     """On the CPU, where kernels were measured and the weights are known."""
     facts = KERNELS | {"comparisons": [EQUAL], "weight_bytes_per_s": 20e9}

@@ -25,6 +25,7 @@ LLAMA = {
 
 GEMMA = {"architectures": ["Gemma3ForCausalLM"], "head_dim": None}
 PHI = {"architectures": ["Phi3ForCausalLM"]}
+EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}
 
 
 def read(folder: Path, **changes: object) -> ModelConfig:
@@ -139,6 +140,27 @@ def test_code_that_phi_brings_along_is_not_needed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({}, (True, True)),
+        ({"num_experts": None, "num_local_experts": 8}, (True, True)),
+        ({"mlp_only_layers": [0]}, (False, True)),
+        ({"decoder_sparse_step": 2}, (False, True)),
+        ({"decoder_sparse_step": 3}, (False, False)),
+        ({"num_experts": 0}, (False, False)),
+    ],
+)
+def test_keys_say_which_layers_have_experts(
+    tmp_path: Path, changes: dict[str, object], layers: tuple[bool, ...]
+) -> None:
+    """By transformers' rule, under both names of their number; sizes have the defaults that they have there."""
+    config = read(tmp_path, **(EXPERTS | changes))
+    assert tuple(config.experts_of(layer) is not None for layer in range(2)) == layers
+    sizes = {(each.num_experts, each.num_chosen, each.size, each.is_normalised) for each in config.experts if each}
+    assert sizes == ({(8, 8, 768, False)} if any(layers) else set())
+
+
+@pytest.mark.parametrize(
     ("generation", "expected"),
     [({"eos_token_id": [7, 9]}, {5, 7, 9}), ({"eos_token_id": 0}, {0, 5}), ({}, {5}), ({"eos_token_id": -1}, {5})],
 )
@@ -169,6 +191,14 @@ def test_both_configurations_name_ends(tmp_path: Path, generation: dict[str, obj
         (GEMMA | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar", "positive"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config", "is None, but must be an object"),
         (PHI | {"partial_rotary_factor": 0.7}, "partial_rotary_factor", "an even number of a head's 16 coordinates"),
+        (EXPERTS | {"num_experts": -1}, "num_experts", "is -1, but must be an integer from 0 to 4096"),
+        (EXPERTS | {"num_experts": 10**6}, "num_experts", "from 0 to 4096"),
+        (EXPERTS | {"num_experts_per_tok": 9}, "num_experts_per_tok", "is 9, but must be an integer from 1 to 8"),
+        (EXPERTS | {"moe_intermediate_size": 0}, "moe_intermediate_size", "is 0, but must be an integer of at least 1"),
+        (EXPERTS | {"norm_topk_prob": 1}, "norm_topk_prob", "is 1, but must be true or false"),
+        (EXPERTS | {"decoder_sparse_step": 0}, "decoder_sparse_step", "of at least 1"),
+        (EXPERTS | {"mlp_only_layers": [2]}, "mlp_only_layers", "is [2], but must be a list of layers from 0 to 1"),
+        (EXPERTS | {"mlp_only_layers": 1}, "mlp_only_layers", "is 1, but must be a list"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types", "linear_attention"),
         ({"hidden_size": "64"}, "hidden_size", "'64', but must be an integer"),
         ({"hidden_size": None}, "hidden_size", "is missing"),

@@ -45,6 +45,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {}),
     ("qwen2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": THETA, **YARN}}),
     ("qwen3", {}),
+    ("qwen3_moe", {}),
     ("mistral", {"sliding_window": 9}),
     ("gemma3", {}),
     ("gemma3", GEMMA_ROPES),

@@ -1,6 +1,7 @@
-"""Experts by the compiled kernels: the bits of the other operations one by one, for any rows beside a row and any build."""
+"""Experts by the compiled kernels: the bits of the other operations one by one, for any rows beside and any build."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "-".join(kinds))
+@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
 @pytest.mark.parametrize("has_biases", [False, True])
 def test_experts_have_the_bits_of_operations_one_by_one(kinds: tuple[str, str, str], has_biases: bool) -> None:
     """Matrices of any kind and mix; experts of 40 rows, of which most begin within a block."""
@@ -78,7 +79,7 @@ def test_a_row_of_experts_is_its_own(name: str, num_threads: int, kinds: tuple[s
     whole = native().experts(X, experts_of(native(), kinds, size=96))
     ops = native(name, num_threads)
     experts = experts_of(ops, kinds, size=96)
-    pieces = [ops.experts(X[start:end], experts) for start, end in zip(CUTS, CUTS[1:], strict=False)]
+    pieces = [ops.experts(X[start:end], experts) for start, end in pairwise(CUTS)]
     assert torch.equal(torch.cat(pieces), whole)
     order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(1))
     assert torch.equal(ops.experts(X[order], experts), whole[order])
