@@ -173,8 +173,9 @@ class PrefixLayer:
         keys, values = cache.keys[0], cache.values[0]
         query = ops.rotate_and_store(query, key, value, rows.plan, self._cos, self._sin, keys, values)
         x = x + ops.linear(ops.attention(query, rows.plan, keys, values, law.head_dim**-0.5), layer.output.weight)
-        gate_up = ops.linear(ops.rms_norm(x, layer.post_norm, law.norm_epsilon), layer.gate_up.weight)
-        x = x + ops.linear(ops.silu_multiply(gate_up), layer.down.weight)
+        gate_up, down = layer.mlp
+        gated = ops.silu_multiply(ops.linear(ops.rms_norm(x, layer.post_norm, law.norm_epsilon), gate_up.weight))
+        x = x + ops.linear(gated, down.weight)
         return ops.rms_norm(x, self._norm, law.norm_epsilon)
 
 

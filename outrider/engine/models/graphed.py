@@ -167,10 +167,11 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
                 query, work, tile_rows, cache.keys[place], cache.values[place], model.scale, partials, attended
             )
             self._add_and_norm(x, layer.output, attended, layer.post_norm, hidden)
-            gate_up = ops.parts_of_product(hidden, layer.gate_up.weight)
+            first, second = layer.mlp
+            gate_up = ops.parts_of_product(hidden, first.weight)
             width = gate_up.shape[2] // 2
             multiplied = torch.empty(num_rows, width, dtype=dtype, device=device)
-            bias = layer.gate_up.bias
+            bias = first.bias
             layers.multiply_silu[(num_rows, triton.cdiv(width, 1024))](
                 gate_up,
                 gate_up if bias is None else bias,
@@ -182,7 +183,7 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
                 BLOCK=1024,
                 **ops.options,
             )
-            self._add_and_norm(x, layer.down, multiplied, next_norm, hidden)
+            self._add_and_norm(x, second, multiplied, next_norm, hidden)
         if config.num_layers in cache.taps:
             normed = ops.rms_norm(x, model.norm, config.norm_epsilon)
             self._store_tap(config.num_layers, normed, work, cache)

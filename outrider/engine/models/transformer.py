@@ -69,7 +69,7 @@ class Layer:
     """Of what the MLP gives, before it is added."""
 
     @classmethod
-    def take(cls, ops: Ops, tensors: MutableMapping[str, Any], prefix: str, experts: ExpertSizes | None) -> Self:
+    def take(cls, ops: Ops, tensors: MutableMapping[str, Any], prefix: str, experts: ExpertSizes | None = None) -> Self:
         """Takes one layer's tensors out of `tensors`, so that their separate copies are freed as they are fused."""
         is_stacked = f"{prefix}self_attn.{STACKED_HEADS}.weight" in tensors
         heads = (STACKED_HEADS,) if is_stacked else ("q_proj", "k_proj", "v_proj")
@@ -90,6 +90,13 @@ class Layer:
             experts=None if experts is None else take_experts(ops, tensors, f"{prefix}mlp.", experts),
             mlp_norm=tensors.pop(f"{prefix}{NORM_AFTER_MLP}.weight", None),
         )
+
+    @property
+    def mlp(self) -> tuple[Linear, Linear]:
+        """gate_up and down. Raises ValueError for a layer that has experts instead."""
+        if self.gate_up is None or self.down is None:
+            raise ValueError("a layer with experts has no multilayer perceptron of its own")
+        return self.gate_up, self.down
 
     @property
     def weights(self) -> list[Weight]:
@@ -172,9 +179,8 @@ class Transformer(LayeredDecoder, ProbedDecoder):
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
         if layer.experts is not None:
             return self.ops.experts(x, layer.experts)
-        assert layer.gate_up is not None
-        assert layer.down is not None
-        return self._linear(layer.down, self._gate(self._linear(layer.gate_up, x)))  # of [R, 2M]
+        gate_up, down = layer.mlp
+        return self._linear(down, self._gate(self._linear(gate_up, x)))  # of [R, 2M]
 
     def _attend(self, place: int, x: Tensor, plan: RowPlan, cache: KVCache) -> Tensor:
         layer, keys, values = self.layers[place], cache.keys[place], cache.values[place]

@@ -68,7 +68,7 @@ def routed(ops: ExpertOps, x: Tensor, experts: Experts) -> Tensor:
     """`Ops.experts` by other operations: each expert once, for all its rows, and sums in the order of the scores."""
     ids, shares = experts.choose(ops.linear(x, experts.router, experts.router_bias))
     made = x.new_empty(*ids.shape, x.shape[1])  # [R, C, H]
-    for expert in ids.unique().tolist():
+    for expert in torch.unique(ids).tolist():
         rows, ranks = (ids == expert).nonzero(as_tuple=True)
         inputs = x[rows]
         gate_up = torch.cat([_part(ops, inputs, weight, expert, experts) for weight in (experts.gate, experts.up)], 1)

@@ -105,8 +105,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": PARTIAL | {"sliding_window": None},
     # A window that hides nothing: the lists would do for the few kernels, and the layers' steps do not.
     "gemma3": {"sliding_window": 4096},
+    "qwen3_moe": {"mlp_only_layers": []},
 }
-QUICK = [("llama", torch.float16)]
+QUICK = [("llama", torch.float16), ("qwen3_moe", torch.float32)]
 EVERY = [(family, dtype) for family in FAMILIES for dtype in BOUNDS]
 
 
