@@ -1,7 +1,10 @@
 """Experts by the compiled kernels: the bits of the other operations one by one, for any rows beside and any build."""
 
+import shutil
+import subprocess
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +16,13 @@ from torch import Tensor
 from outrider.engine.ops import Experts, Ops
 from outrider.engine.ops.blocks import BlockMatrix
 from outrider.engine.ops.experts import routed
+from outrider.engine.ops.library import FOLDER, load_kernels, processor_levels
 from outrider.engine.ops.native import NativeOps
 from outrider.engine.ops.reference import ReferenceOps
 
 NUM_EXPERTS, HIDDEN, SIZE, NUM_ROWS = 7, 256, 40, 61
+KERNELS = FOLDER / "kernels"
+FLAGS = ("-std=gnu11", "-O2", "-ffp-contract=off", "-pthread", "-Wno-psabi")
 CUTS = [0, 1, 2, 5, 11, 28, 61]
 
 
@@ -86,6 +92,22 @@ def test_a_row_of_experts_is_its_own(name: str, num_threads: int, kinds: tuple[s
     for row in (0, 17, 60):
         assert torch.equal(ops.experts(X[row : row + 1], experts), whole[row : row + 1])
     assert ops.experts(X[:0], experts).shape == (0, HIDDEN)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("flags", [(), ("-march=x86-64-v3", "-DWITHOUT_FAST")], ids=["portable", "AVX2 alone"])
+def test_processors_without_special_instructions_have_the_same_bits(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Kernels that are compiled without what this processor has beyond that."""
+    if "native-v3" not in processor_levels() or shutil.which("gcc") is None:
+        pytest.skip("needs gcc, and a processor with AVX2")
+    sources = [str(path) for path in KERNELS.glob("*.c")]
+    words = ["gcc", *FLAGS, *flags, "-shared", "-fPIC", *sources, "-o", str(tmp_path / "_native_v3.so"), "-lm"]
+    subprocess.run(words, check=True)
+    kernels = load_kernels("native-v3", folder=tmp_path)
+    assert kernels is not None
+    for kinds in (("bfloat16",) * 3, ("Q4_K", "Q6_K", "Q8_0"), ("IQ4_XS", "Q5_K", "MXFP4")):
+        found = NativeOps(kernels, 2).experts(X, experts_of(native(), kinds, size=96))
+        assert torch.equal(found, native().experts(X, experts_of(native(), kinds, size=96)))
 
 
 def test_rows_of_the_reference_are_independent() -> None:
