@@ -65,17 +65,25 @@ class ExpertOps(Protocol):
 
 
 def routed(ops: ExpertOps, x: Tensor, experts: Experts) -> Tensor:
-    """`Ops.experts` by other operations: each expert once, for all its rows, and sums in the order of the scores."""
+    """`Ops.experts` by other operations: each expert once, for all its rows, and sums in the order of the scores.
+
+    On a device it waits once, to know which experts have how many rows.
+    """
     ids, shares = experts.choose(ops.linear(x, experts.router, experts.router_bias))
-    made = x.new_empty(*ids.shape, x.shape[1])  # [R, C, H]
-    for expert in torch.unique(ids).tolist():
-        rows, ranks = (ids == expert).nonzero(as_tuple=True)
-        inputs = x[rows]
+    counts = torch.bincount(ids.flatten().cpu(), minlength=experts.num_experts).tolist()
+    # Of a row with one of its experts the place in what is made, experts together.
+    pairs = ids.flatten().argsort(stable=True)
+    made = x.new_empty(len(pairs), x.shape[1])  # [R C, H]
+    for expert, places in enumerate(pairs.split(counts)):
+        if not len(places):
+            continue
+        inputs = x.index_select(0, places // experts.num_chosen)
         gate_up = torch.cat([_part(ops, inputs, weight, expert, experts) for weight in (experts.gate, experts.up)], 1)
         gate_up = gate_up if experts.gate_up_bias is None else gate_up + experts.gate_up_bias[expert]
         outputs = _part(ops, ops.silu_multiply(gate_up), experts.down, expert, experts)
-        made[rows, ranks] = outputs if experts.down_bias is None else outputs + experts.down_bias[expert]
-    made *= shares[..., None]
+        outputs = outputs if experts.down_bias is None else outputs + experts.down_bias[expert]
+        made.index_copy_(0, places, outputs)
+    made = made.view(*ids.shape, -1) * shares[..., None]
     output = made[:, 0]
     for rank in range(1, experts.num_chosen):
         output = output + made[:, rank]

@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from outrider.engine.runner import ModelRunner
 
 # Some of torch's operations sum in another order for a matrix of another layout.
+# Which experts have rows is known to the device alone.
+WAITS = {"qwen3_moe": {"synchronize", "cpu"}}
 NEAR = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -26,7 +28,7 @@ def are_near(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forward_stays_on_its_device(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trees, chains, pieces of prompts, biases, norms of heads, windows, taps, forks; it waits after a piece alone."""
+    """Trees, chains, prompts, biases, norms of heads, windows, taps, forks; it waits after pieces, and for experts."""
     special = {"sliding_window": 19} if family == "mistral" else {}
     folder = write_tiny_model(tmp_path / "model", family, vocab_size=257, num_hidden_layers=3, **special)
     with monkeypatch.context() as patch:
@@ -35,7 +37,7 @@ def test_a_forward_stays_on_its_device(tmp_path: Path, family: str, monkeypatch:
             runner = tapped(load(folder, patch, "cuda:0"))
             device.waits.clear()
             found = tell(runner)
-            assert set(device.waits) <= {"synchronize"}
+            assert set(device.waits) <= WAITS.get(family, {"synchronize"})
             assert are_near(found, expected)
 
 
