@@ -74,7 +74,7 @@ def routed(ops: ExpertOps, x: Tensor, experts: Experts) -> Tensor:
     # Of a row with one of its experts the place in what is made, experts together.
     pairs = ids.flatten().argsort(stable=True)
     made = x.new_empty(len(pairs), x.shape[1])  # [R C, H]
-    for expert, places in enumerate(pairs.split(counts)):
+    for expert, places in enumerate(torch.split(pairs, counts)):
         if not len(places):
             continue
         inputs = x.index_select(0, places // experts.num_chosen)
