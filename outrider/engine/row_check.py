@@ -110,4 +110,6 @@ class _Attention:
     def _attend(self, feeds: list[Feed]) -> Tensor:
         plan: RowPlan = build_batch(feeds, [feed.num_rows for feed in feeds], self.device, self.tiles).plan
         query = self.queries.index_select(0, plan.positions)
-        return self.model.ops.attention(query, plan, self.cache.keys[0], self.cache.values[0], self.model.scale)
+        return self.model.ops.attention(
+            query, plan, self.cache.keys[0], self.cache.values[0], self.model.scale, self.model.layers[0].sinks
+        )

@@ -21,7 +21,7 @@ from outrider.engine.models.rope_keys import FULL, SLIDING, RopeRule, one_rope, 
 MAX_CONTEXT_LEN = 1 << 24
 # Far above any model's: what is refused is a number that alone would fill the memory with the names of its layers.
 MAX_LAYERS = 1 << 12
-DEFAULT_WINDOW, DEFAULT_MAX_WINDOW_LAYERS = 4096, 28
+DEFAULT_WINDOW, NARROW_WINDOW, DEFAULT_MAX_WINDOW_LAYERS = 4096, 128, 28
 # Of so many layers of Gemma 3 the last sees everything.
 DEFAULT_PATTERN = 6
 DEFAULT_CONTEXT_LEN = 32768
@@ -74,20 +74,30 @@ def switched_by_layer(keys: JsonKeys, num_layers: int) -> Windows:
 
 def most_layers(keys: JsonKeys, num_layers: int) -> Windows:
     """Gemma 3's rule: the "layer_types", or all layers but each sixth, or what "sliding_window_pattern" says."""
-    window, types = _window(keys), keys.values.get("layer_types")
+    pattern = 1 if keys.values.get("layer_types") is not None else keys.integer("sliding_window_pattern", DEFAULT_PATTERN)
+    return _last_of_each(keys, num_layers, _window(keys), pattern)
+
+
+def every_other_layer(keys: JsonKeys, num_layers: int) -> Windows:
+    """The rule of gpt-oss: the "layer_types", or the first layer, the third and so on."""
+    return _last_of_each(keys, num_layers, _window(keys, NARROW_WINDOW), 2)
+
+
+def _last_of_each(keys: JsonKeys, num_layers: int, window: int | None, pattern: int) -> Windows:
+    """The "layer_types", or a window in all layers but the last of each `pattern`."""
+    types = keys.values.get("layer_types")
     if types is None:
-        pattern = keys.integer("sliding_window_pattern", DEFAULT_PATTERN)
         types = [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in range(num_layers)]
     if window is None and SLIDING in types:
         raise keys.refuse("sliding_window", f"is null, but there are layers of {SLIDING}")
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-def _window(keys: JsonKeys) -> int | None:
+def _window(keys: JsonKeys, default: int = DEFAULT_WINDOW) -> int | None:
     # An explicit null means no window; only an absent key has the default.
     if "sliding_window" in keys.values and keys.values["sliding_window"] is None:
         return None
-    return keys.integer("sliding_window", DEFAULT_WINDOW)
+    return keys.integer("sliding_window", default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +122,8 @@ class Family:
     """Whether what attention and MLP give has norms of its own, before it is added."""
     norms_from_zero: bool = False
     """Whether norms are stored less 1, in safetensors."""
+    has_sinks: bool = False
+    """Whether each head has a score for attention to nothing."""
     is_stacked: bool = False
     """Whether q, k and v are one matrix of the file, and gate and up another."""
     off: tuple[str, ...] = ()

@@ -150,6 +150,7 @@ def _layer(
         MatrixFields() if layer.gate_up is None else matrix_fields("gate_up", layer.gate_up, (2 * mlp, hidden)),
         MatrixFields() if layer.down is None else matrix_fields("down", layer.down, (hidden, mlp)),
         *(experts, plan),
+        address_of("sinks", layer.sinks, (config.num_heads,)),
     )
 
 

@@ -164,7 +164,15 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
             heads = ops.parts_of_product(hidden, layer.qkv.weight)
             self._split_heads(place, heads, work, query, cache)
             ops.attend_together(
-                query, work, tile_rows, cache.keys[place], cache.values[place], model.scale, partials, attended
+                query,
+                work,
+                tile_rows,
+                cache.keys[place],
+                cache.values[place],
+                model.scale,
+                partials,
+                attended,
+                layer.sinks,
             )
             self._add_and_norm(x, layer.output, attended, layer.post_norm, hidden)
             first, second = layer.mlp

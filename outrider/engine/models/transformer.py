@@ -22,6 +22,7 @@ from outrider.engine.models.weights import (
     NORM_AFTER_MLP,
     NORM_BEFORE_MLP,
     NORM_BEHIND,
+    SINKS,
     STACKED_GATE,
     STACKED_HEADS,
 )
@@ -56,6 +57,8 @@ class Layer:
     qkv: Linear
     query_norm: Tensor | None
     key_norm: Tensor | None
+    sinks: Tensor | None
+    """Scores [H] of attention to nothing."""
     output: Linear
     attended_norm: Tensor | None
     """Of what attention gives, before it is added."""
@@ -82,6 +85,7 @@ class Layer:
             qkv=Linear.take(ops, tensors, f"{prefix}self_attn.", *heads),
             query_norm=tensors.pop(f"{prefix}self_attn.q_norm.weight", None),
             key_norm=tensors.pop(f"{prefix}self_attn.k_norm.weight", None),
+            sinks=tensors.pop(f"{prefix}{SINKS}", None),
             output=Linear.take(ops, tensors, f"{prefix}self_attn.", "o_proj"),
             attended_norm=None if before is None else behind,
             post_norm=behind if before is None else before,
@@ -100,11 +104,11 @@ class Layer:
 
     @property
     def weights(self) -> list[Weight]:
-        heads, outputs = (self.query_norm, self.key_norm), (self.attended_norm, self.mlp_norm)
-        norms = (self.input_norm, self.post_norm, *heads, *outputs)
+        heads, outputs = (self.query_norm, self.key_norm, self.sinks), (self.attended_norm, self.mlp_norm)
+        vectors = (self.input_norm, self.post_norm, *heads, *outputs)
         parts = (self.qkv, self.output, self.gate_up, self.down, self.experts)
         found = [tensor for part in parts if part is not None for tensor in part.weights]
-        return [*(norm for norm in norms if norm is not None), *found]
+        return [*(vector for vector in vectors if vector is not None), *found]
 
 
 class Transformer(LayeredDecoder, ProbedDecoder):
@@ -190,7 +194,7 @@ class Transformer(LayeredDecoder, ProbedDecoder):
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = self._norm_heads(query, layer.query_norm), self._norm_heads(key, layer.key_norm)
         query = self.ops.rotate_and_store(query, key, value, plan, *self.tables[place], keys, values)
-        return self._linear(layer.output, self.ops.attention(query, plan, keys, values, self.scale))
+        return self._linear(layer.output, self.ops.attention(query, plan, keys, values, self.scale, layer.sinks))
 
     def _norm_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
         # A single group is a view whose rows lie apart, and operations want them together.

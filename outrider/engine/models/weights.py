@@ -55,6 +55,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 STACKED_HEADS, STACKED_GATE = "qkv_proj", "gate_up_proj"
 NORM_BEHIND, NORM_BEFORE_MLP = "post_attention_layernorm", "pre_feedforward_layernorm"
 NORM_AFTER_MLP = "post_feedforward_layernorm"
+# A vector that has no layer of its own.
+SINKS = "self_attn.sinks"
 
 
 def resolve(name_or_path: str) -> Path:
@@ -211,6 +213,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             if has_bias:
                 shapes[f"{prefix}.{name}.bias"] = (outputs,)
         shapes |= {f"{prefix}.{name}.weight": (size,) for name, size in norms}
+        if config.family.has_sinks:
+            shapes[f"{prefix}.{SINKS}"] = (config.num_heads,)
     return shapes
 
 

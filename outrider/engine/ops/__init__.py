@@ -75,10 +75,19 @@ class Ops(Protocol):
         as in Hugging Face's rotate_half (Su et al., 2021), and the others stay. The caches are [S, G, D].
         """
 
-    def attention(self, query: Tensor, plan: RowPlan, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    def attention(
+        self,
+        query: Tensor,
+        plan: RowPlan,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """softmax(scale * query . keys) values over each row's own list; returns [R, H*D] float32.
 
-        query [R, H, D]; head h reads key-value head h // (H // G) (Ainslie et al., 2023).
+        query [R, H, D]; head h reads key-value head h // (H // G) (Ainslie et al., 2023). sinks [H] float32 are scores
+        of one key more for each head, whose value is zero (Xiao et al., 2024).
         """
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:

@@ -78,7 +78,15 @@ class EagerOps:
         value_cache.index_copy_(0, plan.slots, value.to(value_cache.dtype))
         return _rotate(query, row_cos, row_sin)
 
-    def attention(self, query: Tensor, plan: RowPlan, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    def attention(
+        self,
+        query: Tensor,
+        plan: RowPlan,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Lists are padded to the longest, a few rows at a time to bound memory."""
         num_rows, num_heads, head_dim = query.shape
         num_groups = key_cache.shape[1]
@@ -91,7 +99,11 @@ class EagerOps:
             slots = plan.key_slots[places].long()
             grouped = query[rows].float().view(-1, num_groups, num_heads // num_groups, head_dim)
             scores = torch.einsum("rghd,rlgd->rghl", grouped, key_cache[slots].float()) * scale
-            weights = torch.softmax(scores.masked_fill(hidden[:, None, None], -torch.inf), dim=-1)
+            scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
+            if sinks is not None:
+                column = sinks.view(1, num_groups, -1, 1).expand(scores.shape[0], -1, -1, -1)
+                scores = torch.cat((scores, column), dim=-1)
+            weights = torch.softmax(scores, dim=-1)[..., : plan.max_key_count]
             output[rows] = torch.einsum("rghl,rlgd->rghd", weights, value_cache[slots].float()).flatten(1)
         return output
 

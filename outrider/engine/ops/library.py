@@ -22,7 +22,7 @@ _ARGUMENTS: dict[str, list[type]] = {
     "outrider_embed": [_POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE],
     "outrider_rms_norm": [*[_POINTER] * 4, _SIZE, _SIZE, _FLOAT],
     "outrider_rotate_and_store": [*[_POINTER] * 12, *[_SIZE] * 6],
-    "outrider_attention": [*[_POINTER] * 4, _SIZE, *[_POINTER] * 4, *[_SIZE] * 5, _FLOAT],
+    "outrider_attention": [*[_POINTER] * 4, _SIZE, *[_POINTER] * 5, *[_SIZE] * 5, _FLOAT],
     "outrider_gate_multiply": [*[_POINTER] * 3, *[_SIZE] * 3],
     "outrider_experts_floats": [_POINTER, _SIZE],
     "outrider_experts": [*[_POINTER] * 4, _SIZE, _POINTER],
@@ -81,6 +81,7 @@ class LayerFields(ctypes.Structure):
         *((name, MatrixFields) for name in ("qkv", "output", "gate_up", "down")),
         ("experts", _POINTER),
         ("plan", _SIZE),
+        ("sinks", _POINTER),
     )
 
 

@@ -162,7 +162,15 @@ class NativeOps:
         self.functions.outrider_rotate_and_store(self.pool, *inputs, *places, *outputs, *sizes)
         return output
 
-    def attention(self, query: Tensor, plan: RowPlan, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    def attention(
+        self,
+        query: Tensor,
+        plan: RowPlan,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         num_rows, num_heads, head_dim = query.shape
         num_slots, num_groups, _ = key_cache.shape
         expect("query", query, torch.float32, (num_rows, num_heads, head_dim))
@@ -172,11 +180,14 @@ class NativeOps:
         expect("key_counts", plan.key_counts, torch.int32, (num_rows,))
         if num_heads % num_groups or not 1 <= head_dim <= MAX_HEAD_DIM:
             raise ValueError(f"{num_heads} heads of {head_dim} over {num_groups} groups do not fit the kernels")
+        if sinks is not None:
+            expect("sinks", sinks, torch.float32, (num_heads,))
         output = torch.empty(num_rows, num_heads * head_dim)
         inputs = query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), number
         lists = plan.key_slots.data_ptr(), plan.key_starts.data_ptr(), plan.key_counts.data_ptr()
+        places = None if sinks is None else sinks.data_ptr(), output.data_ptr()
         sizes = num_rows, num_heads, num_groups, head_dim, plan.max_key_count
-        self.functions.outrider_attention(self.pool, *inputs, *lists, output.data_ptr(), *sizes, scale)
+        self.functions.outrider_attention(self.pool, *inputs, *lists, *places, *sizes, scale)
         return output
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:

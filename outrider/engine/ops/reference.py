@@ -43,9 +43,17 @@ class ReferenceOps(EagerOps):
         tables = cos, sin, key_cache, value_cache
         return _by_row(lambda one, k, v: rotate(one, k, v, next(plans), *tables), query, key, value)
 
-    def attention(self, query: Tensor, plan: RowPlan, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    def attention(
+        self,
+        query: Tensor,
+        plan: RowPlan,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         plans, attention = _rows_of(plan), super().attention
-        return _by_row(lambda row: attention(row, next(plans), key_cache, value_cache, scale), query)
+        return _by_row(lambda row: attention(row, next(plans), key_cache, value_cache, scale, sinks), query)
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
         return _by_row(super().silu_multiply, gate_up)

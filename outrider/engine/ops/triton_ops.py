@@ -184,19 +184,29 @@ class TritonOps(EagerOps):
         )
         return output
 
-    def attention(self, query: Tensor, plan: RowPlan, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    def attention(
+        self,
+        query: Tensor,
+        plan: RowPlan,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Rows that see the same list share its chunks where the plan has the work for it."""
         num_rows, num_heads, head_dim = query.shape
         query, output = query.contiguous(), torch.empty(num_rows, num_heads * head_dim, device=query.device)
         if plan.work is not None:
             partials = self.room_for_chunks(plan.num_row_chunks, num_heads, head_dim)
-            self.attend_together(query, plan.work, plan.tile_rows, key_cache, value_cache, scale, partials, output)
+            self.attend_together(
+                query, plan.work, plan.tile_rows, key_cache, value_cache, scale, partials, output, sinks
+            )
             return output
         num_chunks = triton.cdiv(plan.max_key_count, CHUNK)
         at_once = max(1, PARTIAL_FLOATS // (num_chunks * num_heads * (head_dim + 2)))
         for first in range(0, num_rows, at_once):
             part = slice(first, first + at_once)
-            self._attend_alone(query[part], plan, part, key_cache, value_cache, scale, output[part])
+            self._attend_alone(query[part], plan, part, key_cache, value_cache, scale, output[part], sinks)
         return output
 
     def _attend_alone(
@@ -208,6 +218,7 @@ class TritonOps(EagerOps):
         value_cache: Tensor,
         scale: float,
         output: Tensor,
+        sinks: Tensor | None,
     ) -> None:
         num_rows, num_heads, head_dim = query.shape
         num_groups, num_chunks = key_cache.shape[1], triton.cdiv(plan.max_key_count, CHUNK)
@@ -228,7 +239,13 @@ class TritonOps(EagerOps):
             **self._sum_constants(key_cache, heads, max(16, heads)),
         )
         attention.join_own_chunks[(num_rows, num_heads)](
-            *partials, plan.key_counts[part], output, num_heads, num_chunks, **self._join_constants(head_dim)
+            *partials,
+            plan.key_counts[part],
+            output if sinks is None else sinks,
+            output,
+            num_heads,
+            num_chunks,
+            **self._join_constants(head_dim, sinks),
         )
 
     def attend_together(
@@ -241,6 +258,7 @@ class TritonOps(EagerOps):
         scale: float,
         partials: Sequence[Tensor],
         output: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         """Writes `attention` of query [R, H, D] into output [R, H * D], by shared work with items of tile_rows."""
         num_rows, num_heads, head_dim = query.shape
@@ -259,7 +277,13 @@ class TritonOps(EagerOps):
             **self.overlap,
         )
         attention.join_shared_chunks[(num_rows, num_heads)](
-            *partials, work, output, num_heads, **self._join_constants(head_dim), **self.overlap
+            *partials,
+            work,
+            output if sinks is None else sinks,
+            output,
+            num_heads,
+            **self._join_constants(head_dim, sinks),
+            **self.overlap,
         )
 
     def room_for_chunks(self, num_row_chunks: int, num_heads: int, head_dim: int) -> Sequence[Tensor]:
@@ -275,8 +299,8 @@ class TritonOps(EagerOps):
         dims = {"HEAD_DIM": head_dim, "BLOCK_DIM": triton.next_power_of_2(head_dim)}
         return {**sizes, **dims, "WIDE": is_wide, "num_warps": 4, "num_stages": 3, **OPTIONS}
 
-    def _join_constants(self, head_dim: int) -> dict[str, int | bool]:
-        dims = {"HEAD_DIM": head_dim, "BLOCK_DIM": triton.next_power_of_2(head_dim)}
+    def _join_constants(self, head_dim: int, sinks: Tensor | None) -> dict[str, int | bool]:
+        dims = {"HEAD_DIM": head_dim, "BLOCK_DIM": triton.next_power_of_2(head_dim), "HAS_SINKS": sinks is not None}
         return {"CHUNK": CHUNK, "JOINED": attention.JOINED, **dims, "num_warps": 2, **OPTIONS}
 
     def is_wide(self, dtype: torch.dtype) -> bool:

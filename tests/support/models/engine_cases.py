@@ -206,7 +206,7 @@ def rotate(ops: Ops, case: AttentionCase) -> Tensor:
     return ops.rotate_and_store(*heads, case.plan, case.cos, case.sin, case.key_cache, case.value_cache)
 
 
-def attend(ops: Ops, case: AttentionCase) -> Tensor:
+def attend(ops: Ops, case: AttentionCase, sinks: Tensor | None = None) -> Tensor:
     """Calls attention with the case's query as it is, scaled as usual."""
     scale = case.query.shape[2] ** -0.5
-    return ops.attention(case.query.contiguous(), case.plan, case.key_cache, case.value_cache, scale)
+    return ops.attention(case.query.contiguous(), case.plan, case.key_cache, case.value_cache, scale, sinks)

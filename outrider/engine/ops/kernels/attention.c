@@ -26,6 +26,7 @@ typedef struct {
     const int32_t *key_slots;
     const int64_t *key_starts;
     const int32_t *key_counts;
+    const float *sinks;
     float *output;
     int64_t num_rows, num_heads, num_groups, head_dim, items_of_a_group;
     float scale;
@@ -164,8 +165,9 @@ INLINE void attend_heads(const attention_job *job, int64_t row, int64_t head, in
     head_state heads[TOGETHER];
     for (int each = 0; each < num_heads; each++) {
         memset(heads[each].total, 0, sizeof heads[each].total);
-        heads[each].highest = -INFINITY;
-        heads[each].weight_sum = 0.0f;
+        /* A sink is a key before all others, whose value is zero. */
+        heads[each].highest = job->sinks == 0 ? -INFINITY : job->sinks[head + each];
+        heads[each].weight_sum = job->sinks == 0 ? 0.0f : 1.0f;
     }
     for (int64_t start = 0; start < job->key_counts[row]; start += CHUNK) {
         const int64_t left = job->key_counts[row] - start;
@@ -204,17 +206,18 @@ static void attend_f32(const void *job, uint32_t index) { attend(job, index, 0);
 
 static void attend_bf16(const void *job, uint32_t index) { attend(job, index, 1); }
 
-/* query [num_rows, num_heads, head_dim], caches [slots, num_groups, head_dim] of a format, output like query. */
+/* query [num_rows, num_heads, head_dim], caches [slots, num_groups, head_dim] of a format, sinks [num_heads] or null,
+ * output like query. */
 void outrider_attention(pool *threads, const float *query, const void *keys, const void *values, int64_t format,
-                        const int32_t *key_slots, const int64_t *key_starts, const int32_t *key_counts, float *output,
-                        int64_t num_rows, int64_t num_heads, int64_t num_groups, int64_t head_dim,
-                        int64_t max_key_count, float scale) {
+                        const int32_t *key_slots, const int64_t *key_starts, const int32_t *key_counts,
+                        const float *sinks, float *output, int64_t num_rows, int64_t num_heads, int64_t num_groups,
+                        int64_t head_dim, int64_t max_key_count, float scale) {
     const int64_t heads_of_a_group = num_heads / num_groups;
     int64_t items = (heads_of_a_group + TOGETHER - 1) / TOGETHER;
     /* Few rows are cut finer, so that every thread has some. */
     while (num_rows * num_groups * items < pool_num_threads(threads) && items < heads_of_a_group) items++;
-    const attention_job job = {query,    keys,      values,     key_slots, key_starts, key_counts, output,
-                               num_rows, num_heads, num_groups, head_dim,  items,      scale};
+    const attention_job job = {query,    keys,      values,     key_slots, key_starts, key_counts, sinks,
+                               output,   num_rows, num_heads, num_groups, head_dim,  items,      scale};
     pool_run_costing(threads, format == FORMAT_BF16 ? attend_bf16 : attend_f32, &job, (uint32_t)(num_rows * num_groups * items),
                      2.0 * (double)(num_rows * num_heads * head_dim * max_key_count));
 }

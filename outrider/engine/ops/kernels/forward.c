@@ -15,6 +15,8 @@ typedef struct {
     const experts *experts;
     /* Which of the forward's plans its attention reads: 0, or one whose lists are cut to the layer's window. */
     int64_t plan;
+    /* Of attention; null where a family has none. */
+    const float *sinks;
 } layer;
 
 typedef struct {
@@ -161,7 +163,7 @@ static void attend(pool *threads, const decoder *model, const layer *layer, cons
                               layer->sin, at->query, keys, values, model->cache_format, num_rows, model->num_heads, model->num_groups,
                               head_dim, model->num_turning);
     outrider_attention(threads, at->query, keys, values, model->cache_format, plan->key_slots, plan->key_starts, plan->key_counts,
-                       at->attended, num_rows, model->num_heads, model->num_groups, head_dim, plan->max_key_count,
+                       layer->sinks, at->attended, num_rows, model->num_heads, model->num_groups, head_dim, plan->max_key_count,
                        model->scale);
 }
 

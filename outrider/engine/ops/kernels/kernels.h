@@ -58,9 +58,9 @@ void outrider_rotate_and_store(pool *threads, const float *query, const float *k
                                int64_t head_dim, int64_t num_turning);
 
 void outrider_attention(pool *threads, const float *query, const void *keys, const void *values, int64_t format,
-                        const int32_t *key_slots, const int64_t *key_starts, const int32_t *key_counts, float *output,
-                        int64_t num_rows, int64_t num_heads, int64_t num_groups, int64_t head_dim,
-                        int64_t max_key_count, float scale);
+                        const int32_t *key_slots, const int64_t *key_starts, const int32_t *key_counts,
+                        const float *sinks, float *output, int64_t num_rows, int64_t num_heads, int64_t num_groups,
+                        int64_t head_dim, int64_t max_key_count, float scale);
 
 /* Experts of a layer: `num_chosen` of them for each row. Their matrices stand below each other in one weight; the bias of
  * gate is that of gate beside up [num_experts, 2 * width], that of down [num_experts, hidden]. */

@@ -11,6 +11,7 @@ import triton.language as tl
 from outrider.engine.ops.triton.launch import COUNTS, ITEM_ROWS, ITEMS, KEY_SLOTS, NUM_ITEMS, NUM_ROWS, ROW_CHUNKS
 from outrider.engine.ops.triton.launch import begin as begin_kernel
 
+LOG2_E = tl.constexpr(1.4426950408889634)
 JOINED = 16
 """Chunks that are joined at a time; belongs to the numerics, as the length of a chunk does."""
 
@@ -230,6 +231,7 @@ def _join(
     maxima,
     sums,
     weighted,
+    sinks,
     output,
     row,
     head,
@@ -239,6 +241,7 @@ def _join(
     JOINED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """A head of a row's output from its chunks."""
     dims = tl.arange(0, BLOCK_DIM)
@@ -252,6 +255,10 @@ def _join(
         highest = tl.maximum(highest, tl.load(maxima + places, mask=chunks < num_chunks, other=float("-inf")))
     peak = tl.max(highest, 0)
     total = 0.0
+    if HAS_SINKS:
+        sink = tl.load(sinks + head) * LOG2_E
+        peak = tl.maximum(peak, sink)
+        total = tl.exp2(sink - peak)
     joined = tl.zeros((BLOCK_DIM,), tl.float32)
     for begin in range(0, num_chunks, JOINED):
         chunks = begin + lanes
@@ -272,12 +279,14 @@ def join_shared_chunks(
     sums,
     weighted,
     work,
+    sinks,
     output,
     num_heads,
     CHUNK: tl.constexpr,
     JOINED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """output [R, H, D] of what sum_shared_chunks leaves; one program a row and head."""
@@ -288,7 +297,22 @@ def join_shared_chunks(
     num_chunks = tl.cdiv(tl.load(work + tl.load(work + COUNTS) + source), CHUNK)
     first = tl.load(work + tl.load(work + ROW_CHUNKS) + source).to(tl.int64)
     head = tl.program_id(1)
-    _join(maxima, sums, weighted, output, row, head, first, num_chunks, num_heads, JOINED, HEAD_DIM, BLOCK_DIM)
+    _join(
+        maxima,
+        sums,
+        weighted,
+        sinks,
+        output,
+        row,
+        head,
+        first,
+        num_chunks,
+        num_heads,
+        JOINED,
+        HEAD_DIM,
+        BLOCK_DIM,
+        HAS_SINKS,
+    )
 
 
 @triton.jit(do_not_specialize=["row_chunks"])
@@ -297,6 +321,7 @@ def join_own_chunks(
     sums,
     weighted,
     key_counts,
+    sinks,
     output,
     num_heads,
     row_chunks,
@@ -304,10 +329,26 @@ def join_own_chunks(
     JOINED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """output [R, H, D] of what sum_own_chunks leaves, with row_chunks for each row; one program a row and head."""
     row = tl.program_id(0).to(tl.int64)
     num_chunks = tl.cdiv(tl.load(key_counts + row), CHUNK)
     first = row * row_chunks
     head = tl.program_id(1)
-    _join(maxima, sums, weighted, output, row, head, first, num_chunks, num_heads, JOINED, HEAD_DIM, BLOCK_DIM)
+    _join(
+        maxima,
+        sums,
+        weighted,
+        sinks,
+        output,
+        row,
+        head,
+        first,
+        num_chunks,
+        num_heads,
+        JOINED,
+        HEAD_DIM,
+        BLOCK_DIM,
+        HAS_SINKS,
+    )

@@ -46,6 +46,7 @@ def by_rows() -> dict[str, Operation]:
         "rotate_and_store": stored,
         "rotate_and_store bf16": lambda ops, rows: stored(ops, rows, narrow),
         "attention": lambda ops, rows: attend(ops, rows_of(case, rows)),
+        "attention with sinks": lambda ops, rows: attend(ops, rows_of(case, rows), scores[0, :6].contiguous()),
         "attention bf16": lambda ops, rows: attend(ops, rows_of(narrow, rows)),
         "softmax": lambda ops, rows: ops.softmax(scores[rows]),
         "draw": lambda ops, rows: ops.draw(scores[rows], keys[rows]),
