@@ -32,8 +32,16 @@ class ByNeighbour(ReferenceOps):
 class InRowOrder(ReferenceOps):
     """Attention that sees the rows of a tree in their order, and not in that of their positions."""
 
-    def attention(self, query: Tensor, plan: RowPlan, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        attended = super().attention(query, plan, key_cache, value_cache, scale)
+    def attention(
+        self,
+        query: Tensor,
+        plan: RowPlan,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        attended = super().attention(query, plan, key_cache, value_cache, scale, sinks)
         starts = plan.key_starts
         return attended * (1 + 2**-20) if len(starts.unique()) == 3 else attended
 

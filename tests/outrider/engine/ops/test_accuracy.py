@@ -1,6 +1,7 @@
 """Each implementation of each operation against the same mathematics in float64."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -95,18 +96,25 @@ def test_rotation_pairs_halves(ops: Ops, head_dim: int, turning: int) -> None:
 @EVERY_OPS
 @pytest.mark.parametrize(("num_heads", "num_groups", "head_dim"), [(6, 2, 64), (2, 2, 20), (4, 1, 128), (3, 3, 80)])
 def test_attention_reads_its_own_list(ops: Ops, num_heads: int, num_groups: int, head_dim: int) -> None:
-    """Softmax over exactly the keys that the row's list names, 1 to 300 of them, grouped heads sharing them."""
+    """Softmax over exactly the keys that the row's list names, 1 to 300 of them, grouped heads sharing them.
+
+    With sinks over one score more for each head, from one that takes nearly all weight to one that takes none.
+    """
     case = attention_case(12, num_heads, num_groups, head_dim)
-    found = attend(ops, case).view(12, num_heads, head_dim)
-    shared = num_heads // num_groups
-    for row in range(12):
+    shared, sinks = num_heads // num_groups, torch.linspace(9, -50, num_heads)
+    outputs = [(attend(ops, case, each), each) for each in (None, sinks, torch.full_like(sinks, -torch.inf))]
+    assert torch.equal(outputs[2][0], outputs[0][0])
+    for row, (output, given) in product(range(12), outputs[:2]):
+        found = output.view(12, num_heads, head_dim)
         start, count = int(case.plan.key_starts[row]), int(case.plan.key_counts[row])
         slots = case.plan.key_slots[start : start + count].long()
         keys, values = (
             cache[slots].double().repeat_interleave(shared, 1) for cache in (case.key_cache, case.value_cache)
         )
         scores = torch.einsum("hd,lhd->hl", case.query[row].double(), keys) * head_dim**-0.5
-        exact = torch.einsum("hl,lhd->hd", torch.softmax(scores, dim=1), values)
+        if given is not None:
+            scores = torch.cat((scores, given.double()[:, None]), dim=1)
+        exact = torch.einsum("hl,lhd->hd", torch.softmax(scores, dim=1)[:, :count], values)
         # A softmax makes of what a score is off a share of the weight.
         assert_near(found[row], exact, head_dim + count, growth=1 + float(scores.abs().max()))
 

@@ -110,6 +110,10 @@ def test_other_operations_check_too() -> None:
         ops.attention(case.query.contiguous(), case.plan, case.key_cache, case.value_cache[:, :1], 1.0)
     with pytest.raises(ValueError, match="groups"):
         ops.attention(case.query[:, :3].contiguous(), case.plan, case.key_cache, case.value_cache, 1.0)
+    caches = case.key_cache, case.value_cache
+    for sinks in (torch.zeros(3), torch.zeros(4).double()):
+        with pytest.raises(ValueError, match="sinks"):
+            ops.attention(case.query.contiguous(), case.plan, *caches, 1.0, sinks)
     tables = case.cos[:, :3], case.sin
     with pytest.raises(ValueError, match="cos"):
         ops.rotate_and_store(case.query, case.key, case.value, case.plan, *tables, case.key_cache, case.value_cache)

@@ -38,12 +38,13 @@ class Case:
     grants: Sequence[int]
     keys: Tensor
     values: Tensor
+    sinks: Tensor | None = None
 
     def plan(self, tiles: Sequence[int] = ()) -> RowPlan:
         return build_batch(self.feeds, self.grants, CPU, tiles).plan
 
     def attend(self, ops: KernelOps | ReferenceOps, plan: RowPlan) -> Tensor:
-        return ops.attention(self.query.clone(), plan, self.keys, self.values, self.query.shape[2] ** -0.5)
+        return ops.attention(self.query.clone(), plan, self.keys, self.values, self.query.shape[2] ** -0.5, self.sinks)
 
 
 def case_of(
@@ -98,6 +99,17 @@ def test_trees_share_what_they_see(tree: TokenTree) -> None:
     """All rows the committed chunks, and each leaf's rows the rest, by tiles of every size."""
     case = case_of(make_feeds((CHUNK + 250, CHUNK + 249, 0), tree=tree))
     assert_work_changes_nothing(case, [(8,), (16,), (32,)])
+
+
+@pytest.mark.parametrize("length", [7, 2 * CHUNK + 9])
+def test_sinks_join_where_the_chunks_do(length: int) -> None:
+    """Of one chunk and of three, from a score that takes nearly all weight to one that takes none."""
+    case = case_of(make_feeds((length, length - 2, 1), tree=TREE), 4, 2)
+    case = replace(case, sinks=torch.tensor([7.0, 0.5, -3.0, -200.0]))
+    assert_work_changes_nothing(case, [(8,), (32,)])
+    less = replace(case, sinks=torch.tensor([-torch.inf, -torch.inf, -torch.inf, -200.0]))
+    ops, plan = KernelOps(), case.plan()
+    assert_same(less.attend(ops, plan), replace(case, sinks=None).attend(ops, plan))
 
 
 def test_sessions_stay_apart() -> None:
@@ -172,7 +184,8 @@ def test_rows_of_a_long_prompt_go_by_turns(monkeypatch: pytest.MonkeyPatch) -> N
 def check_all() -> None:
     """A tree behind a chunk's end, and a chain that goes over one."""
     for sizes, tree in (((CHUNK + 2, CHUNK + 1, 0), TREE), ((CHUNK - 1, CHUNK - 2, 3), None)):
-        assert_work_changes_nothing(case_of(make_feeds(sizes, tree=tree)), [(8,)])
+        case = replace(case_of(make_feeds(sizes, tree=tree)), sinks=torch.tensor([0.5, 4.0]))
+        assert_work_changes_nothing(case, [(8,)])
 
 
 def test_the_check_passes_without_a_fault() -> None:
@@ -196,8 +209,10 @@ def test_the_check_passes_without_a_fault() -> None:
         ("is_seen = is_lane & (counts > first_column)", "is_seen = is_lane"),
         # A chunk of a shared list is written over another row's.
         ("places = chunk_places * num_heads + heads", "places = rows * num_heads + heads"),
+        # A sink stands for e^score where all others stand for 2^score.
+        ("tl.load(sinks + head) * LOG2_E", "tl.load(sinks + head)"),
     ],
-    ids=["value mask", "end of the tile", "rows apart", "unseen chunk", "chunk places"],
+    ids=["value mask", "end of the tile", "rows apart", "unseen chunk", "chunk places", "base of sinks"],
 )
 def test_planted_faults_are_found(old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them is an easy slip in these kernels."""
