@@ -103,6 +103,9 @@ class Ops(Protocol):
         are read once for all its rows.
         """
 
+    def clamped_multiply(self, gate_up: Tensor, slope: float, limit: float) -> Tensor:
+        """g sigmoid(slope g) (u + 1), with g the gate up to limit, and u what is beside it from -limit to limit."""
+
     def softmax(self, scores: Tensor) -> Tensor:
         """Probabilities [R, V] float64 of scores [R, V] float32, which may hold -inf; faults as in `draw`."""
 

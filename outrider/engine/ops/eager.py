@@ -118,6 +118,10 @@ class EagerOps:
     def experts(self, x: Tensor, experts: Experts) -> Tensor:
         return routed(self, x, experts)
 
+    def clamped_multiply(self, gate_up: Tensor, slope: float, limit: float) -> Tensor:
+        gate, up = gate_up.clamp(max=limit).chunk(2, dim=-1)
+        return gate * torch.sigmoid(gate * slope) * (up.clamp(min=-limit) + 1)
+
     def softmax(self, scores: Tensor) -> Tensor:
         _check_scores(scores)
         return torch.softmax(scores.double(), dim=-1)

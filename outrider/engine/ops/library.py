@@ -26,6 +26,7 @@ _ARGUMENTS: dict[str, list[type]] = {
     "outrider_gate_multiply": [*[_POINTER] * 3, *[_SIZE] * 3],
     "outrider_experts_floats": [_POINTER, _SIZE],
     "outrider_experts": [*[_POINTER] * 4, _SIZE, _POINTER],
+    "outrider_clamped_multiply": [*[_POINTER] * 3, *[_SIZE] * 2, _FLOAT, _FLOAT],
     "outrider_draw": [*[_POINTER] * 5, *[_SIZE] * 3],
     "outrider_choose": [*[_POINTER] * 7, *[_SIZE] * 4],
     "outrider_mask": [*[_POINTER] * 4, *[_SIZE] * 3],

@@ -197,12 +197,15 @@ class NativeOps:
         return self._gate_multiply(gate_up, is_gelu=True)
 
     def _gate_multiply(self, gate_up: Tensor, is_gelu: bool) -> Tensor:
-        num_rows, width = _matrix("gate_up", gate_up)
-        if width % 2:
-            raise ValueError(f"gate_up has {width} columns, but must have an even number")
-        output = torch.empty(num_rows, width // 2)
+        output = _room_beside(gate_up)
         places = gate_up.data_ptr(), output.data_ptr()
-        self.functions.outrider_gate_multiply(self.pool, *places, num_rows, width // 2, is_gelu)
+        self.functions.outrider_gate_multiply(self.pool, *places, *output.shape, is_gelu)
+        return output
+
+    def clamped_multiply(self, gate_up: Tensor, slope: float, limit: float) -> Tensor:
+        output = _room_beside(gate_up)
+        places = gate_up.data_ptr(), output.data_ptr()
+        self.functions.outrider_clamped_multiply(self.pool, *places, *output.shape, slope, limit)
         return output
 
     def experts(self, x: Tensor, experts: Experts) -> Tensor:
@@ -356,6 +359,14 @@ def _matrix(name: str, tensor: Tensor) -> tuple[int, int]:
     num_rows, width = tensor.shape
     expect(name, tensor, torch.float32, (num_rows, width))
     return num_rows, width
+
+
+def _room_beside(gate_up: Tensor) -> Tensor:
+    """Room for what a gate makes of gate_up."""
+    num_rows, width = _matrix("gate_up", gate_up)
+    if width % 2:
+        raise ValueError(f"gate_up has {width} columns, but must have an even number")
+    return torch.empty(num_rows, width // 2)
 
 
 def _head_strides(name: str, heads: Tensor, shape: tuple[int, int, int]) -> tuple[int, int]:

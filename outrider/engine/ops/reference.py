@@ -65,6 +65,10 @@ class ReferenceOps(EagerOps):
         compute = super().experts
         return _by_row(lambda row: compute(row, experts), x)
 
+    def clamped_multiply(self, gate_up: Tensor, slope: float, limit: float) -> Tensor:
+        clamped_multiply = super().clamped_multiply
+        return _by_row(lambda row: clamped_multiply(row, slope, limit), gate_up)
+
     def softmax(self, scores: Tensor) -> Tensor:
         return _by_row(super().softmax, scores)
 

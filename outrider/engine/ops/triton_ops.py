@@ -146,6 +146,13 @@ class TritonOps(EagerOps):
         rows.gate_multiply[grid](gate_up, output, width, **sizes, **OPTIONS)
         return output
 
+    def clamped_multiply(self, gate_up: Tensor, slope: float, limit: float) -> Tensor:
+        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        output = torch.empty(num_rows, width, device=gate_up.device)
+        grid = num_rows, triton.cdiv(width, 1024)
+        rows.clamped_multiply[grid](gate_up, output, width, slope, limit, BLOCK=1024, **OPTIONS)
+        return output
+
     def rotate_and_store(
         self,
         query: Tensor,

@@ -77,6 +77,9 @@ void outrider_experts(pool *threads, const experts *of, const float *x, float *o
 void outrider_gate_multiply(pool *threads, const float *gate_up, float *output, int64_t num_rows, int64_t width,
                             int64_t is_gelu);
 
+void outrider_clamped_multiply(pool *threads, const float *gate_up, float *output, int64_t num_rows, int64_t width,
+                               float slope, float limit);
+
 int64_t outrider_draw(pool *threads, const float *scores, const int64_t *keys, double *best, int64_t *ids,
                       int64_t num_rows, int64_t num_tokens, int64_t stretches);
 

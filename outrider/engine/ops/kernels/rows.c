@@ -28,6 +28,7 @@ typedef struct {
     const float *gate_up;
     float *output;
     int64_t width, is_gelu;
+    float slope, limit;
 } gate_job;
 
 void norm_one(const float *x, const float *weight, float *output, int64_t width, float epsilon) {
@@ -108,6 +109,19 @@ static void gate_row(const void *argument, uint32_t row) {
     }
 }
 
+static void clamped_row(const void *argument, uint32_t row) {
+    const gate_job *job = argument;
+    const float *gate = job->gate_up + 2 * row * job->width, *up = gate + job->width;
+    const floats most = splat(job->limit), least = -most;
+    for (int64_t i = 0; i < job->width; i += WIDTH) {
+        const int64_t left = job->width - i;
+        floats x = load_upto(gate + i, left), y = load_upto(up + i, left);
+        /* So that NaN stays NaN. */
+        x = pick(x > most, most, x), y = pick(y > most, most, pick(y < least, least, y));
+        store_upto(job->output + row * job->width + i, x / (exponential(-job->slope * x) + 1.0f) * (y + 1.0f), left);
+    }
+}
+
 /* x and output [num_rows, width], weight [width]. */
 void outrider_rms_norm(pool *threads, const float *x, const float *weight, float *output, int64_t num_rows,
                        int64_t width, float epsilon) {
@@ -133,6 +147,13 @@ void outrider_rotate_and_store(pool *threads, const float *query, const float *k
  * form, or silu. */
 void outrider_gate_multiply(pool *threads, const float *gate_up, float *output, int64_t num_rows, int64_t width,
                             int64_t is_gelu) {
-    const gate_job job = {gate_up, output, width, is_gelu};
+    const gate_job job = {gate_up, output, width, is_gelu, 0, 0};
     pool_run_costing(threads, gate_row, &job, (uint32_t)num_rows, 8.0 * (double)(num_rows * width));
+}
+
+/* The same with g / (1 + e^(-slope g)) (u + 1), of gates up to limit and what is beside them from -limit to limit. */
+void outrider_clamped_multiply(pool *threads, const float *gate_up, float *output, int64_t num_rows, int64_t width,
+                               float slope, float limit) {
+    const gate_job job = {gate_up, output, width, 0, slope, limit};
+    pool_run_costing(threads, clamped_row, &job, (uint32_t)num_rows, 8.0 * (double)(num_rows * width));
 }

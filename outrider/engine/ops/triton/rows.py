@@ -53,6 +53,21 @@ def gate_multiply(gate_up, output, width, IS_GELU: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
+def clamped_multiply(gate_up, output, width, slope, limit, BLOCK: tl.constexpr):
+    """The same with g / (1 + e^(-slope g)) (u + 1), of gates up to limit and u from -limit to limit."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < width
+    gate = tl.load(gate_up + row * 2 * width + columns, mask=is_column, other=0.0)
+    up = tl.load(gate_up + row * 2 * width + width + columns, mask=is_column, other=0.0)
+    # So that NaN stays NaN.
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    gated = tl.div_rn(gate, 1.0 + tl.exp(-slope * gate))
+    tl.store(output + row * width + columns, gated * (up + 1.0), mask=is_column)
+
+
+@triton.jit
 def rotated(first, second, cos, sin):
     """Both halves of a head turned, as in rotate_half (Su et al., 2021)."""
     return first * cos - second * sin, second * cos + first * sin

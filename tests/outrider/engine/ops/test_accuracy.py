@@ -71,6 +71,19 @@ def test_gelu_multiply_gates(ops: Ops) -> None:
 
 
 @EVERY_OPS
+def test_clamped_multiply_gates(ops: Ops) -> None:
+    """g sigmoid(slope g) (u + 1) of both in their limits; NaN stays, and nothing overflows."""
+    gate_up = torch.randn(5, 2 * 77, generator=torch.Generator().manual_seed(1)) * 4
+    gate_up[0, :6] = torch.tensor([-1000.0, 1000.0, -90.0, 0.0, 7.0, torch.inf])
+    gate_up[0, 77:83] = torch.tensor([1000.0, -1000.0, -7.0, -1.0, 7.0, -torch.inf])
+    gate, up = gate_up.double().chunk(2, dim=1)
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    assert_near(ops.clamped_multiply(gate_up, 1.5, 7.0), gate * torch.sigmoid(1.5 * gate) * (up + 1), 64)
+    faults = torch.tensor([[torch.nan, 1.0, 1.0, torch.nan]])
+    assert bool(ops.clamped_multiply(faults, 1.5, 7.0).isnan().all())
+
+
+@EVERY_OPS
 @pytest.mark.parametrize(
     ("head_dim", "turning"), [(2, 2), (40, 40), (64, 64), (128, 128), (20, 12), (128, 96), (40, 2)]
 )

@@ -102,6 +102,8 @@ def test_other_operations_check_too() -> None:
         ops.silu_multiply(torch.zeros(2, 7))
     with pytest.raises(ValueError, match="even"):
         ops.gelu_multiply(torch.zeros(2, 7))
+    with pytest.raises(ValueError, match="even"):
+        ops.clamped_multiply(torch.zeros(2, 7), 1.0, 1.0)
     with pytest.raises(ValueError, match="scores"):
         ops.softmax(torch.zeros(2, 7).double())
     with pytest.raises(ValueError, match="keys"):

@@ -43,6 +43,7 @@ def by_rows() -> dict[str, Operation]:
         "rms_norm": lambda ops, rows: ops.rms_norm(x[rows], weight[0], 1e-6),
         "silu_multiply": lambda ops, rows: ops.silu_multiply(x[rows, :202].contiguous()),
         "gelu_multiply": lambda ops, rows: ops.gelu_multiply(x[rows, :202].contiguous()),
+        "clamped_multiply": lambda ops, rows: ops.clamped_multiply(x[rows, :202].contiguous(), 1.702, 0.9),
         "rotate_and_store": stored,
         "rotate_and_store bf16": lambda ops, rows: stored(ops, rows, narrow),
         "attention": lambda ops, rows: attend(ops, rows_of(case, rows)),

@@ -22,6 +22,10 @@ def test_norms_and_gates_are_near_float64(width: int) -> None:
     assert float((normed - exact).norm() / exact.norm()) < 1e-6
     gated, also = ops.gelu_multiply(gate_up), functional.gelu(gate, approximate="tanh") * up
     assert float((gated - also).norm() / also.norm()) < 1e-6
+    clamped = ops.clamped_multiply(gate_up, 1.702, 4.0)
+    low = gate.clamp(max=4)
+    exact = low * torch.sigmoid(1.702 * low) * (up.clamp(-4, 4) + 1)
+    assert float((clamped - exact).norm() / exact.norm()) < 1e-6
     expected = functional.silu(gate) * up
     assert float((multiplied - expected).norm() / expected.norm()) < 1e-6
     for row in range(5):
@@ -29,6 +33,7 @@ def test_norms_and_gates_are_near_float64(width: int) -> None:
         assert_same(ops.rms_norm(x[part], weight, 1e-6), normed[part])
         assert_same(ops.silu_multiply(gate_up[part]), multiplied[part])
         assert_same(ops.gelu_multiply(gate_up[part]), gated[part])
+        assert_same(ops.clamped_multiply(gate_up[part], 1.702, 4.0), clamped[part])
 
 
 def test_a_row_of_zeros_and_large_gates_stay_finite() -> None:
