@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
-from outrider.engine.models.experts import ExpertRule, ExpertSizes, experts_of_qwen
+from outrider.engine.models.experts import ExpertRule, ExpertSizes, experts_of_gpt_oss, experts_of_qwen
 from outrider.engine.models.json_keys import INT32_MAX, JsonKeys, read_json
 from outrider.engine.models.rope import Rope
 from outrider.engine.models.rope_keys import FULL, SLIDING, RopeRule, one_rope, partial_rope, rope_by_window
@@ -74,7 +74,9 @@ def switched_by_layer(keys: JsonKeys, num_layers: int) -> Windows:
 
 def most_layers(keys: JsonKeys, num_layers: int) -> Windows:
     """Gemma 3's rule: the "layer_types", or all layers but each sixth, or what "sliding_window_pattern" says."""
-    pattern = 1 if keys.values.get("layer_types") is not None else keys.integer("sliding_window_pattern", DEFAULT_PATTERN)
+    pattern = (
+        1 if keys.values.get("layer_types") is not None else keys.integer("sliding_window_pattern", DEFAULT_PATTERN)
+    )
     return _last_of_each(keys, num_layers, _window(keys), pattern)
 
 
@@ -172,6 +174,31 @@ FAMILIES = {
         windows=switched_by_layer,
         experts=experts_of_qwen,
         defaults={"num_key_value_heads": 4, "intermediate_size": 6144},
+    ),
+    "GptOssForCausalLM": Family(
+        qkv_bias=None,
+        windows=every_other_layer,
+        has_sinks=True,
+        experts=experts_of_gpt_oss,
+        defaults={
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "attention_bias": True,
+        },
     ),
     "MistralForCausalLM": Family(
         qkv_bias=False, windows=same_in_every_layer, defaults={"max_position_embeddings": 131072}

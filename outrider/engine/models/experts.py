@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ MAX_EXPERTS = 1 << 12
 EXPERTS = ".mlp.experts."
 ROUTER, GATE, UP, DOWN = "gate", "experts.gate_proj", "experts.up_proj", "experts.down_proj"
 _ONE = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_BIAS = re.compile(r".+\.mlp\.experts\.(gate_up_proj|down_proj)_bias")
 _ALL = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -30,6 +31,15 @@ class ExpertSizes:
     """Neurons of an expert."""
     is_normalised: bool
     """Whether the shares of the chosen ones add up to 1."""
+    clamp: tuple[float, float] | None = None
+    """Slope and limit of the gate of gpt-oss, whose experts and router have biases too."""
+
+    def biases(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the layer's biases, by the names of `shapes`."""
+        if self.clamp is None:
+            return {}
+        wide = self.num_experts, self.size
+        return {ROUTER: (self.num_experts,), GATE: wide, UP: wide, DOWN: (self.num_experts, hidden)}
 
     def shapes(self, hidden: int) -> dict[str, tuple[int, int]]:
         """Shapes of the layer's matrices, by their names after "mlp."; those of all experts stand below each other."""
@@ -62,11 +72,31 @@ def experts_of_qwen(keys: JsonKeys, num_layers: int) -> tuple[ExpertSizes | None
     return tuple(None if (layer + 1) % step or layer in dense else sizes for layer in range(num_layers))
 
 
+def experts_of_gpt_oss(keys: JsonKeys, num_layers: int) -> tuple[ExpertSizes | None, ...]:
+    """The rule of gpt-oss: all layers have experts. Raises ModelRefused."""
+    name = "num_local_experts" if keys.values.get("num_local_experts") is not None else "num_experts"
+    num_experts = keys.integer(name, 128, maximum=MAX_EXPERTS)
+    sizes = ExpertSizes(
+        num_experts,
+        keys.integer("num_experts_per_tok", 4, maximum=num_experts),
+        keys.integer("intermediate_size"),
+        is_normalised=True,
+        clamp=(keys.number("swiglu_alpha", 1.702), keys.number("swiglu_limit", 7.0)),
+    )
+    return (sizes,) * num_layers
+
+
 def take_experts(ops: Ops, tensors: MutableMapping[str, Any], prefix: str, sizes: ExpertSizes) -> Experts:
     """Takes a layer's experts out of `tensors`. The router stays as it is, because it decides."""
     router = tensors.pop(f"{prefix}{ROUTER}.weight")
     gate, up, down = (ops.stack([tensors.pop(f"{prefix}{name}.weight")]) for name in (GATE, UP, DOWN))
-    return Experts(router, gate, up, down, sizes.num_experts, sizes.num_chosen, sizes.is_normalised)
+    made = Experts(router, gate, up, down, sizes.num_experts, sizes.num_chosen, sizes.is_normalised)
+    if sizes.clamp is None:
+        return made
+    router_bias, *wide, down_bias = (tensors.pop(f"{prefix}{name}.bias").float() for name in (ROUTER, GATE, UP, DOWN))
+    return replace(
+        made, router_bias=router_bias, gate_up_bias=torch.cat(wide, 1), down_bias=down_bias, clamp=sizes.clamp
+    )
 
 
 def file_shapes(
@@ -76,6 +106,8 @@ def file_shapes(
 
     experts are those of any layer, shapes the model's own; names those in the files, which decide.
     """
+    if experts is not None and experts.clamp is not None:
+        return _shapes_of_gpt_oss(shapes, experts)
     found, is_stacked = dict[str, tuple[int, ...]](), any(_ALL.fullmatch(name) for name in names)
     for name, shape in shapes.items():
         if experts is None or EXPERTS not in name:
@@ -92,11 +124,34 @@ def file_shapes(
     return found
 
 
+def _shapes_of_gpt_oss(shapes: Mapping[str, tuple[int, ...]], experts: ExpertSizes) -> dict[str, tuple[int, ...]]:
+    """Two tensors for all experts of a layer, inputs before outputs, with gate and up by turns."""
+    found, count, size = dict[str, tuple[int, ...]](), experts.num_experts, experts.size
+    for name, shape in shapes.items():
+        if EXPERTS not in name:
+            found[name.replace(f".mlp.{ROUTER}.", ".mlp.router.")] = shape
+            continue
+        stem, kind, of = name.rsplit(".", 2)
+        if of == "bias":
+            wide = (count, 2 * size)
+            found[f"{stem}.down_proj_bias" if kind == "down_proj" else f"{stem}.gate_up_proj_bias"] = (
+                shape if kind == "down_proj" else wide
+            )
+        elif kind == "down_proj":
+            found[f"{stem}.{kind}"] = (count, size, shape[0] // count)
+        else:
+            found[f"{stem}.gate_up_proj"] = (count, shape[1], 2 * size)
+    return found
+
+
 class ExpertRooms:
     """Puts the experts of a layer below each other as they are read."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], keep: Callable[[str, Tensor], Weight]) -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], keep: Callable[[str, Tensor], Weight], experts: ExpertSizes | None
+    ) -> None:
         """shapes are the model's own; keep makes of a matrix that is whole what stays of it."""
+        self._is_gpt_oss = experts is not None and experts.clamp is not None
         self.tensors: dict[str, Weight] = {}
         self._shapes, self._keep = shapes, keep
         self._rooms: dict[str, Tensor] = {}
@@ -104,7 +159,14 @@ class ExpertRooms:
 
     def take(self, name: str, tensor: Tensor) -> bool:
         """Takes a tensor of a file that holds experts; returns whether it does."""
-        one, whole = _ONE.fullmatch(name), _ALL.fullmatch(name)
+        one, whole, bias = _ONE.fullmatch(name), _ALL.fullmatch(name), _BIAS.fullmatch(name)
+        if self._is_gpt_oss and (whole or bias) is not None:
+            self._put_of_gpt_oss(name, tensor)
+            return True
+        router = name.replace(".mlp.router.", f".mlp.{ROUTER}.")
+        if self._is_gpt_oss and router != name:
+            self._put(router, 0, tensor)
+            return True
         if one is not None:
             self._put(f"{one[1]}.{one[3]}.weight", int(one[2]) * len(tensor), tensor)
         elif whole is not None and whole[2] == "down_proj":
@@ -113,6 +175,18 @@ class ExpertRooms:
             for kind, half in zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True):
                 self._put(f"{whole[1]}.{kind}.weight", 0, half.flatten(0, 1))
         return one is not None or whole is not None
+
+    def _put_of_gpt_oss(self, name: str, tensor: Tensor) -> None:
+        """Of weights [E, inputs, outputs] and biases [E, outputs], where gate and up take turns."""
+        of = "bias" if name.endswith("_bias") else "weight"
+        stem, kind = name.removesuffix("_bias").rsplit(".", 1)
+        outputs = tensor if of == "bias" else tensor.transpose(1, 2)
+        parts = {"down_proj": outputs}
+        if kind == "gate_up_proj":
+            parts = {"gate_proj": outputs[:, ::2], "up_proj": outputs[:, 1::2]}
+        for part, numbers in parts.items():
+            shape = self._shapes[f"{stem}.{part}.{of}"]
+            self._put(f"{stem}.{part}.{of}", 0, numbers.reshape(shape))
 
     def _put(self, name: str, first: int, rows: Tensor) -> None:
         if name not in self._rooms:

@@ -68,6 +68,7 @@ OF_OUTPUTS = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+OF_GPT_OSS = {"self_attn": "attn_sinks", "post_attention_layernorm": "post_attention_norm"}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -182,7 +183,7 @@ def beside_blocks(kind: str) -> torch.dtype:
 
 def _room(place: TensorPlace, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> Weight:
     """Memory for a tensor, with nothing in it yet."""
-    if len(place.shape) == 1:
+    if len(place.shape) == 1 or place.name.endswith(".bias"):
         return torch.empty(place.shape, dtype=torch.float32, device=device)
     # Experts stand below each other.
     num_outputs, num_inputs = prod(place.shape[:-1]), place.shape[-1]
@@ -237,7 +238,14 @@ def _row_bytes(place: TensorPlace) -> int:
 def _gguf_name(name: str, config: ModelConfig) -> str:
     """Name of a checkpoint's tensor in a file."""
     stem, _, kind = name.rpartition(".")
-    found, in_layer = _LAYER.fullmatch(stem), IN_LAYER | (OF_OUTPUTS if config.family.norms_outputs else {})
+    # The sinks of a layer are a part of nothing else.
+    kind = "weight" if kind == "sinks" else kind
+    found, in_layer = (
+        _LAYER.fullmatch(stem),
+        IN_LAYER
+        | (OF_OUTPUTS if config.family.norms_outputs else {})
+        | (OF_GPT_OSS if config.family.has_sinks else {}),
+    )
     return f"blk.{found[1]}.{in_layer[found[2]]}.{kind}" if found else f"{OUTSIDE[stem]}.{kind}"
 
 
@@ -245,7 +253,11 @@ def _gguf_shape(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple
     """Shape of a checkpoint's tensor in a file, in which experts are a dimension of their own."""
     found = _LAYER.fullmatch(name)
     experts = config.experts_of(int(found[1])) if found and ".experts." in name else None
-    return shape if experts is None else (experts.num_experts, shape[0] // experts.num_experts, shape[1])
+    return (
+        shape
+        if experts is None or name.endswith(".bias")
+        else (experts.num_experts, shape[0] // experts.num_experts, shape[1])
+    )
 
 
 def _refuse(file: GgufFile, name: str, fault: str) -> ModelRefused:

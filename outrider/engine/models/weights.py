@@ -206,6 +206,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         prefix, experts = f"model.layers.{layer}", config.experts_of(layer)
         if experts is not None:
             shapes |= {f"{prefix}.mlp.{name}.weight": shape for name, shape in experts.shapes(hidden).items()}
+            shapes |= {f"{prefix}.mlp.{name}.bias": shape for name, shape in experts.biases(hidden).items()}
         for name, outputs, inputs, has_bias in linears:
             if experts is not None and name.startswith("mlp."):
                 continue
@@ -264,7 +265,7 @@ def as_it_is(_name: str, tensor: Tensor) -> Weight:
 
 def kept(ops: Ops, name: str, weight: Weight) -> Weight:
     """What stays of a tensor that has been read, by its name: a matrix as products read it, others as they are."""
-    is_looked_up = name == EMBEDDING or name.endswith(f".mlp.{ROUTER}.weight")
+    is_looked_up = name == EMBEDDING or name.endswith((f".mlp.{ROUTER}.weight", ".bias"))
     is_matrix = isinstance(weight, Tensor) and weight.ndim > 1 and not is_looked_up
     return ops.quantised(weight) if is_matrix else weight
 
@@ -289,7 +290,7 @@ def load_tensors(
     experts = next((each for each in config.experts if each is not None), None)
     expected = file_shapes(shapes, experts, stored)
     check_tensors(folder, stored, expected, {"lm_head.weight": shapes["model.embed_tokens.weight"]})
-    rooms = ExpertRooms(shapes, keep)
+    rooms = ExpertRooms(shapes, keep, experts)
 
     def arranged(name: str, tensor: Tensor) -> Weight:
         if rooms.take(name, tensor):
@@ -297,7 +298,8 @@ def load_tensors(
         return keep(name, tensor + 1 if family.norms_from_zero and "norm" in name else tensor)
 
     tensors, digest = read_tensors(read_json(folder / "config.json"), files, stored, device, dtype, arranged)
-    return {name: tensor for name, tensor in tensors.items() if EXPERTS not in name} | rooms.tensors, digest
+    others = {name: tensor for name, tensor in tensors.items() if EXPERTS not in name and ".mlp.router." not in name}
+    return others | rooms.tensors, digest
 
 
 def _name_alone(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
@@ -334,7 +336,7 @@ def read_tensors(
         found = by_own_name[piece.span.name]
         numbers = piece.data.view(TORCH_DTYPES[found.dtype])
         if not piece.first:
-            kept = dtype if len(found.shape) > 1 else torch.float32
+            kept = dtype if len(found.shape) > 1 and not found.name.endswith("_bias") else torch.float32
             kept = kept if numbers.is_floating_point() else torch.int64
             tensors[found.name] = torch.empty(found.shape, dtype=kept, device=device)
         first = piece.first // numbers.itemsize

@@ -34,6 +34,8 @@ class Experts:
     """[E, 2 M] float32, of gate beside up."""
     down_bias: Tensor | None = None
     """[E, H] float32."""
+    clamp: tuple[float, float] | None = None
+    """Slope and limit of `Ops.clamped_multiply`, which goes in the place of silu then."""
 
     @property
     def weights(self) -> list[Weight]:
@@ -63,6 +65,8 @@ class ExpertOps(Protocol):
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor: ...
 
+    def clamped_multiply(self, gate_up: Tensor, slope: float, limit: float) -> Tensor: ...
+
 
 def routed(ops: ExpertOps, x: Tensor, experts: Experts) -> Tensor:
     """`Ops.experts` by other operations: each expert once, for all its rows, and sums in the order of the scores.
@@ -80,7 +84,9 @@ def routed(ops: ExpertOps, x: Tensor, experts: Experts) -> Tensor:
         inputs = x.index_select(0, places // experts.num_chosen)
         gate_up = torch.cat([_part(ops, inputs, weight, expert, experts) for weight in (experts.gate, experts.up)], 1)
         gate_up = gate_up if experts.gate_up_bias is None else gate_up + experts.gate_up_bias[expert]
-        outputs = _part(ops, ops.silu_multiply(gate_up), experts.down, expert, experts)
+        clamp = experts.clamp
+        gated = ops.silu_multiply(gate_up) if clamp is None else ops.clamped_multiply(gate_up, *clamp)
+        outputs = _part(ops, gated, experts.down, expert, experts)
         outputs = outputs if experts.down_bias is None else outputs + experts.down_bias[expert]
         made.index_copy_(0, places, outputs)
     made = made.view(*ids.shape, -1) * shares[..., None]

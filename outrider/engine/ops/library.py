@@ -70,6 +70,7 @@ class ExpertFields(ctypes.Structure):
     _fields_ = (
         *((name, MatrixFields) for name in ("router", "gate", "up", "down")),
         *((name, _SIZE) for name in ("num_experts", "num_chosen", "is_normalised")),
+        *((name, _FLOAT) for name in ("slope", "limit")),
     )
 
 

@@ -331,7 +331,8 @@ def expert_fields(experts: Experts, hidden: int) -> ExpertFields:
     # Theirs have a row for each expert.
     gate.bias = address_of("bias of gate and up", experts.gate_up_bias, (count, 2 * width))
     down.bias = address_of("bias of down", experts.down_bias, (count, hidden))
-    return ExpertFields(router, gate, up, down, count, experts.num_chosen, experts.is_normalised)
+    chosen = experts.num_chosen, experts.is_normalised
+    return ExpertFields(router, gate, up, down, count, *chosen, *(experts.clamp or (0.0, 0.0)))
 
 
 def expect_caches(keys: Tensor, values: Tensor, shape: tuple[int, int, int]) -> int:

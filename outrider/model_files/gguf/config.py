@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
 }
@@ -60,6 +61,12 @@ OWN: Mapping[str, Mapping[str, str]] = {
         "num_experts": "expert_count",
         "num_experts_per_tok": "expert_used_count",
         "moe_intermediate_size": "expert_feed_forward_length",
+    },
+    "gpt-oss": {
+        "sliding_window": "attention.sliding_window",
+        "num_local_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "intermediate_size": "expert_feed_forward_length",
     },
     "phi3": {
         "sliding_window": "attention.sliding_window",
@@ -164,7 +171,7 @@ def json_config(file: GgufFile) -> dict[str, Any]:
     if type(window) is not int or window < 0:
         key = f"{name}.attention.sliding_window"
         raise file.refuse(key, f"is {shown(window)}, but must be a number of positions")
-    own = {"gemma3": _of_gemma, "phi3": _of_phi, "qwen3moe": _of_experts}.get(name, _of_mistral)
+    own = {"gemma3": _of_gemma, "phi3": _of_phi, "qwen3moe": _of_experts, "gpt-oss": _of_gpt_oss}.get(name, _of_mistral)
     return config | own(file, config, given, window)
 
 
@@ -218,6 +225,20 @@ def _of_experts(file: GgufFile, config: Mapping[str, Any], given: Mapping[str, A
     found = {key: given[spelling] for key, spelling in own.items()}
     found |= {"norm_topk_prob": True, "mlp_only_layers": dense}
     return found | _of_mistral(file, config, given, window)
+
+
+def _of_gpt_oss(file: GgufFile, config: Mapping[str, Any], given: Mapping[str, Any], window: int) -> dict[str, Any]:
+    """The keys that gpt-oss has beside those of all; its yarn is not truncated, which no key of the format says."""
+    own = OWN["gpt-oss"]
+    missing = next((spelling for spelling in own.values() if spelling not in given), None)
+    if missing is not None:
+        raise file.refuse(f"gpt-oss.{missing}", "is missing")
+    found = {key: given[spelling] for key, spelling in own.items()}
+    rope = config.get("rope_scaling")
+    scaling = (
+        {"rope_parameters": {"rope_type": "default"}} if rope is None else {"rope_scaling": rope | {"truncate": False}}
+    )
+    return found | {"sliding_window": window or None} | scaling
 
 
 def _of_phi(file: GgufFile, config: Mapping[str, Any], given: Mapping[str, Any], window: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3moe",
+    "GptOssForCausalLM": "gpt-oss",
     "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3",
 }
@@ -49,6 +50,11 @@ NAMES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+}
+OF_GPT_OSS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.router": "ffn_gate_inp",
 }
 OF_GEMMA = {
     "post_attention_layernorm": "post_attention_norm",
@@ -126,7 +132,13 @@ def metadata_of(folder: Path) -> Metadata:
             "expert_used_count": config["num_experts_per_tok"],
             "expert_feed_forward_length": config["moe_intermediate_size"],
         }
-    if config.get("sliding_window") and name in ("llama", "gemma3", "phi3"):
+    if name == "gpt-oss":
+        own |= {
+            "expert_count": config["num_local_experts"],
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": config["intermediate_size"],
+        }
+    if config.get("sliding_window") and name in ("llama", "gemma3", "phi3", "gpt-oss"):
         own["attention.sliding_window"] = config["sliding_window"]
     rope = config["rope_parameters"]
     if name == "gemma3":
@@ -183,13 +195,14 @@ def tensors_of(folder: Path, kind: GGMLQuantizationType | str) -> Tensors:
         array, gguf_name = tensor.float().numpy(), name
         if is_gemma and "norm" in name:
             array = array + 1
-        for own, theirs in (NAMES | (OF_GEMMA if is_gemma else {})).items():
+        more = OF_GEMMA if is_gemma else OF_GPT_OSS if config["architectures"] == ["GptOssForCausalLM"] else {}
+        for own, theirs in (NAMES | more).items():
             gguf_name = gguf_name.replace(own, theirs)
         part = gguf_name.split(".")[-2]
         if ARCHITECTURES[config["architectures"][0]] == "llama" and part in heads:
             halves = array.reshape(heads[part], 2, -1, *array.shape[1:])
             array = halves.swapaxes(1, 2).reshape(array.shape)
-        if array.ndim == 1 or kind == F32 or part == "ffn_gate_inp":
+        if array.ndim == 1 or gguf_name.endswith(".bias") or kind == F32 or part == "ffn_gate_inp":
             tensors[gguf_name] = (array, F32)
         elif isinstance(kind, str):
             own_kind = mixed_type(
@@ -211,10 +224,22 @@ def with_experts_together(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in stored.items():
         one = re.fullmatch(r"(.+\.experts)\.(\d+)\.(.+)", name)
         if one is None:
-            together[name] = tensor
+            together |= halves_of_gpt_oss(name, tensor)
         else:
             experts.setdefault(f"{one[1]}.{one[3]}", {})[int(one[2])] = tensor
     return together | {name: torch.stack([each[i] for i in range(len(each))]) for name, each in experts.items()}
+
+
+def halves_of_gpt_oss(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Experts of gpt-oss [experts, outputs, inputs], gate and up apart, and their biases; any other tensor as it is."""
+    found = re.fullmatch(r"(.+\.experts)\.(gate_up|down)_proj(_bias)?", name)
+    if found is None:
+        return {name: tensor}
+    of, outputs = ("bias", tensor) if found[3] else ("weight", tensor.transpose(1, 2).contiguous())
+    if found[2] == "down":
+        return {f"{found[1]}.down_proj.{of}": outputs}
+    halves = {"gate": outputs[:, ::2].contiguous(), "up": outputs[:, 1::2].contiguous()}
+    return {f"{found[1]}.{half}_proj.{of}": each for half, each in halves.items()}
 
 
 def mixed_type(mix: str, name: str, width: int, num_layers: int, has_output: bool) -> str:

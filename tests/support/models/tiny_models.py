@@ -39,6 +39,24 @@ FAMILIES = {
             "mlp_only_layers": [1],
         },
     ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 24,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 300.0,
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": 128}),
     "gemma3": (
         transformers.Gemma3TextConfig,

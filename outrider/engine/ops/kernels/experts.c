@@ -131,7 +131,10 @@ void outrider_experts(pool *threads, const experts *of, const float *x, float *o
     const row_batches pairs = batches_of(of, &room, num_rows);
     const matrix_parts first = {2, {part_of(&of->gate, of->num_experts), part_of(&of->up, of->num_experts)}};
     multiply_batches(threads, x, &pairs, &first, of->gate.bias, room.gate_up, hidden, 2 * width, room.scratch);
-    outrider_gate_multiply(threads, room.gate_up, room.gated, pairs.num_rows, width, 0);
+    if (of->limit > 0)
+        outrider_clamped_multiply(threads, room.gate_up, room.gated, pairs.num_rows, width, of->slope, of->limit);
+    else
+        outrider_gate_multiply(threads, room.gate_up, room.gated, pairs.num_rows, width, 0);
     row_batches in_order = pairs;
     in_order.places = 0, in_order.num_inputs_rows = pairs.num_rows;
     const matrix_parts second = {1, {part_of(&of->down, of->num_experts)}};

@@ -68,6 +68,8 @@ typedef struct {
     matrix router, gate, up, down;
     /* is_normalised: shares are parts of the chosen ones' sum, and else of that of all. */
     int64_t num_experts, num_chosen, is_normalised;
+    /* Of outrider_clamped_multiply; without a limit the gate is a silu. */
+    float slope, limit;
 } experts;
 
 int64_t outrider_experts_floats(const experts *of, int64_t num_rows);

@@ -31,6 +31,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     ("mistral", {}),
     *WINDOWS.values(),
+    ("gpt_oss", {}),
     ("gemma3", {}),
     ("gemma3", GEMMA_ROPES),
     ("phi3", PARTIAL),
