@@ -99,8 +99,8 @@ class Ops(Protocol):
     def experts(self, x: Tensor, experts: Experts) -> Tensor:
         """For each row x [R, H] the sum of what its chosen experts make of it, times their shares; returns [R, H].
 
-        An expert is down(silu(gate) * up), or has another gate by its clamp, and a row adds its own in the order of their scores. Each expert's weights
-        are read once for all its rows.
+        An expert is down(silu(gate) * up), or has another gate by its clamp, and a row adds its own in the order of
+        their scores. Each expert's weights are read once for all its rows.
         """
 
     def clamped_multiply(self, gate_up: Tensor, slope: float, limit: float) -> Tensor:

@@ -255,7 +255,7 @@ class TritonOps(EagerOps):
             **self._join_constants(head_dim, sinks),
         )
 
-    def attend_together(
+    def attend_together(  # noqa: PLR0913, PLR0917 - what a kernel reads
         self,
         query: Tensor,
         work: Tensor,

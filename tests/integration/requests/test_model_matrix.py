@@ -29,6 +29,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 20}),
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "gpt_oss": ("gpt_oss", {}),
     "gpt2": ("gpt2", {}),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.25, "hidden_size": 64}),
     "gemma3": ("gemma3", {}),

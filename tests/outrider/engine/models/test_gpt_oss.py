@@ -19,8 +19,15 @@ from outrider.engine.models.weights import load_tensors
 from outrider.engine.runner import ModelRunner
 from outrider.errors import ModelRefused
 
+# No key of GGUF says another.
+RELEASED: dict[str, Any] = {"swiglu_limit": 7.0}
 # Widths that blocks of MXFP4 divide.
-WHOLE_BLOCKS = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+WHOLE_BLOCKS: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def logits_of(model: Path, dtype: str, token_ids: list[int]) -> torch.Tensor:
@@ -52,14 +59,14 @@ def test_each_part_counts(tmp_path: Path, tensor: str) -> None:
 
 def test_a_gguf_file_has_the_same_model(tmp_path: Path) -> None:
     """Names, biases, experts and keys of the format: bit for bit the logits of the folder."""
-    folder, ids = write_tiny_model(tmp_path / "tiny", "gpt_oss", seed=7), random_ids(90, vocab_size=300)
+    folder, ids = write_tiny_model(tmp_path / "tiny", "gpt_oss", seed=7, **RELEASED), random_ids(90, vocab_size=300)
     file = write_gguf(folder, tmp_path / "tiny.gguf")
     assert torch.equal(logits_of(file, "float32", ids), logits_of(folder, "float32", ids))
 
 
 def test_experts_of_a_file_stay_in_mxfp4(tmp_path: Path) -> None:
     """As the released files have them: near the same numbers in float32, and far fewer bytes."""
-    folder = write_tiny_model(tmp_path / "tiny", "gpt_oss", seed=7, **WHOLE_BLOCKS)
+    folder = write_tiny_model(tmp_path / "tiny", "gpt_oss", seed=7, **RELEASED, **WHOLE_BLOCKS)
     file = write_gguf(folder, tmp_path / "tiny.gguf", GGMLQuantizationType.MXFP4)
     small, wide = (ModelRunner.load(str(file), dtype=dtype, kv_tokens=256).model for dtype in ("file", "float32"))
     few, many = (sum(weight.nbytes for weight in model.weights) for model in (small, wide))
