@@ -71,7 +71,7 @@ ARCHITECTURES: list[tuple[type[transformers.PretrainedConfig], dict[str, Any], s
     (transformers.MptConfig, {}, "MptForCausalLM", "whose attention cannot be replaced"),
     (transformers.FalconConfig, {}, "FalconForCausalLM", "whose attention cannot be replaced"),
     (transformers.Gemma2Config, SMALL | {"head_dim": 12}, "Gemma2ForCausalLM", "a cap on attention scores"),
-    (transformers.GptOssConfig, SMALL, "GptOssForCausalLM", "keeps its experts transposed"),
+    (transformers.AriaTextConfig, SMALL, "AriaTextForCausalLM", "keeps its experts transposed"),
     (transformers.GraniteSWAConfig, SMALL | {"num_key_value_heads": 2}, "GraniteSWAForCausalLM", "attention sinks"),
     (transformers.DeepseekV3Config, SMALL, "DeepseekV3ForCausalLM", "not of one size"),
     (transformers.Llama4TextConfig, SMALL, "Llama4ForCausalLM", "names chunked_attention"),
