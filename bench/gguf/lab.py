@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from outrider.cli.bench.common import REPOSITORY
@@ -63,6 +64,14 @@ class Llama:
         if "error" in said:
             raise LlamaFailed(said["error"])
         return said["said"]
+
+    def blocks(self, rows: Tensor, kind: GGMLQuantizationType) -> Tensor:
+        """Rows of weights, float32 [R, W], as llama.cpp's quantiser writes them in a type, uint8 [R, bytes]."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "rows.npy")
+            np.save(file, rows.numpy())
+            self.ask("blocks", file=str(file), kind=int(kind))
+            return torch.from_numpy(np.load(file))
 
     def log_probabilities(self, token_ids: Sequence[int]) -> Tensor:
         """Log-probabilities [T, V] of the token after each of these, at most 512."""

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import takewhile
 from statistics import median
@@ -18,12 +19,20 @@ from typing import Any
 
 import llama_cpp as lib
 import numpy as np
+from llama_cpp._ggml import libggml
 from numpy.typing import NDArray
 
 BATCH, CONTEXT = 512, 4096
 # Tokens before the guesses that must have come before, the longest first.
 NGRAMS = (3, 2, 1)
 REPEATS = 5
+# Rows that are quantised at a time.
+ROWS = 64
+
+row_size, quantise_chunk = libggml.ggml_row_size, libggml.ggml_quantize_chunk
+row_size.argtypes, row_size.restype = (ctypes.c_int, ctypes.c_int64), ctypes.c_size_t
+quantise_chunk.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p)
+quantise_chunk.restype = ctypes.c_size_t
 
 Guess = Callable[[list[int]], Sequence[int]]
 
@@ -171,6 +180,19 @@ class Lab:
         wanted.nthread, wanted.allow_requantize = threads, True
         if lib.llama_model_quantize(os.fsencode(source), os.fsencode(file), ctypes.byref(wanted)):
             raise ValueError(f"llama.cpp cannot write {source} as {mix}")
+
+    def blocks(self, file: str, kind: int) -> None:
+        """Replaces rows of float32 in a file of numpy by those of a type with this number, uint8 [rows, bytes]."""
+        rows = np.load(file)
+        made = np.empty((len(rows), row_size(kind, rows.shape[1])), np.uint8)
+
+        def write(first: int) -> None:
+            some = rows[first : first + ROWS]
+            quantise_chunk(kind, some.ctypes.data, made[first:].ctypes.data, 0, *some.shape, None)
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(write, range(0, len(rows), ROWS)))
+        np.save(file, made)
 
     def _guess(self, setting: str, count: int) -> Guess:
         if setting == "lookup":

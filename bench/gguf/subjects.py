@@ -1,7 +1,7 @@
 """What is measured: models by name in mixes of types, where their files lie, how they are made, what they are asked.
 
 A mix is named as llama.cpp names it. The assistant's own file, which is Q4_1, is requantised for other mixes; sized
-models are written in bfloat16 first. A draft for llama.cpp is the one that our stack has.
+models are written in the mix as it is. A draft for llama.cpp is the one that our stack has.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bench.copying import EVERYDAY
 from bench.gguf.lab import Llama
+from bench.gguf.sized import write_sized
 from bench.gguf.write import Words, write_model
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ OWN_MIXES: Mapping[str, str] = {ASSISTANT: "Q4_1", GEMMA: "Q4_K_M"}
 """The mix of a file that is not made here."""
 GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 GEMMA_REQUIREMENTS = Path(__file__).with_name("gemma-requirements.txt")
-DRAFT_MIX, WIDE = "Q8_0", "BF16"
+DRAFT_MIX = "Q8_0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +57,6 @@ class Subject:
     def file(self) -> Path:
         """Where it lies once it is made."""
         return self._file(self.mix)
-
-    @property
-    def wide(self) -> Path:
-        """A sized model in bfloat16, of which all mixes are made."""
-        return self._file(WIDE)
 
     @property
     def draft_file(self) -> Path | None:
@@ -127,8 +123,14 @@ def make(subject: Subject, llama: Llama, threads: int) -> None:
             fetch_gemma(subject.file)
         elif subject.mix == OWN_MIXES.get(subject.name):
             subject.file.symlink_to(assistant().target)
+        elif subject.name == ASSISTANT:
+            quantise(llama, Path(assistant().target), subject.file, subject.mix, threads)
         else:
-            quantise(llama, source_of(subject), subject.file, subject.mix, threads)
+            found = find_checkpoint(subject.name)
+            assert isinstance(found, SizedCheckpoint)
+            part = subject.file.with_suffix(".part")
+            write_sized(found, subject.mix, llama, part, threads)
+            part.rename(subject.file)
     draft_file = subject.draft_file
     if draft_file is not None and not draft_file.exists():
         place = Path(assistant().draft if subject.name == ASSISTANT else embedded_model("draft"))
@@ -140,19 +142,6 @@ def make(subject: Subject, llama: Llama, threads: int) -> None:
             wide = Path(folder, draft_file.name)
             write_model(found, words, wide)
             quantise(llama, wide, draft_file, DRAFT_MIX, threads)
-
-
-def source_of(subject: Subject) -> Path:
-    """The file that is quantised: the assistant's own, or a sized model in bfloat16, which stays for other mixes."""
-    if subject.name == ASSISTANT:
-        return Path(assistant().target)
-    if not subject.wide.exists():
-        found = find_checkpoint(subject.name)
-        assert isinstance(found, SizedCheckpoint)
-        part = subject.wide.with_suffix(".part")
-        write_model(found, Words.of_folder(found.folder, found.config), part)
-        part.rename(subject.wide)
-    return subject.wide
 
 
 def quantise(llama: Llama, source: Path, file: Path, mix: str, threads: int) -> None:

@@ -1,7 +1,8 @@
-"""Writes a model of Llama's shape as a GGUF file in bfloat16, for llama.cpp's quantiser to read."""
+"""Writes a model of Llama's shape as a GGUF file: in bfloat16, for llama.cpp's quantiser to read, or in any types."""
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -16,6 +17,7 @@ from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.gguf import IN_LAYER, OUTSIDE
 from outrider.engine.models.sized import widen
 from outrider.engine.models.weights import expected_shapes, load_tensors
+from outrider.model_files.gguf.header import TYPES as TENSOR_TYPES
 from outrider.model_files.gguf.header import GgufFile
 from outrider.model_files.gguf.tokenizer import CONTROL, MERGES, NORMAL, PRE, TOKENS, TYPES, UNUSED
 
@@ -62,7 +64,27 @@ class Words:
 
 def write_model(checkpoint: FolderCheckpoint, words: Words, file: Path) -> None:
     """Writes the file, a tensor at a time: matrices in bfloat16, vectors in float32."""
-    config = checkpoint.config
+    stored = (tensor.contiguous().view(torch.uint8) for tensor in tensors_of(checkpoint))
+    write_file(checkpoint.config, words, file, plain_types(checkpoint.config, GGMLQuantizationType.BF16), stored)
+
+
+def plain_types(config: ModelConfig, kind: GGMLQuantizationType) -> Mapping[str, GGMLQuantizationType]:
+    """One type for all matrices, and float32 for vectors; by checkpoint names."""
+    shapes = expected_shapes(config)
+    return {name: GGMLQuantizationType.F32 if len(shape) == 1 else kind for name, shape in shapes.items()}
+
+
+def write_file(
+    config: ModelConfig,
+    words: Words,
+    file: Path,
+    types: Mapping[str, GGMLQuantizationType],
+    stored: Iterable[Tensor],
+) -> None:
+    """Writes the file, a tensor at a time: types by checkpoint names, and bytes in the order of expected_shapes.
+
+    Of a matrix they are uint8 [rows, bytes], and are put into the order in which llama.cpp rotates.
+    """
     writer = GGUFWriter(file, "llama")
     writer.add_context_length(config.context_len)
     writer.add_embedding_length(config.hidden_size)
@@ -84,20 +106,18 @@ def write_model(checkpoint: FolderCheckpoint, words: Words, file: Path) -> None:
     writer.add_bos_token_id(words.bos)
     writer.add_eos_token_id(words.eos)
     writer.add_add_bos_token(False)
-    shapes = expected_shapes(config)
-    for name, shape in shapes.items():
-        is_vector = len(shape) == 1
-        kind = GGMLQuantizationType.F32 if is_vector else GGMLQuantizationType.BF16
-        size = int(np.prod(shape)) * (4 if is_vector else 2)
-        writer.add_tensor_info(name_in_file(name), shape, np.dtype(np.float32), size, raw_dtype=kind)
+    for name, shape in expected_shapes(config).items():
+        kind = TENSOR_TYPES[types[name]]
+        size = math.prod(shape) // kind.block_len * kind.block_bytes
+        writer.add_tensor_info(name_in_file(name), shape, np.dtype(np.float32), size, raw_dtype=types[name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name, tensor in tensors_of(checkpoint):
+    for name, rows in zip(types, stored, strict=True):
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
         # llama.cpp rotates neighbours.
-        turned = tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape) if heads else tensor
-        writer.write_tensor_data(turned.contiguous().view(torch.uint8).numpy())
+        turned = rows.view(heads, 2, -1, rows.shape[1]).transpose(1, 2).reshape(rows.shape) if heads else rows
+        writer.write_tensor_data(turned.contiguous().numpy())
     writer.close()
 
 
@@ -108,11 +128,16 @@ def name_in_file(name: str) -> str:
     return name
 
 
-def tensors_of(checkpoint: FolderCheckpoint) -> Iterable[tuple[str, Tensor]]:
-    """Tensors by name, in the order of expected_shapes; those of a sized model are made one by one."""
+def tensors_of(checkpoint: FolderCheckpoint) -> Iterable[Tensor]:
+    """Tensors in the order of expected_shapes; those of a sized model are made one by one."""
     if isinstance(checkpoint, SizedCheckpoint):
-        small = ModelConfig.read(checkpoint.folder)
-        source, _ = load_tensors(checkpoint.folder, small, CPU, torch.float32)
-        return widen(source, small, checkpoint.config, checkpoint.seed, CPU, torch.bfloat16)
+        made = widen(*small_of(checkpoint), checkpoint.config, checkpoint.seed, CPU, torch.bfloat16)
+        return (tensor for _, tensor in made)
     loaded, _ = load_tensors(checkpoint.folder, checkpoint.config, CPU, torch.bfloat16)
-    return ((name, loaded[name]) for name in expected_shapes(checkpoint.config))
+    return (loaded[name] for name in expected_shapes(checkpoint.config))
+
+
+def small_of(checkpoint: SizedCheckpoint) -> tuple[Mapping[str, Tensor], ModelConfig]:
+    """The model inside, in float32."""
+    small = ModelConfig.read(checkpoint.folder)
+    return load_tensors(checkpoint.folder, small, CPU, torch.float32)[0], small

@@ -130,23 +130,35 @@ def widen(
     """
     places = spots(small, wide)
     for name, shape in expected_shapes(wide).items():
-        source = tensors.get(name)
-        if name == "lm_head.weight" and source is None:
-            source = tensors["model.embed_tokens.weight"]
+        source = source_of(name, tensors)
         if len(shape) == 1:
-            norm = torch.ones(shape, device=device)
-            if source is not None:
-                norm[: len(source)] = source.to(device) * sqrt(len(source) / shape[0])
-            yield name, norm
+            yield name, vector(source, torch.ones(shape, device=device))
             continue
-        digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
-        spot = places[name.split(".")[-2]]
         # Not held here: whoever takes it may free it before the next one is made.
-        yield name, _matrix(spot, source, torch.empty(shape, dtype=dtype, device=device), generator)
+        spot, generator = places[name.split(".")[-2]], generator_of(name, seed, device)
+        yield name, fill(spot, source, torch.empty(shape, dtype=dtype, device=device), generator)
 
 
-def _matrix(spot: Spot, source: Tensor | None, matrix: Tensor, generator: torch.Generator) -> Tensor:
+def source_of(name: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """The small tensor that is inside a wide one."""
+    source = tensors.get(name)
+    return tensors["model.embed_tokens.weight"] if name == "lm_head.weight" and source is None else source
+
+
+def generator_of(name: str, seed: int, device: torch.device) -> torch.Generator:
+    """What a wide tensor's random numbers come from."""
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def vector(source: Tensor | None, ones: Tensor) -> Tensor:
+    """Fills a wide norm [H], which comes as ones, with the small one at its beginning."""
+    if source is not None:
+        ones[: len(source)] = source.to(ones.device) * sqrt(len(source) / len(ones))
+    return ones
+
+
+def fill(spot: Spot, source: Tensor | None, matrix: Tensor, generator: torch.Generator) -> Tensor:
     """Fills a wide matrix, with the small one at its spot."""
     if not spot.is_random:
         # Written and not only reserved: pages that were never written to all read the same piece of the cache.

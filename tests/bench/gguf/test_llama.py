@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.models.engine_cases import native
+from support.models.engine_cases import native, random_ids
 from support.models.gguf_blocks import FORMS, reference
 from support.models.tiny_gguf import MIXES, mixed_type
 from support.models.tiny_models import TARGET
 
 from bench.gguf.lab import Llama, LlamaFailed
 from bench.gguf.quality import BASE, LLAMA, measure, read_text
+from bench.gguf.sized import write_sized
 from bench.gguf.subjects import Subject, make, quantise
 from bench.gguf.write import Words, name_in_file, write_model
 from bench.quality import interval, log_probabilities
@@ -63,6 +64,32 @@ def test_mixes_of_its_quantiser_are_read(tmp_path: Path, llama: Llama, mix: str,
         if place.type.name in FORMS and not name.endswith(("q_proj.weight", "k_proj.weight")):
             stored = data[place.offset : place.offset + place.size].reshape(place.shape[0], -1)
             assert np.array_equal(unpacked(tensor).numpy(), reference(place.type.name, stored))
+
+
+@pytest.mark.parametrize("mix", ["Q4_K_M", "Q6_K", "Q8_0"])
+def test_a_sized_model_is_written_in_a_mix(tmp_path: Path, llama: Llama, mix: str) -> None:
+    """At once, with the types and the spread that its quantiser gives to the whole model, and the same words."""
+    found = SizedCheckpoint.of("sized", TARGET, WIDE, 3)
+    wide, theirs, ours = (tmp_path / f"{name}.gguf" for name in ("wide", "theirs", "ours"))
+    write_model(found, Words.of_folder(TARGET, found.config), wide)
+    quantise(llama, wide, theirs, mix, 2)
+    write_sized(found, mix, llama, ours, 2)
+    one, other = GgufFile.read(theirs), GgufFile.read(ours)
+    assert {name: (place.type_id, place.shape) for name, place in one.tensors.items()} == {
+        name: (place.type_id, place.shape) for name, place in other.tensors.items()
+    }
+    loaded = [load_gguf(file, read_config(file), CPU, torch.float32, native())[0] for file in (one, other)]
+    for name in loaded[0]:
+        spreads = [float(unpacked(each[name]).std()) for each in loaded]
+        assert spreads[1] == pytest.approx(spreads[0], rel=0.02), name
+    token_ids = random_ids(200, 4096)
+    best, quantised, written = (
+        log_probabilities(ModelRunner.load(str(file), dtype=BASE, kv_tokens=256), token_ids).argmax(1)
+        for file in (wide, theirs, ours)
+    )
+    assert (written == best).float().mean() > (quantised == best).float().mean() - 0.05
+    llama.ask("load", file=str(ours), threads=2)
+    assert (llama.log_probabilities(token_ids).argmax(1) == written).float().mean() > 0.9
 
 
 @pytest.mark.parametrize(
