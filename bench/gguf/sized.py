@@ -97,7 +97,7 @@ def stored_tensors(
         spot = places[name.split(".")[-2]]
         rows = pools.rows(types[name], shape, spot.is_random)
         if source is not None:
-            touched = torch.cat((torch.arange(spot.cleared_rows), spot.rows)).unique()
+            touched = torch.tensor(sorted({*range(spot.cleared_rows), *spot.rows.tolist()}))
             own = replace(spot, rows=torch.searchsorted(touched, spot.rows))
             numbers = fill(own, source, torch.empty(len(touched), shape[1]), generator_of(name, checkpoint.seed, CPU))
             rows[touched] = llama.blocks(numbers, types[name])
