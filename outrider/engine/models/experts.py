@@ -132,20 +132,15 @@ def _shapes_of_gpt_oss(shapes: Mapping[str, tuple[int, ...]], experts: ExpertSiz
             found[name.replace(f".mlp.{ROUTER}.", ".mlp.router.")] = shape
             continue
         stem, kind, of = name.rsplit(".", 2)
-        if of == "bias":
-            wide = (count, 2 * size)
-            found[f"{stem}.down_proj_bias" if kind == "down_proj" else f"{stem}.gate_up_proj_bias"] = (
-                shape if kind == "down_proj" else wide
-            )
-        elif kind == "down_proj":
-            found[f"{stem}.{kind}"] = (count, size, shape[0] // count)
-        else:
-            found[f"{stem}.gate_up_proj"] = (count, shape[1], 2 * size)
+        is_down, is_bias = kind == "down_proj", of == "bias"
+        inputs, outputs = (size, shape[-1] if is_bias else shape[0] // count) if is_down else (shape[-1], 2 * size)
+        together = f"{stem}.{kind if is_down else 'gate_up_proj'}"
+        found |= {f"{together}_bias": (count, outputs)} if is_bias else {together: (count, inputs, outputs)}
     return found
 
 
 class ExpertRooms:
-    """Puts the experts of a layer below each other as they are read."""
+    """Puts the experts of a layer below each other as they are read: those of a file may come in any order."""
 
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], keep: Callable[[str, Tensor], Weight], experts: ExpertSizes | None

@@ -240,12 +240,8 @@ def _gguf_name(name: str, config: ModelConfig) -> str:
     stem, _, kind = name.rpartition(".")
     # The sinks of a layer are a part of nothing else.
     kind = "weight" if kind == "sinks" else kind
-    found, in_layer = (
-        _LAYER.fullmatch(stem),
-        IN_LAYER
-        | (OF_OUTPUTS if config.family.norms_outputs else {})
-        | (OF_GPT_OSS if config.family.has_sinks else {}),
-    )
+    found, own = _LAYER.fullmatch(stem), OF_OUTPUTS if config.family.norms_outputs else {}
+    in_layer = IN_LAYER | own | (OF_GPT_OSS if config.family.has_sinks else {})
     return f"blk.{found[1]}.{in_layer[found[2]]}.{kind}" if found else f"{OUTSIDE[stem]}.{kind}"
 
 
@@ -253,11 +249,9 @@ def _gguf_shape(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple
     """Shape of a checkpoint's tensor in a file, in which experts are a dimension of their own."""
     found = _LAYER.fullmatch(name)
     experts = config.experts_of(int(found[1])) if found and ".experts." in name else None
-    return (
-        shape
-        if experts is None or name.endswith(".bias")
-        else (experts.num_experts, shape[0] // experts.num_experts, shape[1])
-    )
+    if experts is None or name.endswith(".bias"):
+        return shape
+    return experts.num_experts, shape[0] // experts.num_experts, shape[1]
 
 
 def _refuse(file: GgufFile, name: str, fault: str) -> ModelRefused:

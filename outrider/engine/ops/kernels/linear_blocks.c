@@ -270,7 +270,7 @@ void linear_blocks(pool *threads, const float *x, const row_batches *rows, const
             part->blocks = each->weight, part->kind = each->format - FIRST_KIND;
             part->num_outputs = each->num_outputs, part->first_output = first_output;
             /* With one more where some matrix begins in the middle of a block. */
-            part->num_blocks = (each->num_outputs + LANES - 1) / LANES + 
+            part->num_blocks = (each->num_outputs + LANES - 1) / LANES +
                                (rows->batches[rows->num_batches - 1].index > 0 && each->num_outputs % LANES);
             part->bytes = block_bytes(&block_kinds[part->kind], num_inputs);
             const int64_t all_bytes = rows->num_batches * part->num_blocks * part->bytes;
