@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from outrider.drafters.hosted import host_head
 from outrider.engine import runner as runner_module
+from outrider.engine.batching import RowPlan
 from outrider.engine.cache import BLOCK_SIZE, KVCache
 from outrider.engine.heads.feature_head import Fuse
 from outrider.engine.ops import Ops
@@ -102,8 +104,8 @@ def test_unused_states_of_a_head_change_no_guess(
 def unmasked(ops: EagerOps) -> Callable[..., Tensor]:
     """Attention that multiplies what it does not see with nought."""
 
-    def attention(query: Tensor, plan: object, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        clean = EagerOps.attention(ops, query, plan, keys, values, scale)  # type: ignore[arg-type]
+    def attention(query: Tensor, plan: RowPlan, keys: Tensor, values: Tensor, *others: Any) -> Tensor:
+        clean = EagerOps.attention(ops, query, plan, keys, values, *others)
         return clean + (0 * values.float()).sum()
 
     return attention

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outrider.engine.runner import ModelRunner
 
-# Some of torch's operations sum in another order for a matrix of another layout.
 # Which experts have rows is known to the device alone.
-WAITS = {"qwen3_moe": {"synchronize", "cpu"}}
+WAITS = {family: {"synchronize", "cpu"} for family in ("qwen3_moe", "gpt_oss")}
+# Some of torch's operations sum in another order for a matrix of another layout.
 NEAR = {"rtol": 1e-4, "atol": 1e-4}
 
 
