@@ -127,5 +127,6 @@ class Weights:
 
 def _idle_share(num_chosen: object, num_experts: object) -> float:
     """The part of experts that a token does not choose; 0 for numbers that say nothing."""
-    is_known = type(num_chosen) is int and type(num_experts) is int and 0 < num_chosen <= num_experts
-    return 1 - num_chosen / num_experts if is_known else 0.0  # type: ignore[operator]
+    if type(num_chosen) is int and type(num_experts) is int and 0 < num_chosen <= num_experts:
+        return 1 - num_chosen / num_experts
+    return 0.0

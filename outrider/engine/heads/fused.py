@@ -112,7 +112,8 @@ def _layer(head: FeatureHead) -> LayerFields:
         matrix_fields("output", head.output, (h, query)),
         matrix_fields("gate_up", head.gate_up, (2 * mlp, h)),
         matrix_fields("down", head.down, (h, mlp)),
-        *(None, 0),
+        None,
+        0,
     )
 
 

@@ -56,8 +56,7 @@ def experts_of_qwen(keys: JsonKeys, num_layers: int) -> tuple[ExpertSizes | None
 
     Raises ModelRefused.
     """
-    name = "num_experts" if keys.values.get("num_experts") is not None else "num_local_experts"
-    num_experts = keys.integer(name, 128, minimum=0, maximum=MAX_EXPERTS)
+    num_experts = _num_experts(keys, ("num_experts", "num_local_experts"), 0)
     step, dense = keys.integer("decoder_sparse_step", 1), keys.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(each) is not int or not 0 <= each < num_layers for each in dense):
         raise keys.refuse("mlp_only_layers", f"is {dense!r}, but must be a list of layers from 0 to {num_layers - 1}")
@@ -74,8 +73,7 @@ def experts_of_qwen(keys: JsonKeys, num_layers: int) -> tuple[ExpertSizes | None
 
 def experts_of_gpt_oss(keys: JsonKeys, num_layers: int) -> tuple[ExpertSizes | None, ...]:
     """The rule of gpt-oss: all layers have experts. Raises ModelRefused."""
-    name = "num_local_experts" if keys.values.get("num_local_experts") is not None else "num_experts"
-    num_experts = keys.integer(name, 128, maximum=MAX_EXPERTS)
+    num_experts = _num_experts(keys, ("num_local_experts", "num_experts"), 1)
     sizes = ExpertSizes(
         num_experts,
         keys.integer("num_experts_per_tok", 4, maximum=num_experts),
@@ -84,6 +82,13 @@ def experts_of_gpt_oss(keys: JsonKeys, num_layers: int) -> tuple[ExpertSizes | N
         clamp=(keys.number("swiglu_alpha", 1.702), keys.number("swiglu_limit", 7.0)),
     )
     return (sizes,) * num_layers
+
+
+def _num_experts(keys: JsonKeys, spellings: tuple[str, str], minimum: int) -> int:
+    """By the first spelling where that says something, else by the second."""
+    first, second = spellings
+    name = first if keys.values.get(first) is not None else second
+    return keys.integer(name, 128, minimum=minimum, maximum=MAX_EXPERTS)
 
 
 def take_experts(ops: Ops, tensors: MutableMapping[str, Any], prefix: str, sizes: ExpertSizes) -> Experts:

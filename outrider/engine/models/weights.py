@@ -265,9 +265,10 @@ def as_it_is(_name: str, tensor: Tensor) -> Weight:
 
 def kept(ops: Ops, name: str, weight: Weight) -> Weight:
     """What stays of a tensor that has been read, by its name: a matrix as products read it, others as they are."""
-    is_looked_up = name == EMBEDDING or name.endswith((f".mlp.{ROUTER}.weight", ".bias"))
-    is_matrix = isinstance(weight, Tensor) and weight.ndim > 1 and not is_looked_up
-    return ops.quantised(weight) if is_matrix else weight
+    # It is looked up, or decides, or is a bias, of which experts have a row each.
+    stays = name == EMBEDDING or name.endswith((f".mlp.{ROUTER}.weight", ".bias"))
+    is_matrix = isinstance(weight, Tensor) and weight.ndim > 1
+    return ops.quantised(weight) if is_matrix and not stays else weight
 
 
 def load_tensors(

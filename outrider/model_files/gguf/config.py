@@ -215,30 +215,29 @@ def _of_gemma(_: GgufFile, config: Mapping[str, Any], given: Mapping[str, Any], 
 
 def _of_experts(file: GgufFile, config: Mapping[str, Any], given: Mapping[str, Any], window: int) -> dict[str, Any]:
     """The keys that Qwen 3 MoE has beside those of all; llama.cpp makes the shares of chosen experts add up to 1."""
-    own = OWN["qwen3moe"]
-    missing = next((spelling for spelling in own.values() if spelling not in given), None)
-    if missing is not None:
-        raise file.refuse(f"qwen3moe.{missing}", "is missing")
+    found = _all_of("qwen3moe", file, given)
     num_layers = config["num_hidden_layers"]
     layers = range(num_layers if type(num_layers) is int else 0)
     dense = [layer for layer in layers if f"blk.{layer}.ffn_gate.weight" in file.tensors]
-    found = {key: given[spelling] for key, spelling in own.items()}
     found |= {"norm_topk_prob": True, "mlp_only_layers": dense}
     return found | _of_mistral(file, config, given, window)
 
 
 def _of_gpt_oss(file: GgufFile, config: Mapping[str, Any], given: Mapping[str, Any], window: int) -> dict[str, Any]:
     """The keys that gpt-oss has beside those of all; its yarn is not truncated, which no key of the format says."""
-    own = OWN["gpt-oss"]
-    missing = next((spelling for spelling in own.values() if spelling not in given), None)
-    if missing is not None:
-        raise file.refuse(f"gpt-oss.{missing}", "is missing")
-    found = {key: given[spelling] for key, spelling in own.items()}
+    found = _all_of("gpt-oss", file, given) | {"sliding_window": window or None}
     rope = config.get("rope_scaling")
-    scaling = (
-        {"rope_parameters": {"rope_type": "default"}} if rope is None else {"rope_scaling": rope | {"truncate": False}}
-    )
-    return found | {"sliding_window": window or None} | scaling
+    if rope is None:
+        return found | {"rope_parameters": {"rope_type": "default"}}
+    return found | {"rope_scaling": rope | {"truncate": False}}
+
+
+def _all_of(name: str, file: GgufFile, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of its own that an architecture cannot do without; raises ModelRefused for the first that is missing."""
+    missing = next((spelling for spelling in OWN[name].values() if spelling not in given), None)
+    if missing is not None:
+        raise file.refuse(f"{name}.{missing}", "is missing")
+    return {key: given[spelling] for key, spelling in OWN[name].items()}
 
 
 def _of_phi(file: GgufFile, config: Mapping[str, Any], given: Mapping[str, Any], window: int) -> dict[str, Any]:
