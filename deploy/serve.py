@@ -39,7 +39,6 @@ def run(
         "target_service": {
             "OUTRIDER_MODEL": pair.target,
             "OUTRIDER_HEAD": pair.head or "",
-            "OUTRIDER_DTYPE": pair.dtype,
         },
         "draft_service": {"OUTRIDER_MODEL": draft or pair.draft},
         "gateway": {"OUTRIDER_TOKENIZER": pair.target, "OUTRIDER_GENERATION_DEFAULTS": pair.generation_defaults},

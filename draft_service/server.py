@@ -11,6 +11,7 @@ from draft_service.states import DraftState
 from draft_service.tasks import Steps, Task
 from outrider.drafters.beam_drafter import BeamDrafter
 from outrider.drafters.drafter import Drafter
+from outrider.drafters.masked import drafters_of
 from outrider.drafters.model_drafter import DRAFTERS, ModelDrafter
 from outrider.drafters.registry import registered
 from outrider.drafters.shelf.cascade import Cascade, model_cascade, text_cascade
@@ -101,12 +102,13 @@ async def start_with(
     sessions = DraftSessions(
         model.runner, table, worker.submit, prefix_cache=settings.prefix_cache, ahead=cascade, drafters=drafters
     )
+    own = drafters_of(model.runner.config, has_cascade=cascade is not None)
     facts = replace(
         describe("draft", model),
-        drafters={**DRAFTERS, **{each.name: each.rules for each in drafters}},
+        drafters={**own, **{each.name: each.rules for each in drafters}},
         hosted=hosted,
-        hosted_costs=dict.fromkeys(DRAFTERS, model.row_costs),
-        tree_drafters=frozenset(DRAFTERS) | {each.name for each in drafters if each.makes_trees},
+        hosted_costs=dict.fromkeys(own, model.row_costs),
+        tree_drafters=frozenset(own) | {each.name for each in drafters if each.makes_trees},
         branch_drafters=frozenset(DRAFTERS),
     )
     serving = partial(DraftServicer, facts, sessions, worker, outboxes)

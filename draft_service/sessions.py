@@ -10,6 +10,7 @@ from typing import Any
 from draft_service.states import BeamDraftState, DraftState, Ends, HostedState, ModelState, Wanted, check_shape
 from draft_service.tasks import HostedTask, Task
 from outrider.drafters.drafter import Drafter, HostedSession
+from outrider.drafters.masked import PARD
 from outrider.drafters.model_drafter import MODEL, Ahead
 from outrider.drafters.run_ahead import BranchingTask
 from outrider.drafters.scales import Experience
@@ -44,7 +45,8 @@ class DraftSessions(SessionStore[DraftState]):
         super().__init__(runner, table, prefix_cache=prefix_cache)
         self._context_len = runner.context_len
         self._submit = submit
-        self._known = Experience()
+        self._known, self._known_of_masks = Experience(), Experience()
+        self._masks = runner.config.masks
         self._ahead = ahead
         self._drafters = {each.name: each for each in drafters}
 
@@ -76,7 +78,10 @@ class DraftSessions(SessionStore[DraftState]):
                 make = partial(HostedState, hosted=HostedSession.of(found, spec, grammar, salt))
             else:
                 inner = None if self._ahead is None else self._ahead.open(spec, salt)
-                make = partial(ModelState, drafter=drafter, lane=lane, known=self._known, inner=inner)
+                masks: dict[str, Any] = {"known": self._known}
+                if drafter == PARD:
+                    masks = {"known": self._known_of_masks, "masks": self._masks}
+                make = partial(ModelState, drafter=drafter, lane=lane, inner=inner, **masks)
             held = self._open(fence, spec, grammar, owner, make)
             self._draft(held, fence, wanted)
         elif status is MessageStatus.REPEAT and held is not None:

@@ -13,12 +13,13 @@ from draft_service.tasks import HostedTask, Task
 from outrider.beams import LiveBeam
 from outrider.drafters.beam_drafter import BeamDraftTask
 from outrider.drafters.drafter import Drafter, GuessLimits, HostedSession
+from outrider.drafters.masked import as_wanted
 from outrider.drafters.model_drafter import MODEL, DraftTask, Inner, Learn, noise_of
 from outrider.drafters.run_ahead import BranchingTask, DrawnBranchingTask, Left, settle
 from outrider.drafters.scales import Experience
-from outrider.drafters.tree_drafter import as_tree
 from outrider.engine.beams import Beams
 from outrider.engine.branching import Branching
+from outrider.engine.models.config import Masks
 from outrider.engine.noise import Purpose
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.estimates.timing import Meter
@@ -134,6 +135,8 @@ class ModelState(DraftState):
     """Session of the cheaper draft that guesses for this one; None where none does."""
     learn: Learn | None = None
     """Function of the last job that learns from the tokens which follow its proposal."""
+    masks: Masks | None = field(default=None, kw_only=True)
+    """Masks after which the session's drafter guesses several tokens at once; None where it makes steps."""
     branching: BranchingTask | None = None
     """The last job, where it made branches."""
     left: Left | None = None
@@ -141,7 +144,7 @@ class ModelState(DraftState):
 
     @property
     def makes_branches(self) -> bool:
-        return self.spec.acceptance.rule.runs_ahead
+        return self.spec.acceptance.rule.runs_ahead and self.masks is None
 
     def commit(self, base_len: int, token_ids: Sequence[int]) -> None:
         made = self.reply and self.reply.content
@@ -174,9 +177,7 @@ class ModelState(DraftState):
             lane=self.lane,
             inner=self.inner,
         )
-        if wanted.shape is not None and task.draft_count:
-            # Where it is the room that counts, a tree may have as many rows as are wanted, and no deeper ones.
-            task = as_tree(task, wanted.shape, wanted.draft_count, room, self.known)
+        task = as_wanted(task, self.masks, wanted.shape, wanted.draft_count, room, self.known)
         self.learn = task.learn
         return task
 

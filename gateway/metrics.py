@@ -65,8 +65,7 @@ class GatewayMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry, self._rejected_rows, self._positions = registry, 0, list[Count]()
-        figures = Figures(PREFIX)
-        counter, counters, histogram = figures.counter, figures.counters, figures.histogram
+        counter, counters, histogram = (figures := Figures(PREFIX)).counter, figures.counters, figures.histogram
 
         def times(name: str, meaning: str, bounds: Sequence[float] = ROUND_S) -> Tally:
             return histogram(f"{name}_seconds", meaning, bounds)
@@ -123,7 +122,7 @@ class GatewayMetrics:
         self.answer_size = histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
         self.params_n = histogram("request_params_n", "Samples that a request asked for.", SAMPLES)
         self.params_max_tokens = histogram("request_params_max_tokens", "Most tokens that a request allowed.", TOKENS)
-        registry.register(figures)
+        registry.register(figures)  # Last: what has no name yet could not be asked for by name.
 
     def watch(self, admission: Admission, backend: Backend, door: Door | None) -> None:
         """Reports at every scrape what runs and waits, which services are there, what was rolled back, and how often
@@ -181,7 +180,7 @@ class GatewayMetrics:
     def _count(self, event: RoundEvent, committed: Round) -> None:
         proposal, verdict = committed.proposal, committed.verdict
         self.target_bytes.total += verdict.hop.num_bytes
-        if proposal.tree or committed.ahead is not None:
+        if committed.draft_count or committed.ahead is not None:
             # Where a draft runs ahead, a round may have its messages and no proposal.
             self.draft_bytes.total += proposal.hop.num_bytes
         if committed.ahead is not None:
@@ -191,7 +190,7 @@ class GatewayMetrics:
             self.fallback_outcome.total += 1
         else:
             self.outcomes[committed.origins[-1]].total += 1
-        if proposal.tree:
+        if committed.draft_count:
             self.drafts.total += 1
             self.draft_tokens.total += committed.draft_count
             self.accepted_tokens.total += committed.accepted_count
@@ -216,7 +215,7 @@ class GatewayMetrics:
             return
         self.burst.add(committed.gap_us / 1e6)
         self.verify_compute.add(verdict.compute_us / 1e6)
-        if not proposal.tree:
+        if not committed.draft_count:
             return
         # Of a round with a draft, because a verdict that comes unasked has not been waited for as an answer is.
         draft, verify = proposal.hop, verdict.hop
@@ -257,6 +256,11 @@ class Watched:
         for surface, count in self._door.refusals.items() if self._door else ():
             refusals.add_metric([surface], count)
         yield refusals
+        meaning = "Whether the store of the keys' limits is there; 0: each gateway has its part of them."
+        store_up = GaugeMetricFamily(PREFIX + "key_store_up", meaning)
+        if self._door is not None and self._door.usage.is_away is not None:
+            store_up.add_metric([], not self._door.usage.is_away)
+        yield store_up
         meaning = "K: draft tokens a round that the policy would ask for."
         policy = backend.policies.latest
         yield GaugeMetricFamily(PREFIX + "current_draft_tokens", meaning, best_count(policy.costs, policy.tuning))
@@ -267,6 +271,10 @@ class Watched:
         yield GaugeMetricFamily(PREFIX + "lookup_memory_salts", meaning, len(memories) if memories else 0)
         meaning = "Whether a service is there and fits."
         up = GaugeMetricFamily(PREFIX + "service_up", meaning, labels=["service", "address"])
+        meaning = "Whether a service is about to end, and gets no new sessions."
+        draining = GaugeMetricFamily(PREFIX + "service_draining", meaning, labels=["service", "address"])
+        meaning = "How long reading takes of what waits at a service, as it said last."
+        backlog = GaugeMetricFamily(PREFIX + "service_backlog_seconds", meaning, labels=["service", "address"])
         meaning = "What a service sent that no service may send."
         faults = CounterMetricFamily(PREFIX + "service_faults", meaning, labels=["service", "address"])
         meaning = "Tokens that a cache had to forget, guesses for the most part."
@@ -275,11 +283,20 @@ class Watched:
         rollback_times = HistogramMetricFamily(PREFIX + "rollback_rpc_seconds", meaning, labels=["peer"])
         for service, all_replicas in (("target", [backend.target]), ("draft", [*backend.drafts.values()])):
             num_tokens, seconds = self._rejected_tokens(), Tally(ROLLBACK_S)
-            for of, peer in ((each, peer) for each in all_replicas for peer in each.peers):
-                up.add_metric([service, peer.address], of.fits(peer))
-                faults.add_metric([service, peer.address], peer.faults)
-                num_tokens += peer.rolled_back_tokens
-                seconds.add_tally(peer.rollback_seconds)
+            for replicas in all_replicas:
+                for peer in replicas.links:
+                    up.add_metric([service, peer.address], replicas.fits(peer))
+                    draining.add_metric([service, peer.address], peer.is_draining)
+                    if (load := peer.load) is not None:
+                        backlog_s = load.waiting_tokens * load.prefill_us_per_token / 1e6
+                        backlog.add_metric([service, peer.address], backlog_s)
+                    faults.add_metric([service, peer.address], peer.faults)
+                num_tokens += replicas.rollbacks.num_tokens
+                seconds.add_tally(replicas.rollbacks.seconds)
             rolled_back.add_metric([service], num_tokens)
             rollback_times.add_metric([service], seconds.buckets, seconds.total)
-        yield from (up, faults, rolled_back, rollback_times)
+        meaning = "Sessions that were given a target, by the reason for it."
+        placements = CounterMetricFamily(PREFIX + "target_placements", meaning, labels=["reason"])
+        for reason, count in backend.target.placements.items():
+            placements.add_metric([reason], count)
+        yield from (placements, up, draining, backlog, faults, rolled_back, rollback_times)

@@ -6,9 +6,11 @@ The target must be there before the gateway serves; the draft need not, because 
 import asyncio
 import ctypes
 import http.client
+import importlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,26 +22,29 @@ from gateway.generation.audit import ShadowAudit
 from gateway.generation.backend import Backend
 from gateway.generation.frontend import Frontend, ModelNames
 from gateway.generation.policies import Policies
+from gateway.generation.request import CheckedRequest
 from gateway.generation.sample import decode
 from gateway.grpc.keys import KeyInterceptor, accounts_of
 from gateway.grpc.servicer import generation_service
 from gateway.keys.door import Door
-from gateway.keys.usage import SharedUsage
+from gateway.keys.usage import KeyUsage, SharedUsage
+from gateway.lookup.datastore.reader import Datastore
 from gateway.lookup.guesses import LookupSources
 from gateway.lookup.memory import Memories
 from gateway.metrics import GatewayMetrics
 from gateway.rest.app import build_app
 from gateway.rest.server import RunningRest, serve_rest
 from gateway.rest.settings import RestSettings
+from gateway.rounds.round import Round
+from gateway.sessions.discovery import Discovery, places_of
 from gateway.sessions.peer import ModelInfo, ServicePeer
-from gateway.sessions.replicas import Replicas, Targets
+from gateway.sessions.replicas import Placing, Replicas, Targets
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.settings import GatewaySettings
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.turn_end import TurnEnd, turn_end
-from outrider.datastore.reader import Datastore
-from outrider.errors import NotReady, VocabularyMismatch
+from outrider.errors import NotReady, OutriderError, VocabularyMismatch
 from outrider.model_files.generation_defaults import OperatorDefaults
 from outrider.model_files.vocabulary import Vocabulary
 from outrider.process.metrics import (
@@ -52,7 +57,7 @@ from outrider.process.metrics import (
     scraped,
     serve_metrics,
 )
-from outrider.process.options import listed, named_addresses
+from outrider.process.options import ServicePlace, listed, named_places, without_password
 from outrider.process.streams import LostLines
 from outrider.process.upkeep import Upkeep
 from outrider.rpc import channels
@@ -65,7 +70,18 @@ LAST_WORDS_S = 1.0
 # How often free memory goes back to the system. That takes 0.1 ms, and where 240 MB go back 20 ms, in a thread.
 GIVE_BACK_S = 30.0
 
+# By its name, for it needs an extra.
+KEY_STORE = "gateway.keys.store"
+
 log = structlog.get_logger()
+
+
+class ExtraMissing(OutriderError):
+    """The operator must install an extra of this package, or do without what needs it."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "EXTRA_MISSING"
+    exit_code = 78
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +130,8 @@ class RunningGateway:
         left_s = max(0.0, ends_s - time.monotonic())
         await asyncio.gather(self.server.stop(left_s), *([self.rest.stop(left_s)] if self.rest else []))
         await _close(self.backend)
+        if self.door is not None:
+            await self.door.usage.close()
         if self.metrics is not None:
             await self.metrics.stop()
 
@@ -121,19 +139,20 @@ class RunningGateway:
 async def start(settings: GatewaySettings) -> RunningGateway:
     """Starts a gateway and returns when it serves.
 
-    Raises NotReady when the target does not answer in time, VocabularyMismatch when tokenizer and target do not fit,
-    WrongService when another service answers in its place, ModelRefused for a tokenizer or chat template that cannot be
-    read, KeysRefused for a file of keys that is none, AddressTaken.
+    Raises NotReady when the target does not answer in time, VocabularyMismatch when the tokenizer does not fit it,
+    WrongService, ModelRefused for tokenizer or chat template, KeysRefused, KeyStoreRefused, ExtraMissing, AddressTaken.
     """
     # First, because it takes no time, and nothing else does any good when it fails.
-    usage = SharedUsage(settings.usage_of_all, settings.worker) if settings.usage_of_all else None
-    door = Door(settings.api_keys, usage=usage) if settings.api_keys else None
+    door = Door(settings.api_keys, usage=_usage(settings)) if settings.api_keys else None
     tokenizer = await asyncio.to_thread(Tokenizer, settings.tokenizer)
     template = await asyncio.to_thread(ChatTemplate.read, settings.tokenizer, settings.tool_format)
     registry, upkeep = new_registry(), Upkeep()
     for collector in (ProcessFigures(), LoopTasks(), LostLines(), upkeep):
         registry.register(collector)
     async with AsyncExitStack() as undo:
+        if door is not None:
+            undo.push_async_callback(door.usage.close)
+            await door.usage.start()
         figures = None
         if settings.metrics_listen:
             figures = serve_metrics(settings.metrics_listen, registry, upkeep)
@@ -151,14 +170,14 @@ async def start(settings: GatewaySettings) -> RunningGateway:
         frontend = Frontend(backend, Admission(settings.max_requests, settings.max_queue), metrics, template, names)
         metrics.watch(frontend.admission, backend, door)
         memory = RequestMemory(settings.request_memory_mib << 20)
-        shares_port = bool(settings.figures_of_all)
+        shares_port, tls = bool(settings.figures_of_all), settings.tls()
         server = await channels.serve(
             settings.listen,
             generation_service(frontend, settings.client_stall_seconds, door),
             reflects=settings.reflection,
             shares_port=shares_port,
             interceptors=[KeyInterceptor(door)] if door is not None else [],
-            tls=settings.tls(),
+            tls=tls,
             accounts=accounts_of(memory, door),
         )
         undo.push_async_callback(server.stop, 0.0)
@@ -166,18 +185,33 @@ async def start(settings: GatewaySettings) -> RunningGateway:
         if settings.rest_listen:
             rest_settings = RestSettings.of(settings, memory, door, int(server.address.rpartition(":")[2]))
             app = build_app(frontend, rest_settings, registry, partial(_scrape, registry, settings.figures_of_all))
-            tls = settings.tls()
             rest = await serve_rest(settings.rest_listen, app, shares_port=shares_port, tls=tls, upkeep=upkeep)
         undo.pop_all()
     working: dict[str, Callable[[], Awaitable[None]]] = {
         "readiness": partial(server.follow, lambda: backend.target.info is not None),
-        "audit": partial(backend.audit.run, lambda request, target: decode(request, backend, target)[1]),
+        "audit": partial(backend.audit.run, partial(_again, backend)),
         "weights": backend.target.tell_left_out,
         "memory": give_back_memory,
     }
     tasks = tuple(asyncio.create_task(upkeep.keep(name, work), name=name) for name, work in working.items())
     lame_duck_s = settings.lame_duck_seconds
     return RunningGateway(server.address, backend, frontend, door, server, tasks, figures, rest, lame_duck_s)
+
+
+def _usage(settings: GatewaySettings) -> KeyUsage | None:
+    """Where what is used of the keys' limits is counted, None for this process alone; raises ExtraMissing."""
+    if not settings.key_store:
+        return SharedUsage(settings.usage_of_all, settings.worker) if settings.usage_of_all else None
+    shown = without_password(settings.key_store)
+    try:
+        store = importlib.import_module(KEY_STORE)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("redis"):
+            raise
+        message = f"key_store is {shown!r}, but nothing here can ask it: pip install 'outrider[redis]'."
+        raise ExtraMissing(message, field="key_store", value=shown) from None
+    usage: KeyUsage = store.RedisUsage(settings.key_store, shown)
+    return usage
 
 
 def _tell_ends(backend: Backend, closing: TurnEnd) -> None:
@@ -200,23 +234,13 @@ def _tell_ends(backend: Backend, closing: TurnEnd) -> None:
 def _backend(
     settings: GatewaySettings, tokenizer: Tokenizer, closing: TurnEnd, registry: CollectorRegistry, upkeep: Upkeep
 ) -> Backend:
-    fits = partial(_check_vocabulary, tokenizer, settings.tokenizer)
-
-    def peer(role: str, address: str, defaults: OperatorDefaults | None = None) -> ServicePeer:
-        # Each looks for itself whether files have been replaced.
-        return ServicePeer(role, address, fits, tls=settings.service_tls(), defaults=defaults, upkeep=upkeep)
-
-    target = Targets([peer("target", address, settings.defaults) for address in listed(settings.target)])
-    drafts = {
-        name: Replicas([peer("draft", address) for address in each])
-        for name, each in named_addresses(settings.draft).items()
-    }
     lookup = None
     if settings.lookup:
         datastore = Datastore.open(settings.datastore, tokenizer.vocabulary()) if settings.datastore else None
         num_tokens = settings.lookup_memory_tokens
         memories = Memories(num_tokens, settings.lookup_memory_mib << 20) if num_tokens else None
         lookup = LookupSources(memories, datastore)
+    target, drafts = _services(settings, partial(_check_vocabulary, tokenizer, settings.tokenizer), upkeep)
     return Backend(
         tokenizer=tokenizer,
         target=target,
@@ -232,6 +256,34 @@ def _backend(
         turn_ends=frozenset() if closing.token_id is None else frozenset({closing.token_id}),
         upkeep=upkeep,
     )
+
+
+def _again(backend: Backend, request: CheckedRequest, target: ModelInfo) -> AsyncGenerator[Round, None]:
+    """The rounds of a request that is decoded again, on a target of such numerics where there is one."""
+    return decode(request, backend, target, Placing(target.model_hash, numerics_id=target.numerics_id))[1]
+
+
+def _services(
+    settings: GatewaySettings, fits: Callable[[ModelInfo], None], upkeep: Upkeep
+) -> tuple[Targets, dict[str, Replicas]]:
+    """Targets, and drafts by name, which are looked for from now on; raises InvalidRequest about files of addresses."""
+
+    def link(role: str, own_name: str, defaults: OperatorDefaults | None, address: str, name: str) -> ServicePeer:
+        # Each looks for itself whether files have been replaced.
+        tls = copy(files)
+        return ServicePeer(role, address, fits, tls=tls, defaults=defaults, upkeep=upkeep, name=own_name or name)
+
+    files = settings.service_tls()
+    target, drafts = Targets([], "target", settings.target), dict[str, Replicas]()
+    looks: list[tuple[Replicas, list[ServicePlace]]] = [(target, places_of("target", listed(settings.target)))]
+    for name, words in named_places(settings.draft).items():
+        drafts[name] = Replicas([], "draft", ",".join(words))
+        looks.append((drafts[name], places_of("draft", words)))
+    to_target = partial(link, "target", settings.target_name, settings.defaults)
+    to_draft = partial(link, "draft", settings.draft_name, None)
+    for replicas, places in looks:
+        Discovery(replicas, places, to_target if replicas is target else to_draft).start(upkeep)
+    return target, drafts
 
 
 async def give_back_memory() -> None:
@@ -275,7 +327,7 @@ async def _await_target(target: Replicas, timeout_s: float) -> None:
             message = f"{target} did not answer within {timeout_s:g} seconds{reason}"
             # A refusal of certificates is of its own kind, whose exit code keeps supervisors from trying for ever.
             kind = NotReady if target.refusal is None else type(target.refusal)
-            raise kind(message, address=target.peers[0].address)
+            raise kind(message, address=target.address)
         log.warning("waiting", service=str(target), seconds_left=round(until_s - time.monotonic()))
     target.present()
 

@@ -11,17 +11,18 @@ import re
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from gateway.lookup.memory import LEAST_TOKENS, MAX_BYTES_PER_TOKEN
 from gateway.tools.formats import AUTO, FORMATS, OFF
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.model_files.generation_defaults import WORDS, OperatorDefaults
 from outrider.process.children import MAX_WORKERS
-from outrider.process.options import Limit, Setting, above, addresses, listed, within
+from outrider.process.options import Limit, Setting, above, addresses, listed, within, without_password
 from outrider.process.run import ProcessSettings
-from outrider.rpc.channels import is_loopback
 from outrider.rpc.messages.tree import MAX_BRANCHES
 from outrider.rpc.tls import TlsFiles, files_of
+from outrider.rpc.wire import is_loopback
 
 HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?P<authority>(?P<name>\[[0-9a-f:.]+\]|[^\s:/?#@\[\]]+)(:\d+)?)")
@@ -32,7 +33,12 @@ BARE_ORIGINS = ("null", "*")
 # Names that lead here because they say so (addresses), or because the machine or its network does. WHATWG's URLs take
 # what is made of digits and dots for an address, so no domain has such a name.
 LOCAL_NAME = re.compile(r"[^.]*|[0-9.]+|\[.*\]|.*\.(localhost|local|internal|svc)")
+SERVER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,253}")
 HOST_HEADER = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(:\d*)?")
+
+# Scheme and path of a store's address.
+STORE = re.compile(r"rediss?:(/[0-9]{0,4})?")
+STORE_WORDS = "redis://HOST:PORT/NUMBER or rediss://, with USER:PASSWORD@ where it asks for them, or empty"
 
 # What becomes of unknown fields.
 REFUSE, IGNORE = "refuse", "ignore"
@@ -108,6 +114,25 @@ def _one_of(*words: str) -> Limit:
     return Limit(limit, check)
 
 
+def _check_store(flag: str, url: str) -> None:
+    """Raises InvalidRequest, whose sentence has no password, about what is no address of a store."""
+    try:
+        found = urlsplit(url)
+        is_one = STORE.fullmatch(f"{found.scheme}:{found.path}") and found.hostname and found.port != 0
+    except ValueError:
+        is_one = False
+    if url and (not is_one or found.query or found.fragment):
+        raise InvalidRequest(flag, without_password(url), STORE_WORDS)
+
+
+def _check_name(flag: str, name: str) -> None:
+    if name and not SERVER_NAME.fullmatch(name):
+        raise InvalidRequest(flag, name, HOST_NAME.words)
+
+
+HOST_NAME = Limit("the name of a host, without a port, or empty", _check_name)
+
+
 @dataclass(frozen=True, slots=True)
 class GatewaySettings(ProcessSettings):
     """Options of a gateway. The model is called as its service calls it unless served_model_name says otherwise.
@@ -124,6 +149,14 @@ class GatewaySettings(ProcessSettings):
             addresses(needed=False, several=True, named=True),
         ),
     ] = ""
+    target_name: Annotated[
+        str,
+        Setting(
+            "Name that targets' certificates must have. Empty: the host of the address, or the NAME of dns:NAME:PORT.",
+            HOST_NAME,
+        ),
+    ] = ""
+    draft_name: Annotated[str, Setting("The same of drafts.", HOST_NAME)] = ""
     branches: Annotated[
         int,
         Setting(
@@ -161,6 +194,14 @@ class GatewaySettings(ProcessSettings):
     ] = ""
     api_keys: Annotated[
         str, Setting("File of the API keys that are let in, read again when it changes. Empty: everybody is let in.")
+    ] = ""
+    key_store: Annotated[
+        str,
+        Setting(
+            "Redis in which all gateways count the limits of keys together. Empty: each counts for itself.",
+            Limit(STORE_WORDS, _check_store),
+            is_secret=True,
+        ),
     ] = ""
     no_auth: Annotated[bool, Setting("Let everybody in, also from beyond this machine.")] = False
     workers: Annotated[
@@ -259,8 +300,15 @@ class GatewaySettings(ProcessSettings):
     def __post_init__(self) -> None:
         ProcessSettings.__post_init__(self)
         self.service_tls()
+        for option, name in (("--target-name", self.target_name), ("--draft-name", self.draft_name)):
+            if name and not self.service_tls_ca:
+                raise InvalidRequest(option, name, "given with --service-tls-ca")
+        if self.draft_name and not self.draft:
+            raise InvalidRequest("--draft-name", self.draft_name, "given with --draft")
         if self.api_keys and self.no_auth:
             raise InvalidRequest("--no-auth", True, "left out with --api-keys")
+        if self.key_store and not self.api_keys:
+            raise InvalidRequest("--key-store", without_password(self.key_store), "given with --api-keys")
         listens = {"listen": self.listen, "rest-listen": self.rest_listen, "metrics-listen": self.metrics_listen}
         for option, address in listens.items():
             if address and not is_loopback(address) and not (self.api_keys or self.no_auth):

@@ -35,7 +35,7 @@ from outrider.process.children import (
     Supervisor,
 )
 from outrider.process.metrics import ProcessFigures, new_registry, scraped, serve_metrics
-from outrider.process.options import FileUnusable, words_of
+from outrider.process.options import FileUnusable, secrets_of, words_of
 from outrider.rpc.channels import hold
 
 # Beside waiting for its services: imports, the tokenizer, the servers.
@@ -122,7 +122,7 @@ class Workers:
                 log.info("serving metrics", address=metrics.address)
             undo.push_async_callback(self._supervisor.stop_together, 0.0)
             usage = ""
-            if settings.api_keys:
+            if settings.api_keys and not settings.key_store:
                 # A folder under a lock that keeps it from who tidies up temporary files.
                 try:
                     usage = undo.enter_context(TemporaryDirectory(prefix="outrider-", ignore_cleanup_errors=True))
@@ -165,6 +165,7 @@ class Workers:
             self.address,
             settings.target_wait_seconds + settings.draft_wait_seconds + START_S,
             {"rest": self.addresses.get("rest", ""), "metrics": f"{HOST}:0"},
+            secrets_of(settings),
             # Whom gRPC refuses in a handshake it says itself.
             defaults={} if settings.tls_cert else QUIET_GRPC,
             shares_port=True,

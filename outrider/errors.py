@@ -265,3 +265,11 @@ def check_token_id(field: str, token_id: int, vocabulary_size: int) -> int:
     if not 0 <= token_id < vocabulary_size:
         raise InvalidRequest(field, token_id, f"a token id in [0, {vocabulary_size})")
     return token_id
+
+
+def error_classes(kind: type[OutriderError] = OutriderError) -> dict[str, type[OutriderError]]:
+    """Error classes by the reason that each states itself, those included that other modules define."""
+    found = {kind.reason: kind} if "reason" in vars(kind) else {}
+    for child in kind.__subclasses__():
+        found |= error_classes(child)
+    return found

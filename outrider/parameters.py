@@ -170,7 +170,7 @@ class Rule(StrEnum):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a target may begin a round with a branch, which changes nothing that its law rests on."""
+        """Whether a target may begin a round with a branch, which changes nothing that its distribution rests on."""
         return self is not Rule.TYPICAL
 
 
@@ -227,6 +227,8 @@ class SessionSpec:
     """The trace that the request belongs to, as W3C's headers; see outrider.process.telemetry."""
     grammar: str = field(default="", repr=False)
     """Canonical text of what the output has to follow; empty for any output. See outrider.grammar."""
+    unrecorded: bool = False
+    """Whether nothing of it may be kept for training, where a target does that."""
     plain_len: int = field(init=False, repr=False, compare=False)
     """Length from which on a temperature is all that changes the logits after a prefix; sys.maxsize for never."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,13 +22,15 @@ from outrider.engine.heads.pass_embeddings import is_pass, read_pass
 from outrider.engine.models.weights import BESIDE_BLOCKS, DTYPES, PACKED_BITS, resolve
 from outrider.engine.ops import choose_ops
 from outrider.engine.runner import ModelRunner
-from outrider.errors import ModelRefused
+from outrider.errors import InvalidRequest, ModelRefused
+from outrider.model_files.gguf.header import BLOCK_DTYPES
 from outrider.model_service.leases import LeaseTable
 from outrider.model_service.outbox import Outboxes
 from outrider.model_service.server import LoadedModel, RunningModelService, describe, load_model_aside, serve_model
 from outrider.model_service.settings import MAX_THREADS, Dtype, Listen, ModelServiceSettings, check_model
 from outrider.parameters import SamplingParameters
 from outrider.process.options import Setting, within
+from target_service.recorder import Recorder
 from target_service.servicer import TargetServicer
 from target_service.sessions import TargetSessions
 from target_service.states import UNACKNOWLEDGED_WINDOW, TargetState
@@ -35,6 +38,9 @@ from target_service.step_costs import measure_steps
 from target_service.verifier import TargetTask, Verifier
 
 log = structlog.get_logger()
+
+LEARNT = "learnt"
+"""What the names of drafters begin with that are versions of a head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,21 @@ class TargetSettings(ModelServiceSettings):
     draft_threads: Annotated[int, Setting("Compute threads of that model, and of a head.", within(1, MAX_THREADS))] = 1
     head: Annotated[
         str, Setting("A head in this process that reads the target's state: a folder or a hub id. Empty: none.")
+    ] = ""
+    record: Annotated[
+        str,
+        Setting(
+            "Folder that finished answers are kept in, with what the head read meanwhile, to train that head with. "
+            "Empty: nothing is kept."
+        ),
+    ] = ""
+    record_mib: Annotated[int, Setting("Most that is kept there, the newest answers.", within(1))] = 1024
+    learnt: Annotated[
+        str,
+        Setting(
+            "Folder of versions of the head that models/learn_head.py has published; the newest guesses too, as "
+            "`learnt-` and the beginning of its digest. Empty: none."
+        ),
     ] = ""
     exit_layer: Annotated[
         int,
@@ -63,6 +84,9 @@ class TargetSettings(ModelServiceSettings):
             object.__setattr__(self, "draft_model", check_model("--draft-model", self.draft_model, "draft"))
         if self.head:
             check_model("--head", self.head)
+        for flag, value in (("--record", self.record), ("--learnt", self.learnt)):
+            if value and not self.head:
+                raise InvalidRequest(flag, value, "empty without --head, which goes on learning")
 
     @property
     def has_guest(self) -> bool:
@@ -70,18 +94,31 @@ class TargetSettings(ModelServiceSettings):
 
 
 async def start(settings: TargetSettings) -> RunningModelService:
-    """Loads the models and serves; raises ModelRefused, InvalidRequest, AddressTaken."""
+    """Loads the models and serves; raises ModelRefused, InvalidRequest, AddressTaken, and OSError about `--record`."""
     model = await load_model_aside(settings)
+    with ExitStack() as undo:
+        running = await _start(settings, model, undo)
+        # They are ended with the service.
+        undo.pop_all()
+    return running
+
+
+async def _start(settings: TargetSettings, model: LoadedModel, undo: ExitStack) -> RunningModelService:
+    record: Recorder | None = None
     drafters, hosted_costs = registered(model.runner), dict[str, Mapping[int, int]]()
     if settings.exit_layer:
         drafters.append(LayerSkip(model.runner, settings.exit_layer))
     if settings.lookahead:
         drafters.append(ProbeDrafter(model.runner, LOOKAHEAD, Lookahead))
     if settings.head:
-        head = await asyncio.to_thread(load_head, model.runner, settings.head, settings.dtype, settings.draft_threads)
-        drafters.append(head)
+        heads = await asyncio.to_thread(load_heads, model.runner, settings)
+        drafters += heads
+        if settings.record:
+            record = recorder_of(settings, model.runner, heads[0])
+            undo.callback(record.close)
         sampling = model.recommended.defaults.under(SamplingParameters())
-        hosted_costs[head.name] = await asyncio.to_thread(measure_steps, head, model.runner, sampling)
+        for each in heads:
+            hosted_costs[each.name] = await asyncio.to_thread(measure_steps, each, model.runner, sampling)
     if settings.draft_model:
         draft = await load_model_aside(
             replace(
@@ -90,7 +127,7 @@ async def start(settings: TargetSettings) -> RunningModelService:
                 threads=settings.draft_threads,
                 context_len=None,
                 # A draft beside a file's own bits need not be such a file.
-                dtype=Dtype.AUTO if settings.dtype is Dtype.FILE else settings.dtype,
+                dtype=Dtype.AUTO if settings.dtype in BLOCK_DTYPES else settings.dtype,
             )
         )
         difference = model.vocabulary.difference(draft.vocabulary)
@@ -98,7 +135,36 @@ async def start(settings: TargetSettings) -> RunningModelService:
             raise ModelRefused(f"--draft-model {settings.draft_model} does not fit the target: {difference}")
         drafters.append(HostedModel(draft.runner))
         hosted_costs[drafters[-1].name] = (await draft.measured()).row_costs
-    return await start_with(await model.measured(), settings, drafters, hosted_costs)
+    return await start_with(await model.measured(), settings, drafters, hosted_costs, record)
+
+
+def recorder_of(settings: TargetSettings, target: ModelRunner, head: Drafter[Any]) -> Recorder:
+    """What keeps answers for a head's training; raises InvalidRequest about one that is not trained by answers."""
+    copy = head.copy if isinstance(head, HostedModel) else None
+    if copy is None or copy.head.facts.method != "eagle3":
+        raise InvalidRequest("--record", settings.record, f"empty beside a head of {head.name}: only eagle3 learns")
+    folder = Path(settings.record).expanduser()
+    return Recorder(folder, settings.record_mib << 20, target, copy.head.facts.taps)
+
+
+def load_heads(target: ModelRunner, settings: TargetSettings) -> list[Drafter[Any]]:
+    """The head, and the newest version of it that was learnt from answers; raises ModelRefused about the first."""
+    heads = [load_head(target, settings.head, settings.dtype, settings.draft_threads)]
+    folder = Path(settings.learnt).expanduser()
+    found = sorted(folder.glob("version-*[0-9]")) if settings.learnt else []
+    if settings.learnt and not found:
+        log.info("no version of the head is published yet", folder=str(folder))
+    if found:
+        try:
+            learnt = load_head(target, str(found[-1]), settings.dtype, settings.draft_threads)
+        except (ModelRefused, OSError) as error:
+            # The head itself goes on: what is learnt beside may cost no start.
+            log.warning("the learnt head is not served", folder=str(found[-1]), reason=str(error))
+            return heads
+        # The name says which weights: under rules that hear the draft, a seed's answer is theirs.
+        learnt.name = f"{LEARNT}-{learnt.runner.identity.model_hash[:8]}" if learnt.runner else LEARNT
+        heads.append(learnt)
+    return heads
 
 
 def load_head(target: ModelRunner, name: str, dtype: str, num_threads: int = 1) -> Drafter[Any]:
@@ -127,10 +193,12 @@ async def start_with(
     settings: ModelServiceSettings,
     drafters: Sequence[Drafter[Any]] = (),
     hosted_costs: Mapping[str, Mapping[int, int]] | None = None,
+    record: Recorder | None = None,
 ) -> RunningModelService:
     """Serves models that are loaded already, some of them as drafters in this process; the settings' are not.
 
-    `hosted_costs` are microseconds of the steps of such models by their rows, where they were measured.
+    `hosted_costs` are microseconds of the steps of such models by their rows, where they were measured. `record` keeps
+    answers, and is closed when the service ends.
     """
     # What a draft's files recommend is not used.
     for fault in model.recommended.faults:
@@ -138,7 +206,14 @@ async def start_with(
     table, outboxes = LeaseTable[TargetState](settings.lease_seconds), Outboxes()
     verifier = Verifier(model.runner, table)
     worker = DeviceWorker[TargetTask](verifier.advance, model.set_threads, "target device", outboxes.flush)
-    sessions = TargetSessions(model.runner, table, worker.submit, prefix_cache=settings.prefix_cache, drafters=drafters)
+    sessions = TargetSessions(
+        model.runner,
+        table,
+        worker.submit,
+        prefix_cache=settings.prefix_cache,
+        drafters=drafters,
+        record=None if record is None else record.take,
+    )
     facts = replace(
         describe("target", model),
         unacknowledged_window=UNACKNOWLEDGED_WINDOW,
@@ -148,4 +223,5 @@ async def start_with(
         hosted_costs=hosted_costs or {},
     )
     serving = partial(TargetServicer, facts, sessions, worker, outboxes)
-    return await serve_model(settings, model, facts, worker, sessions, serving)
+    running = await serve_model(settings, model, facts, worker, sessions, serving)
+    return running if record is None else replace(running, at_end=record.close)

@@ -14,7 +14,7 @@ from outrider.model_service.link import LinkServicer
 from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import MAX_DRAFT_COUNT
 from outrider.parameters import SessionSpec
-from outrider.rpc import channels
+from outrider.rpc import channels, wire
 from outrider.rpc.messages.round import finish_reason_message, logprob_message, logprob_size, step_message, write_times
 from outrider.rpc.messages.session import live_beams_from, search_spec_from, spec_from
 from outrider.rpc.messages.tree import branches_from, shape_from, tree_from, write_tree
@@ -114,7 +114,7 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
             raise PromptTooLong(message, max_len=spec.max_len, kv_tokens=kv_tokens)
         if spec.prompt_logprobs:
             # They travel in one message.
-            room = channels.MAX_MESSAGE_BYTES - OTHER_VERDICT_BYTES
+            room = wire.MAX_MESSAGE_BYTES - OTHER_VERDICT_BYTES
             maximum = room // logprob_size(spec.logprob_count or 0, facts.vocabulary_size) + 1
             if spec.prompt_len > maximum:
                 limit = f"at most {maximum} under prompt_logprobs with logprob_count {spec.logprob_count}"

@@ -19,10 +19,12 @@ from outrider.parameters import SessionSpec
 from outrider.rpc.fencing import Fence, MessageStatus, classify
 from outrider.token_tree import EMPTY
 from target_service.acceptance import TargetVerdict
+from target_service.recorder import may_be_recorded
 from target_service.states import (
     BeamState,
     OpenSearch,
     PushedBranches,
+    Record,
     Step,
     TargetState,
     check_branches,
@@ -42,14 +44,17 @@ class TargetSessions(SessionStore[TargetState]):
         *,
         prefix_cache: bool = True,
         drafters: Sequence[Drafter[Any]] = (),
+        record: Record | None = None,
     ) -> None:
         """`submit` hands a task to the device worker that advances it; prefix_cache as in SessionStore.
 
-        `drafters` are those that sessions may have in this process.
+        `drafters` are those that sessions may have in this process. `record` takes what sessions have said that may be
+        kept, when their link ends them.
         """
         super().__init__(runner, table, prefix_cache=prefix_cache)
         self._submit = submit
         self._drafters = {each.name: each for each in drafters}
+        self._record = record
 
     def open(
         self,
@@ -83,7 +88,8 @@ class TargetSessions(SessionStore[TargetState]):
             _check_limits(found, step.guess_limits, "step")
             hosted = None if found is None else HostedSession.of(found, spec, grammar, self._salt(spec))
             kind = TargetState if search is None else partial(BeamState, search=search)
-            make = partial(kind, hosted=hosted, tells_reading=tells_reading)
+            record = self._record if search is None and may_be_recorded(spec) else None
+            make = partial(kind, hosted=hosted, tells_reading=tells_reading, record=record)
             held = self._open(fence, spec, grammar, owner, make)
             held.opened()
             self._accept(held, fence, step)

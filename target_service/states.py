@@ -29,6 +29,7 @@ MAX_READINGS = 64
 OnVerdict = Callable[[TargetVerdict, ComputeTimes], None]
 OnFailure = Callable[[OutriderError], None]
 OnReading = Callable[[], None]
+Record = Callable[[SessionSpec, Session], None]
 
 
 class OpenSearch(NamedTuple):
@@ -89,6 +90,8 @@ class TargetState(SessionState[TargetTask]):
     """Unacknowledged verdicts, in order."""
     hosted: HostedSession | None = field(default=None, kw_only=True)
     """Session of its drafter in this process, where it has one."""
+    record: Record | None = field(default=None, kw_only=True)
+    """Takes what was said, where that may be kept."""
     guess_limits: GuessLimits = NO_GUESSES
     """Guesses that the drafter is asked for, however far the request and the budget reach."""
     ahead: PushedBranches | None = None
@@ -214,6 +217,10 @@ class TargetState(SessionState[TargetTask]):
         """What was prepared for the outcome of a verdict, empty for a plain token; None where nothing was."""
         within = len(self.session) < self.acknowledged_len + UNACKNOWLEDGED_WINDOW
         return ahead.step_after(verdict) if ahead is not None and self.finish_reason is None and within else None
+
+    def closed(self) -> None:
+        if self.record is not None:
+            self.record(self.spec, self.session)
 
     def free_parts(self) -> None:
         if self.hosted is not None:

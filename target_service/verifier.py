@@ -21,7 +21,7 @@ from outrider.engine.sampling.draw import DrawInput, model_fault
 from outrider.engine.sampling.logprobs import row_logprobs
 from outrider.engine.sampling.transforms import index
 from outrider.engine.session import Session
-from outrider.engine.sharing import Pace
+from outrider.engine.sharing import ForwardPace
 from outrider.engine.walk import Walk
 from outrider.errors import OutriderError
 from outrider.estimates.timing import ComputeTimes, Meter
@@ -145,7 +145,7 @@ class Verifier:
     ) -> None:
         """The table has all sessions that hold blocks; see target_service.block_allocator. `clock` as in Pace."""
         self._runner = runner
-        self._pace = Pace(clock)
+        self._pace = ForwardPace(clock)
         self._gathering = Gathering(clock)
         self._allocator = BlockAllocator(runner, table)
 

@@ -25,16 +25,16 @@ from outrider.cli.bench.common import (
     OPENINGS,
     SaveFile,
     Temperatures,
-    choose_pair,
     machine,
     parse_temperatures,
     provenance,
     revision,
 )
+from outrider.cli.local_stack import choose_models
 from outrider.cli.running import note
 from outrider.drafters.hosted import HostedModel
 from outrider.engine.runner import ModelRunner
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, ModelRefused
 from outrider.model_service.server import load_model
 from outrider.model_service.settings import Dtype, ModelServiceSettings, available_cpus
 from outrider.process import telemetry
@@ -84,15 +84,17 @@ def acceptance(  # noqa: PLR0913, one parameter for each option is how typer dec
 ) -> None:
     """Shows acceptance and tokens a round of every rule, and what the size of a draft's distribution costs."""
     telemetry.configure_logs("warning")
-    refuse_together("--head", head, {"--draft": draft, "--tree": tree})
+    refuse_together("--head", head, {"--draft": draft})
     if tree and max(tree) >= text_len:
         raise InvalidRequest("--tree", max(tree), f"less than the {text_len} tokens of a text")
-    target_model, draft_model = choose_pair(target, draft)
+    target_model, draft_model = choose_models(target, draft, no_draft=head is not None)
     plan = AcceptancePlan(parse_temperatures(temperatures), draft_count, text_len, stride)
     prompts = asyncio.run(encoded(target_model, OPENINGS[:texts]))
     tokens = len(plan.rules) * AT_A_TIME * (max(map(len, prompts)) + text_len + 2 * draft_count + 32)
     runner = load(target_model, dtype, threads, tokens)
     if head is None:
+        if draft_model is None:
+            raise ModelRefused(f"There is no draft for {target_model}; name one with --draft.", model=target_model)
         pair = ModelPair(runner, HostedModel(load(draft_model, dtype, threads, tokens)))
     else:
         drafter = load_head(runner, head, runner.identity.dtype)

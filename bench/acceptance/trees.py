@@ -5,29 +5,26 @@ of the values is learned on the way, as a draft service learns it, from the toke
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bench.acceptance.report import mean
 from bench.acceptance.runs import AT_A_TIME, AcceptancePlan, ModelPair, Readers
 from outrider.cli.bench.common import markdown
-from outrider.drafters.hosted import without_room
-from outrider.drafters.model_drafter import DraftTask, ModelDrafter
+from outrider.drafters.drafter import NO_GUESSES, GuessLimits
+from outrider.drafters.hosted import HostedDraft
 from outrider.drafters.scales import Experience, Scales
-from outrider.drafters.tree_drafter import as_tree
-from outrider.engine.noise import Purpose
-from outrider.engine.session import Session
-from outrider.errors import OutriderError
-from outrider.estimates.timing import Meter
+from outrider.engine.batching import Feed
+from outrider.errors import CacheFull
+from outrider.estimates.timing import ComputeTimes
 from outrider.parameters import SessionSpec
 from outrider.token_tree import TokenTree, TreeShape
 
 SYMBOLS = """\
 Behind the same prefixes of texts that the target wrote at that temperature, under `match`. Tokens a round: what is kept
 of the guesses, and the target's own token. Promised: the same as the values of a tree's rows add up to. Scale: s at the
-end, which is learned from where it starts. Step: one forward of a session that drafts alone, with its draws and all
-that is decided behind it. ±: one standard error, over texts."""
+end, which is learned from where it starts. Step: one forward of a session that drafts alone, with its draws and what it
+has to read first. ±: one standard error, over texts."""
 
 
 @dataclass(slots=True)
@@ -40,20 +37,22 @@ class Proposed:
     """Sum of the depths of the proposals."""
     promised: float = 0.0
     """Sum of all values, none of which a chain without a shape has."""
-    step_s: list[float] = field(default_factory=list)
-    """Seconds of each forward."""
+    forwards: int = 0
+    step_us: list[float] = field(default_factory=list)
+    """Microseconds of a forward, of each proposal the mean."""
 
     @property
     def tokens_per_round(self) -> float:
         return 1 + self.accepted / self.rounds
 
-    def add(self, tree: TokenTree, accepted: int, step_s: Sequence[float]) -> None:
+    def add(self, tree: TokenTree, accepted: int, times: ComputeTimes) -> None:
         """Counts one proposal of a round."""
         self.rounds += 1
         self.accepted += accepted
         self.depths += max(tree.depths)
         self.promised += sum(tree.values)
-        self.step_s += step_s
+        self.forwards += times.forward_count
+        self.step_us.append(times.compute_us / times.forward_count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,39 +95,30 @@ def _counted(
 ) -> tuple[Proposed, Proposed]:
     """Trees and chains at all places of one text."""
     tree, chain = Proposed(), Proposed()
-    drafter, session = ModelDrafter(pair.draft.runner, without_room), pair.draft.runner.open(text, spec.prompt_len)
+    session = pair.target.open(text[: spec.prompt_len], spec.prompt_len)
+    drafts = [HostedDraft(pair.draft.runner, spec, None, pair.draft.copy, Experience(scales)) for _ in (chain, tree)]
     for place in range(0, plan.text_len - num_rows, plan.stride):
         length = spec.prompt_len + place
-        for shape, proposed in ((None, chain), (TreeShape(), tree)):
-            session.replace_tail(1, text[1:length])
-            # The prefix is not what is measured.
-            propose(drafter, session, spec, 0, None, scales)
-            guesses, step_s = propose(drafter, session, spec, num_rows, shape, scales)
-            proposed.add(guesses, len(list(kept_rows(guesses, text[length:]))), step_s)
-            if shape is not None:
-                scales.learn(spec, guesses, text[length:])
+        session.replace_tail(1, text[1:length])
+        while pair.draft.copy is not None and session.cached_len < length - 1:
+            pair.target.forward([Feed(session, without_last=True)])
+        for draft, shape, proposed in zip(drafts, (None, TreeShape()), (chain, tree), strict=True):
+            draft.propose(session, GuessLimits(num_rows, shape, num_rows))
+            while draft.proposal is None:
+                pair.draft.advance([draft])
+            guesses = draft.proposal.tree
+            if not guesses:
+                # Nothing may fail in a measurement; a full pool is a run that was planned wrongly.
+                raise CacheFull("a draft had no room for its guesses")
+            proposed.add(guesses, len(list(kept_rows(guesses, text[length:]))), draft.proposal.times)
+        # What a service would learn from, as soon as the target has said it.
+        session.replace_tail(1, text[1 : length + num_rows])
+        drafts[1].propose(session, NO_GUESSES)
+        drafts[1].truncate(length)
     session.free()
+    for draft in drafts:
+        draft.free()
     return tree, chain
-
-
-def propose(
-    drafter: ModelDrafter, session: Session, spec: SessionSpec, num_rows: int, shape: TreeShape | None, scales: Scales
-) -> tuple[TokenTree, list[float]]:
-    """Guesses of one session after its tokens, and the seconds of each step."""
-    found: list[TokenTree] = []
-    task = DraftTask(
-        *(session, spec, Purpose.TOKEN, num_rows, Meter()),
-        on_done=lambda task: found.append(task.proposal),
-        on_failure=_refuse,
-    )
-    if shape is not None:
-        task = as_tree(task, shape, num_rows, num_rows, Experience(scales))
-    step_s = []
-    while not task.done:
-        started_s = time.perf_counter()
-        drafter.advance([task])
-        step_s.append(time.perf_counter() - started_s)
-    return found[0], step_s
 
 
 def kept_rows(tree: TokenTree, token_ids: Sequence[int]) -> Iterator[int]:
@@ -141,11 +131,6 @@ def kept_rows(tree: TokenTree, token_ids: Sequence[int]) -> Iterator[int]:
         yield row
 
 
-def _refuse(error: OutriderError) -> None:
-    # Nothing may fail in a measurement.
-    raise error
-
-
 def render_trees(counts: Sequence[TreeCounts]) -> str:
     """The table of a run, and what its figures mean."""
     rows = []
@@ -155,7 +140,7 @@ def render_trees(counts: Sequence[TreeCounts]) -> str:
         counted = 1 + sum(each.tree.accepted for each in own) / rounds
         promised = 1 + sum(each.tree.promised for each in own) / rounds
         chain_step, tree_step = (
-            1e3 * statistics.median(step for each in kind for step in each.step_s)
+            statistics.median(step for each in kind for step in each.step_us) / 1e3
             for kind in ([each.chain for each in own], [each.tree for each in own])
         )
         rows.append(
@@ -167,7 +152,7 @@ def render_trees(counts: Sequence[TreeCounts]) -> str:
                 mean(each.tree.tokens_per_round - each.chain.tokens_per_round for each in own).show(".3f"),
                 f"{promised:.3f} ({promised / counted - 1:+.1%})",
                 f"{sum(each.tree.depths for each in own) / rounds:.2f}",
-                f"{sum(len(each.tree.step_s) for each in own) / rounds:.2f}",
+                f"{sum(each.tree.forwards for each in own) / rounds:.2f}",
                 f"{own[-1].scale:.3f}",
                 f"{chain_step:.3f}",
                 f"{tree_step:.3f}",

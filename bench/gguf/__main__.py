@@ -3,6 +3,7 @@
 make lab                                                                    # llama.cpp, compiled here: ten minutes
 python -m bench.gguf make --models smollm2,sized:200m --mixes Q4_K_M,Q6_K   # files, by llama.cpp's quantiser
 python -m bench.gguf quality|speed|start ... [--save FILE]                  # reports in Markdown
+python -m bench.gguf load --model FOLDER --dtypes int8,int4                 # CPU and memory of loading, of any files
 """
 
 import sys
@@ -15,6 +16,7 @@ from typing import Annotated
 import typer
 
 from bench import quality as windows
+from bench.gguf import load as loads
 from bench.gguf import quality as losses
 from bench.gguf import speed as speeds
 from bench.gguf import start as starts
@@ -60,7 +62,7 @@ class Files:
             yield Subject(name, mix)
 
     def made(self) -> list[Subject]:
-        """The same, whose files are there. Raises InvalidRequest too where one is missing."""
+        """Subjects whose files are there. Raises InvalidRequest too where one is missing."""
         found = list(self.subjects())
         for subject in found:
             subject.check_made()
@@ -168,6 +170,24 @@ def start(
         files.conclude(f"Start with a file, weights as {dtype}", starts.render(found), others_said(before, cpu_times()))
 
     run(measuring)
+
+
+@app.command()
+@grouped
+def load(
+    *,
+    files: Files,
+    model: Annotated[str, typer.Option(help="Folder, hub id or GGUF file.", metavar="MODEL")],
+    dtypes: Annotated[
+        str, typer.Option(help="Types of our weights, with commas between.", metavar="NAME,...", callback=check_dtype)
+    ] = "bfloat16,int8,int4",
+    turns: Annotated[int, typer.Option(help="Times each.", metavar="N", callback=between(1, 100))] = 3,
+) -> None:
+    """Measures seconds of CPU a GB of files while a model is loaded, and the memory beside its weights."""
+    telemetry.configure_logs("warning")
+    before = cpu_times()
+    found = loads.measure(model, listed(dtypes), files.threads, turns)
+    files.conclude("Loading", loads.render(model, found), others_said(before, cpu_times()))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Each line names what to `do` and its arguments, and is answered by a line with what came of it, or an error. Everything
 is greedy. Speculation is written here, because the library has none: a batch of the last token and its guesses is
-decoded, what agrees with the greedy tokens is kept, and the cache is cut behind it.
+decoded, what agrees with the greedy tokens is kept, and the cache is cut after it.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ quantise_chunk.restype = ctypes.c_size_t
 Guess = Callable[[list[int]], Sequence[int]]
 
 
-class Context:
+class LlamaContext:
     """A model with a cache for one sequence."""
 
     def __init__(self, file: str, threads: int) -> None:
@@ -62,7 +62,7 @@ class Context:
         lib.llama_memory_seq_rm(self.memory, 0, length, -1)
 
     def decode(self, token_ids: Sequence[int], position: int, wanted: int) -> NDArray[np.float32]:
-        """Logits [wanted, V] behind the last of the tokens, which are put at a position; a view until the next call."""
+        """Logits [wanted, V] after the last of the tokens, which are put at a position; a view until the next call."""
         batch, first = self.batch, len(token_ids) - wanted
         batch.n_tokens = len(token_ids)
         for place, token_id in enumerate(token_ids):
@@ -75,17 +75,17 @@ class Context:
         return np.ctypeslib.as_array(lib.llama_get_logits(self.context), (wanted, self.vocabulary_size))
 
     def read(self, token_ids: Sequence[int]) -> int:
-        """The greedy token behind a prompt that replaces what is cached."""
+        """The greedy token after a prompt that replaces what is cached."""
         self.cut(0)
         for first in range(0, len(token_ids), BATCH):
             logits = self.decode(token_ids[first : first + BATCH], first, 1)
         return int(logits[0].argmax())
 
 
-class Drafter:
+class LlamaDrafter:
     """Greedy guesses of a small model, whose cache follows the text."""
 
-    def __init__(self, context: Context, count: int) -> None:
+    def __init__(self, context: LlamaContext, count: int) -> None:
         self._context, self._count = context, count
         self._cached: list[int] = []
 
@@ -121,11 +121,11 @@ class Lab:
     """What can be asked for, by the names of the methods."""
 
     def __init__(self) -> None:
-        self._target: Context | None = None
-        self._draft: Context | None = None
+        self._target: LlamaContext | None = None
+        self._draft: LlamaContext | None = None
 
     @property
-    def target(self) -> Context:
+    def target(self) -> LlamaContext:
         if self._target is None:
             raise ValueError("no model is loaded")
         return self._target
@@ -135,13 +135,13 @@ class Lab:
         started_s = time.perf_counter()
         for each in filter(None, (self._target, self._draft)):
             each.free()
-        self._target = Context(file, threads)
+        self._target = LlamaContext(file, threads)
         # Of a draft so small a second thread is waited for longer than it helps.
-        self._draft = Context(draft, 1) if draft else None
+        self._draft = LlamaContext(draft, 1) if draft else None
         return time.perf_counter() - started_s
 
     def generate(self, prompt: list[int], tokens: int, setting: str = "plain", count: int = 0) -> dict[str, Any]:
-        """Tokens behind a prompt; the seconds to the first of them and from there to the last; the passes for these."""
+        """Tokens after a prompt; the seconds to the first of them and from there to the last; the passes for these."""
         guess = self._guess(setting, count)
         started_s = time.perf_counter()
         said = [self.target.read(prompt)]
@@ -158,7 +158,7 @@ class Lab:
         return {"tokens": said, "first_s": first_s, "seconds": seconds, "passes": passes}
 
     def step_ms(self, rows: int, context: list[int]) -> float:
-        """Median milliseconds of decoding so many tokens behind a context, their greedy tokens found."""
+        """Median milliseconds of decoding so many tokens after a context, their greedy tokens found."""
         self.target.read(context)
         times = []
         for _ in range(REPEATS):
@@ -169,7 +169,7 @@ class Lab:
         return median(times)
 
     def logits(self, tokens: list[int], file: str) -> None:
-        """Writes logits [T, V] behind each of at most BATCH tokens into a file of numpy."""
+        """Writes logits [T, V] after each of at most BATCH tokens into a file of numpy."""
         self.target.cut(0)
         np.save(file, self.target.decode(tokens, 0, len(tokens)))
 
@@ -198,7 +198,7 @@ class Lab:
         if setting == "lookup":
             return looked_up(count)
         if setting == "draft" and self._draft is not None:
-            return Drafter(self._draft, count)
+            return LlamaDrafter(self._draft, count)
         if setting == "plain":
             return lambda _text: ()
         raise ValueError(f"setting is {setting}, but must be plain, lookup, or draft where one is loaded")

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from bench.gguf.lab import Llama
-from bench.gguf.write import CPU, Words, name_in_file, plain_types, small_of, write_file
+from bench.gguf.write import CPU, WrittenWords, name_in_file, plain_types, small_of, write_file
 from outrider.engine.models.checkpoints import SizedCheckpoint
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.sized import (
@@ -37,13 +37,13 @@ SPAN, POOL_NUMBERS = 256, 1 << 22
 
 def write_sized(checkpoint: SizedCheckpoint, mix: str, llama: Llama, file: Path, threads: int) -> None:
     """Writes the file. Raises LlamaFailed, also for a mix that there is not."""
-    words = Words.of_folder(checkpoint.folder, checkpoint.config)
+    words = WrittenWords.of_folder(checkpoint.folder, checkpoint.config)
     types = types_of(checkpoint.config, words, mix, llama, file.parent, threads)
     write_file(checkpoint.config, words, file, types, stored_tensors(checkpoint, types, llama))
 
 
 def types_of(
-    config: ModelConfig, words: Words, mix: str, llama: Llama, folder: Path, threads: int
+    config: ModelConfig, words: WrittenWords, mix: str, llama: Llama, folder: Path, threads: int
 ) -> Mapping[str, GGMLQuantizationType]:
     """Types by checkpoint names: those that its quantiser gives to a narrow model of as many layers and heads."""
     hidden, neurons = (SPAN + size % SPAN for size in (config.hidden_size, config.intermediate_size))

@@ -1,7 +1,7 @@
 """Speed of a file by llama.cpp and by our services, in turns: plain and speculative, and what rows cost.
 
 One stream, greedy, every prompt new. All settings of both answer a prompt before the next one is asked, in another
-order each time, so that whatever else the machine does meets all of them. Speeds are those behind the first tokens.
+order each time, so that whatever else the machine does meets all of them. Speeds are those after the first tokens.
 """
 
 import asyncio
@@ -54,8 +54,8 @@ class SpeedPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """One answer: seconds and passes of what came behind the first tokens."""
+class SpeedRun:
+    """One answer: seconds and passes of what came after the first tokens."""
 
     token_ids: Sequence[int]
     first_s: float
@@ -67,8 +67,8 @@ class Run:
 class Found:
     """Everything that was measured of a file; lists have one entry a turn."""
 
-    llama: dict[str, list[Run]]
-    ours: dict[str, list[Run]]
+    llama: dict[str, list[SpeedRun]]
+    ours: dict[str, list[SpeedRun]]
     llama_ms: dict[int, list[float]] = field(default_factory=dict)
     """Milliseconds of a step by its rows."""
     ours_ms: dict[int, list[float]] = field(default_factory=dict)
@@ -106,9 +106,9 @@ async def measure(subject: Subject, plan: SpeedPlan, llama: Llama, interrupts: I
 
 async def answers(
     client: AsyncClient, llama: Llama, prompt: Sequence[int], settings: Sequence[str], tokens: int, turn: int
-) -> dict[tuple[bool, str], Run]:
+) -> dict[tuple[bool, str], SpeedRun]:
     """Answers to one prompt by all settings, ours under True."""
-    said: dict[tuple[bool, str], Run] = {}
+    said: dict[tuple[bool, str], SpeedRun] = {}
     names = {f"{LLAMA} {name}": (False, name) for name in settings} | {f"ours {name}": (True, name) for name in OURS}
     for key in rotated([*names], turn):
         is_ours, name = names[key]
@@ -119,13 +119,13 @@ async def answers(
         asked = partial(llama.ask, "generate", prompt=list(prompt), tokens=tokens, setting=way, count=int(guesses or 0))
         told = await asyncio.to_thread(asked)
         later = len(told["tokens"]) - 1
-        run = Run(told["tokens"][:tokens], told["first_s"], later / told["seconds"], later / told["passes"])
+        run = SpeedRun(told["tokens"][:tokens], told["first_s"], later / told["seconds"], later / told["passes"])
         said[False, name] = run
     return said
 
 
-async def ask(client: AsyncClient, prompt: Sequence[int], setting: str, tokens: int) -> Run:
-    """Our answer."""
+async def ask(client: AsyncClient, prompt: Sequence[int], setting: str, tokens: int) -> SpeedRun:
+    """Asks our server for an answer."""
     rounds, first_s, seconds = await timed(
         client,
         prompt,
@@ -138,7 +138,7 @@ async def ask(client: AsyncClient, prompt: Sequence[int], setting: str, tokens: 
     )
     token_ids = [token.token_id for each in rounds for token in each.tokens]
     later = len(token_ids) - len(rounds[0].tokens)
-    return Run(token_ids, first_s, later / (seconds - first_s), later / (len(rounds) - 1))
+    return SpeedRun(token_ids, first_s, later / (seconds - first_s), later / (len(rounds) - 1))
 
 
 def measure_rows(subject: Subject, plan: SpeedPlan, llama: Llama, found: Found) -> None:
@@ -219,7 +219,7 @@ def row_head() -> list[str]:
 def row_cells(subject: Subject, found: Found) -> list[str]:
     """Milliseconds of one row, how many times that several take, and the share of the memory's speed."""
     sides = (found.ours_ms, found.llama_ms)
-    cells = [spread(side[1]).show(".2f") for side in sides]
+    cells = [spread(side[1]).show("#.3g") for side in sides]
     for rows in ROWS[1:]:
         cells += [interval(a / b for a, b in zip(side[rows], side[1], strict=True)).show(".2f") for side in sides]
     size = step_bytes(GgufFile.read(subject.file))

@@ -8,14 +8,14 @@ import hashlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.copying import EVERYDAY
 from bench.gguf.lab import Llama
 from bench.gguf.sized import write_sized
-from bench.gguf.write import Words, write_model
+from bench.gguf.write import WrittenWords, write_model
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
 from outrider.cli.bench.common import REPOSITORY, fresh_prompt
@@ -97,17 +97,23 @@ class Subject:
 
     async def prompts(self, first: int, count: int) -> list[tuple[int, ...]]:
         """Token ids of prompts that no other numbers have: questions to an assistant, or beginnings of tales."""
-        tokenizer, numbers = Tokenizer(str(self.file)), range(first, first + count)
+        numbers = range(first, first + count)
         if self.name not in OWN_MIXES:
+            tokenizer = Tokenizer(str(self.file))
             return [await tokenizer.encode(fresh_prompt(number)) for number in numbers]
-        template = ChatTemplate.read(str(self.file))
-        found = []
-        for number in numbers:
-            times, place = divmod(number, len(EVERYDAY))
-            question = f"{EVERYDAY[place]} Answer number {times + 1}."
-            text = template.render([{"role": "user", "content": question}])
-            found.append(await tokenizer.encode(text.text, special=text.add_special_tokens))
-        return found
+        return await questions(str(self.file), numbers)
+
+
+async def questions(model: str, numbers: Iterable[int]) -> list[tuple[int, ...]]:
+    """Token ids of questions to an assistant, by its own template; no other numbers have the same."""
+    tokenizer, template = Tokenizer(model), ChatTemplate.read(model)
+    found = []
+    for number in numbers:
+        times, place = divmod(number, len(EVERYDAY))
+        question = f"{EVERYDAY[place]} Answer number {times + 1}."
+        text = template.render([{"role": "user", "content": question}])
+        found.append(await tokenizer.encode(text.text, special=text.add_special_tokens))
+    return found
 
 
 def assistant() -> PairModels:
@@ -137,7 +143,9 @@ def make(subject: Subject, llama: Llama, threads: int) -> None:
         found = find_checkpoint(str(place))
         assert isinstance(found, FolderCheckpoint)
         is_own = subject.name == ASSISTANT
-        words = Words.of_file(Path(assistant().target)) if is_own else Words.of_folder(place, found.config)
+        words = (
+            WrittenWords.of_file(Path(assistant().target)) if is_own else WrittenWords.of_folder(place, found.config)
+        )
         with tempfile.TemporaryDirectory(dir=FILES) as folder:
             wide = Path(folder, draft_file.name)
             write_model(found, words, wide)

@@ -17,16 +17,16 @@ from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.gguf import IN_LAYER, OUTSIDE
 from outrider.engine.models.sized import widen
 from outrider.engine.models.weights import expected_shapes, load_tensors
-from outrider.model_files.gguf.header import TYPES as TENSOR_TYPES
 from outrider.model_files.gguf.header import GgufFile
 from outrider.model_files.gguf.tokenizer import CONTROL, MERGES, NORMAL, PRE, TOKENS, TYPES, UNUSED
+from outrider.model_files.gguf.types import TYPES as TENSOR_TYPES
 
 CPU = torch.device("cpu")
 NAMES = {"model.layers": "blk"} | OUTSIDE | IN_LAYER
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class WrittenWords:
     """A byte-level tokenizer as GGUF has it."""
 
     cut: str
@@ -56,13 +56,13 @@ class Words:
 
     @classmethod
     def of_file(cls, path: Path) -> Self:
-        """Those of another GGUF file."""
+        """Words of another GGUF file."""
         told = GgufFile.read(path).metadata
         bos, eos = (told[f"tokenizer.ggml.{side}_token_id"] for side in ("bos", "eos"))
         return cls(told[PRE], told[TOKENS], list(told[TYPES]), told[MERGES], bos, eos)
 
 
-def write_model(checkpoint: FolderCheckpoint, words: Words, file: Path) -> None:
+def write_model(checkpoint: FolderCheckpoint, words: WrittenWords, file: Path) -> None:
     """Writes the file, a tensor at a time: matrices in bfloat16, vectors in float32."""
     stored = (tensor.contiguous().view(torch.uint8) for tensor in tensors_of(checkpoint))
     write_file(checkpoint.config, words, file, plain_types(checkpoint.config, GGMLQuantizationType.BF16), stored)
@@ -76,7 +76,7 @@ def plain_types(config: ModelConfig, kind: GGMLQuantizationType) -> Mapping[str,
 
 def write_file(
     config: ModelConfig,
-    words: Words,
+    words: WrittenWords,
     file: Path,
     types: Mapping[str, GGMLQuantizationType],
     stored: Iterable[Tensor],

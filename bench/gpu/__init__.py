@@ -1,1 +1,1 @@
-"""What a machine with a GPU is asked in one call; see `bench/gpu.sh` and docs/gpu.md."""
+"""What a machine with a GPU is asked in one call; see `bench/gpu.sh` and docs/machines/gpu.md."""

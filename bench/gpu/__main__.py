@@ -1,7 +1,7 @@
 """Asks a machine with a GPU all that we want to know of it, in nine minutes: `bench/gpu.sh`, or `python -m bench.gpu`.
 
 Every section runs in a process of its own and writes what it finds at once, so that a fault or a deadline costs one
-section. Files in the folder: records.jsonl, report.md, log.txt. docs/gpu.md says how to read them.
+section. Files in the folder: records.jsonl, report.md, log.txt. docs/machines/gpu.md says how to read them.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Annotated
 import torch
 import typer
 
-from bench.gpu.plan import SECTIONS, TOTAL_S, Section
+from bench.gpu.plan import SECTIONS, TOTAL_S, PlanSection
 from bench.gpu.records import RECORDS, Recorder
 from bench.gpu.report import write_report
 from outrider.errors import InvalidRequest
@@ -56,7 +56,7 @@ def gpu(
     print(write_report(out, ROOT / "bench" / "gpu_expected.json"))
 
 
-def _run(section: Section, device: str, out: Path, seconds: float) -> None:
+def _run(section: PlanSection, device: str, out: Path, seconds: float) -> None:
     recorder = Recorder(out, section.name)
     if seconds < LEAST_S:
         recorder.fail("section", "no time was left")

@@ -18,7 +18,11 @@ def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
     """Launch gaps, products, choices, small operations, and attention last, which takes the most memory."""
     ops = available_ops(device)
     with recorder.case("graph"):
-        _launch_gaps(recorder, sizes, device)
+        # Microseconds of a kernel that does nothing worth the name, in graphs of so many.
+        number = torch.zeros(1, device=device)
+        for count in sizes.graph_kernels:
+            timing = time_launches(device, [partial(number.add_, 1)] * count)
+            recorder.add(f"graph/kernels={count}", timing.us, "us", **_facts(timing))
     for model in sizes.shapes:
         for name, size in matrices(sizes.shapes[model], sizes.vocab_size).items():
             with recorder.case(f"linear/{model}/{name}"):
@@ -31,14 +35,6 @@ def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
     for length, sessions, rows in sizes.attention:
         with recorder.case(f"attention/{length}x{sessions}x{rows}"):
             _attention(recorder, sizes, device, (length, sessions, rows))
-
-
-def _launch_gaps(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
-    """Microseconds of a kernel that does nothing worth the name, in graphs of so many."""
-    number = torch.zeros(1, device=device)
-    for count in sizes.graph_kernels:
-        timing = time_launches(device, [partial(number.add_, 1)] * count)
-        recorder.add(f"graph/kernels={count}", timing.us, "us", **_facts(timing))
 
 
 def _linear(
@@ -90,7 +86,7 @@ def _small(recorder: Recorder, sizes: Sizes, device: torch.device, name: str, op
         places = tables[0], tables[1], layer.keys, layer.values
         launches: dict[str, Launch] = {
             "rms_norm": partial(ops.rms_norm, x, torch.ones(shape.hidden_size, device=device), 1e-5),
-            "silu_multiply": partial(ops.silu_multiply, gate_up),
+            "silu_multiply": partial(ops.gate_multiply, gate_up),
             "rotate_and_store": partial(ops.rotate_and_store, query, key, value, plan, *places),
         }
         for operation, launch in launches.items():

@@ -11,7 +11,7 @@ from bench.gpu.sizes import Sizes
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class PlanSection:
     """A part that runs in a process of its own, and is ended when its seconds are over."""
 
     name: str
@@ -25,13 +25,13 @@ SMALL_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE"
 # For all of them together, and what is left is the report's.
 TOTAL_S = 530.0
 SECTIONS = (
-    Section("card", card.run, 60),
-    Section("compile", signatures.run, 90),
-    Section("questions", questions.run, 90),
-    Section("pinned", questions.pinned, 45, SMALL_WORKSPACE),
-    Section("tests", cuda_tests.run, 120),
-    Section("kernels", kernels.run, 100),
-    Section("steps", steps.run, 150),
-    Section("pair", pair.run, 100),
-    Section("stack", stack.run, 90),
+    PlanSection("card", card.run, 60),
+    PlanSection("compile", signatures.run, 90),
+    PlanSection("questions", questions.run, 90),
+    PlanSection("pinned", questions.pinned, 45, SMALL_WORKSPACE),
+    PlanSection("tests", cuda_tests.run, 120),
+    PlanSection("kernels", kernels.run, 100),
+    PlanSection("steps", steps.run, 150),
+    PlanSection("pair", pair.run, 100),
+    PlanSection("stack", stack.run, 90),
 )

@@ -113,7 +113,7 @@ def _rows_alone(recorder: Recorder, sizes: Sizes, device: torch.device, name: st
     expected = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     recorder.add(f"rms_norm/error/{name}", relative_error(ops.rms_norm(x, weight, 1e-5), expected))
     wide = torch.randn(max(sizes.places), 2 * shape.intermediate_size, device=device)
-    _compare(recorder, f"silu_multiply/same bits/{name}", sizes, wide, ops.silu_multiply)
+    _compare(recorder, f"silu_multiply/same bits/{name}", sizes, wide, ops.gate_multiply)
 
 
 def _attention(recorder: Recorder, sizes: Sizes, device: torch.device, name: str, attend: Attention) -> None:

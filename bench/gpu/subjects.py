@@ -69,7 +69,7 @@ class ShapedCheckpoint:
     config: ModelConfig
     folder: Path
     modelling: str = ""
-    has_blocks: bool = False
+    block_dtype: str = ""
 
     @classmethod
     def of(cls, name: str, shape: Shape, sizes: Sizes) -> "ShapedCheckpoint":

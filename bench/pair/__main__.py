@@ -12,10 +12,10 @@ from typing import Annotated
 
 import typer
 
-from bench.pair.campaign import Run, cores, measure
+from bench.pair.campaign import PairRun, cores, measure
 from bench.pair.devices import COMPUTING, PRESETS, models_of
 from bench.pair.report import render
-from bench.pair.settings import Kind, PairPlan, settings_of
+from bench.pair.settings import PairPlan, SettingKind, settings_of
 from outrider.cli.bench.common import AUTO, SaveFile, machine, parse_numbers, provenance, revision
 from outrider.cli.options import SHARED_OPTIONS
 from outrider.cli.running import Interrupts, run
@@ -46,8 +46,8 @@ class PairOptions:
         str, listed(help="Milliseconds that a way to or from a service takes longer.", metavar="MS,...")
     ] = "0,0.25,1,5"
     streams: Annotated[str, listed(help="Numbers of requests side by side.")] = "1,4,16,64"
-    settings: Annotated[str, listed(help=f"Ways to serve a pair: {', '.join(Kind)}.", metavar="NAME,...")] = ",".join(
-        Kind
+    settings: Annotated[str, listed(help=f"Ways to serve a pair: {', '.join(SettingKind)}.", metavar="NAME,...")] = (
+        ",".join(SettingKind)
     )
     draft_counts: Annotated[
         str,
@@ -90,8 +90,9 @@ def pair(*, wanted: PairOptions) -> None:
 def plan_of(wanted: PairOptions) -> PairPlan:
     """The grid that the options describe. Raises InvalidRequest."""
     kinds = dict.fromkeys(wanted.settings.split(","))
-    if not kinds.keys() <= set(Kind) or Kind.PLAIN not in kinds:
-        limit = f"of {', '.join(Kind)} with commas between, and {Kind.PLAIN} among them, which all are compared with"
+    if not kinds.keys() <= set(SettingKind) or SettingKind.PLAIN not in kinds:
+        names = ", ".join(SettingKind)
+        limit = f"of {names} with commas between, and {SettingKind.PLAIN} among them, which all are compared with"
         raise InvalidRequest("--settings", wanted.settings, limit)
     fixed = [each for each in wanted.draft_counts.split(",") if each != AUTO]
     counts: list[int | None] = [*parse_numbers("--draft-counts", ",".join(fixed), int, 1, 16)] if fixed else []
@@ -102,7 +103,7 @@ def plan_of(wanted: PairOptions) -> PairPlan:
         pairs=tuple(dict.fromkeys(wanted.pairs.split(","))),
         delays_ms=parse_numbers("--delays", wanted.delays, float, 0, 1000),
         streams=parse_numbers("--streams", wanted.streams, int, 1, 256),
-        settings=tuple(settings_of(map(Kind, kinds), counts, branches)),
+        settings=tuple(settings_of(map(SettingKind, kinds), counts, branches)),
         tokens=wanted.tokens,
         requests=wanted.requests,
         turns=wanted.turns,
@@ -116,7 +117,7 @@ def plan_of(wanted: PairOptions) -> PairPlan:
     return plan
 
 
-def conclude(plan: PairPlan, wanted: PairOptions, runs: list[Run], others: list[str]) -> None:
+def conclude(plan: PairPlan, wanted: PairOptions, runs: list[PairRun], others: list[str]) -> None:
     """Writes every block to the file when there is one, and prints the report, with what `others` did meanwhile."""
     simulated = [name for name in plan.pairs if name not in COMPUTING]
     if wanted.save is not None:

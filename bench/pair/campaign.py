@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import count, pairwise, product
 
 from bench.pair.devices import COMPUTING, models_of
-from bench.pair.settings import PairPlan, Setting
-from bench.pair.wire import Link, delayed
+from bench.pair.settings import GuessSetting, PairPlan
+from bench.pair.wire import WireLink, delayed
 from outrider.cli.bench.common import TokensDiffer, rotated
 from outrider.cli.bench.load.driver import Block, Burst, Driver, LoadPlan
 from outrider.cli.local_stack import Flags, Stack, gateway_launch, metrics_address, model_launch
@@ -33,18 +33,18 @@ CHECKED_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PairRun:
     """One setting under one load, once; times are those of the stretched devices."""
 
     pair: str
     delay_ms: float
-    setting: Setting
+    setting: GuessSetting
     stretch: float
     block: Block
 
     @property
     def steps(self) -> list[tuple[float, Burst]]:
-        """Each message behind an answer's first, with the seconds since the one before it."""
+        """Each message after an answer's first, with the seconds since the one before it."""
         began_s, ended_s = self.block.began.at_s, self.block.ended.at_s
         pairs = ((one, two) for each in self.block.answers for one, two in pairwise(each.bursts))
         return [(two.at_s - one.at_s, two) for one, two in pairs if began_s <= two.at_s <= ended_s]
@@ -75,12 +75,12 @@ class Run:
         return {name: (ended[name] - began[name]) / self.block.seconds for name in began}
 
 
-async def measure(plan: PairPlan, interrupts: Interrupts) -> tuple[list[Run], list[str]]:
+async def measure(plan: PairPlan, interrupts: Interrupts) -> tuple[list[PairRun], list[str]]:
     """Every block of a grid, in the order in which they ran, and what else took this machine's time meanwhile.
 
     Raises TokensDiffer where any answer is not plain's.
     """
-    runs: list[Run] = []
+    runs: list[PairRun] = []
     others: dict[str, None] = {}
     numbers = count()
     stretches = [(name, plan.stretch(name, each)) for name in plan.pairs for each in plan.streams]
@@ -88,7 +88,7 @@ async def measure(plan: PairPlan, interrupts: Interrupts) -> tuple[list[Run], li
         async with AsyncExitStack() as exits, Supervisor(note, service_log) as supervisor:
             # Services end before the wire between them, which they would miss.
             interrupts.urgent = supervisor.kill
-            campaign = Campaign(plan, name, stretch, numbers, supervisor, exits)
+            campaign = PairCampaign(plan, name, stretch, numbers, supervisor, exits)
             await campaign.start()
             before = cpu_times()
             runs += await campaign.run()
@@ -106,7 +106,7 @@ def cores() -> list[int]:
 
 
 @dataclass(slots=True)
-class Campaign:
+class PairCampaign:
     """The part of a grid that one pair of services serves."""
 
     plan: PairPlan
@@ -143,7 +143,7 @@ class Campaign:
             rest_port=0,
         )
 
-    async def driver(self, name: str, target: str, draft: str | None, settings: Sequence[Setting]) -> Driver:
+    async def driver(self, name: str, target: str, draft: str | None, settings: Sequence[GuessSetting]) -> Driver:
         """Starts a gateway in front of services, and connects with it."""
         flags: Flags = settings[0].gateway_flags if settings else {}
         stack = replace(self.stack, gateway_flags=self.stack.gateway_flags | flags)
@@ -167,14 +167,14 @@ class Campaign:
             await driver.warm_up(setting)
         return driver
 
-    async def run(self) -> list[Run]:
+    async def run(self) -> list[PairRun]:
         """Measures the loads that have this stretch."""
         plan = self.plan
         services = [self.supervisor.addresses(role)["address"] for role in ("target", "draft")]
-        links = [Link(each, ms * 1e-3 * self.stretch) for ms in plan.delays_ms for each in services]
+        links = [WireLink(each, ms * 1e-3 * self.stretch) for ms in plan.delays_ms for each in services]
         places = iter(self.exits.enter_context(delayed(links)))
         drivers: dict[tuple[float, str], Driver] = {}
-        by_flags: dict[str, list[Setting]] = {}
+        by_flags: dict[str, list[GuessSetting]] = {}
         for setting in plan.settings:
             by_flags.setdefault(str(setting.gateway_flags), []).append(setting)
         for ms in plan.delays_ms:
@@ -184,13 +184,13 @@ class Campaign:
                 drivers |= {(ms, each.name): driver for each in settings}
         answering = self.supervisor.addresses("target" if self.pair in COMPUTING else "reference")
         reference = await self.driver("plain gateway", answering["address"], None, [])
-        named, runs = {each.name: each for each in plan.settings}, list[Run]()
+        named, runs = {each.name: each for each in plan.settings}, list[PairRun]()
         streams = [each for each in plan.streams if plan.stretch(self.pair, each) == self.stretch]
         for turn, ms, load in product(range(plan.turns), plan.delays_ms, streams):
             note(f"{self.pair}, {ms:g} ms, {load} streams, turn {turn + 1} of {plan.turns}.")
             for name in rotated(list(named), turn):
                 block = await drivers[ms, name].block(plan.temperature, load, name, turn)
-                runs.append(Run(self.pair, ms, named[name], self.stretch, block))
+                runs.append(PairRun(self.pair, ms, named[name], self.stretch, block))
         note("Asking all of it again without speculation.")
         await check(reference, [run.block for run in runs])
         return runs

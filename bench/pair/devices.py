@@ -25,12 +25,12 @@ def models_of(name: str, stretch: float) -> tuple[str, str]:
     """Target and draft of a pair as services take them; none stretches that computes. Raises InvalidRequest."""
     if name in COMPUTING:
         return "sized:200m", COMPUTING[name] or embedded_model("draft")
-    pair = Pair.named(name, stretch=stretch)
+    pair = DevicePair.named(name, stretch=stretch)
     return pair.target.name, pair.draft.name
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class DevicePair:
     """A target with its draft, both simulated."""
 
     name: str
@@ -51,15 +51,15 @@ class Pair:
 
     @property
     def real(self) -> Self:
-        """The same devices in their own time."""
+        """Devices of the same kind in their own time."""
         return replace(self, target=replace(self.target, stretch=1.0), draft=replace(self.draft, stretch=1.0))
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class PairLoad:
     """How many streams ask a pair, how long their texts are on average, and the seconds of one way of a message."""
 
-    pair: Pair
+    pair: DevicePair
     streams: int
     context: int
     one_way_s: float
@@ -79,7 +79,7 @@ class Load:
         return self._step_s(self.pair.target, rows)
 
     def draft_s(self, rows: int) -> float:
-        """The same of the draft."""
+        """Seconds of a step of the draft with so many rows."""
         return self._step_s(self.pair.draft, rows)
 
     def _step_s(self, model: SimulatedModel, rows: int) -> float:
@@ -94,8 +94,8 @@ class Load:
 def hit_rate(acceptance: Sequence[float], count: int, branches: int) -> float:
     """The chance that the best of so many branches has the outcome of a round of `count` guesses.
 
-    An outcome is a number of kept guesses and the token behind them: another choice than the rejected guess, or any
-    behind the last one.
+    An outcome is a number of kept guesses and the token after them: another choice than the rejected guess, or any
+    after the last one.
     """
     first, *others = acceptance
     chances = [first**kept * each for kept in range(count) for each in others]
@@ -103,22 +103,22 @@ def hit_rate(acceptance: Sequence[float], count: int, branches: int) -> float:
     return sum(sorted(chances, reverse=True)[:branches])
 
 
-def plain(load: Load, _count: int, _branches: int) -> float:
+def plain(load: PairLoad, _count: int, _branches: int) -> float:
     """Tokens a second of all streams where the target goes on unasked."""
     return load.streams / load.target_s(1)
 
 
-def remote(load: Load, count: int, _branches: int) -> float:
+def remote(load: PairLoad, count: int, _branches: int) -> float:
     """The draft, the wire and the target follow one another."""
     return load.streams * load.tokens(count) / (load.target_s(count + 1) + count * load.draft_s(1) + load.ways_s)
 
 
-def hosted(load: Load, count: int, _branches: int) -> float:
+def hosted(load: PairLoad, count: int, _branches: int) -> float:
     """The draft and the target follow one another on one device."""
     return load.streams * load.tokens(count) / (load.target_s(count + 1) + count * load.draft_s(1))
 
 
-def run_ahead(load: Load, count: int, branches: int) -> float:
+def run_ahead(load: PairLoad, count: int, branches: int) -> float:
     """Branches are pushed while the target verifies; the better of two ways to go on after a miss.
 
     The draft reads a round's guesses at once, then grows all branches in `count` steps, and its branches have the
@@ -136,5 +136,5 @@ def run_ahead(load: Load, count: int, branches: int) -> float:
     return load.streams * max(waiting, stepping)
 
 
-Formula = Callable[[Load, int, int], float]
+Formula = Callable[[PairLoad, int, int], float]
 """Tokens a second of all streams together with so many guesses a round and branches."""

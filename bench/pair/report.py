@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import mean, median
 
-from bench.pair.campaign import Run, cores
-from bench.pair.devices import ACCEPTANCE, COMPUTING, Load, Pair, hit_rate
-from bench.pair.settings import FORMULAS, Kind, PairPlan, Setting
+from bench.pair.campaign import PairRun, cores
+from bench.pair.devices import ACCEPTANCE, COMPUTING, DevicePair, PairLoad, hit_rate
+from bench.pair.settings import FORMULAS, GuessSetting, PairPlan, SettingKind
 from outrider.cli.bench.common import Spread, markdown, spread
 
 SYMBOLS = """\
@@ -23,13 +23,13 @@ devices and ways were meanwhile. Every answer is plain's."""
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """All runs of one load."""
 
     pair: str
     delay_ms: float
     streams: int
-    runs: Sequence[Run]
+    runs: Sequence[PairRun]
     tokens: int
 
     @property
@@ -37,14 +37,14 @@ class Cell:
         """Cells in front of a row."""
         return [self.pair, f"{self.delay_ms:g} ms", str(self.streams)]
 
-    def of(self, setting: Setting) -> list[Run]:
+    def of(self, setting: GuessSetting) -> list[PairRun]:
         """Runs of a setting, one a turn."""
         return [run for run in self.runs if run.setting == setting]
 
     @cached_property
-    def best(self) -> dict[Kind, Setting]:
+    def best(self) -> dict[SettingKind, GuessSetting]:
         """The fastest setting of each kind."""
-        speeds: dict[Setting, float] = {
+        speeds: dict[GuessSetting, float] = {
             setting: median(run.tokens_per_s for run in self.of(setting))
             for setting in dict.fromkeys(run.setting for run in self.runs)
         }
@@ -52,12 +52,12 @@ class Cell:
         return {kind: max((each for each in speeds if each.kind is kind), key=speeds.__getitem__) for kind in kinds}
 
     @property
-    def shown(self) -> list[Setting]:
+    def shown(self) -> list[GuessSetting]:
         """The fastest setting of each kind, and all that run ahead."""
-        ahead = dict.fromkeys(run.setting for run in self.runs if run.setting.kind is Kind.RUN_AHEAD)
-        return [*(each for kind, each in self.best.items() if kind is not Kind.RUN_AHEAD), *ahead]
+        ahead = dict.fromkeys(run.setting for run in self.runs if run.setting.kind is SettingKind.RUN_AHEAD)
+        return [*(each for kind, each in self.best.items() if kind is not SettingKind.RUN_AHEAD), *ahead]
 
-    def ratio(self, one: Kind, *others: Kind) -> Spread | None:
+    def ratio(self, one: SettingKind, *others: SettingKind) -> Spread | None:
         """Tokens/s of the fastest setting of a kind over the fastest of other kinds, by turns; None without one."""
         found = [self.best[each] for each in others if each in self.best]
         if one not in self.best or not found:
@@ -66,37 +66,37 @@ class Cell:
         pairs = zip(self.of(self.best[one]), self.of(base), strict=True)
         return spread(mine.tokens_per_s / theirs.tokens_per_s for mine, theirs in pairs)
 
-    def predicted(self, setting: Setting) -> float | None:
+    def predicted(self, setting: GuessSetting) -> float | None:
         """Tokens a second by the formula, with texts as long as those of the middle of an answer; None without one."""
         if self.pair in COMPUTING or setting.count is None:
             return None
-        load = Load(Pair.named(self.pair), self.streams, 30 + self.tokens // 2, self.delay_ms * 1e-3)
+        load = PairLoad(DevicePair.named(self.pair), self.streams, 30 + self.tokens // 2, self.delay_ms * 1e-3)
         return FORMULAS[setting.kind](load, setting.count, setting.branches)
 
 
-def cells_of(plan: PairPlan, runs: Sequence[Run]) -> list[Cell]:
+def cells_of(plan: PairPlan, runs: Sequence[PairRun]) -> list[TableCell]:
     """Loads of a grid, in its order."""
     found = []
     for pair in plan.pairs:
         for delay_ms in plan.delays_ms:
             for streams in plan.streams:
                 own = [run for run in runs if (run.pair, run.delay_ms, run.block.streams) == (pair, delay_ms, streams)]
-                found.append(Cell(pair, delay_ms, streams, own, plan.tokens))
+                found.append(TableCell(pair, delay_ms, streams, own, plan.tokens))
     return found
 
 
-def render(plan: PairPlan, runs: Sequence[Run]) -> str:
+def render(plan: PairPlan, runs: Sequence[PairRun]) -> str:
     """Tables of a grid, and what their figures mean."""
     cells = cells_of(plan, runs)
-    kinds = [kind for kind in Kind if kind in cells[0].best]
-    others: list[Kind] = [kind for kind in kinds if kind is not Kind.RUN_AHEAD]
+    kinds = [kind for kind in SettingKind if kind in cells[0].best]
+    others: list[SettingKind] = [kind for kind in kinds if kind is not SettingKind.RUN_AHEAD]
     head = ["pair", "one way", "streams"]
-    ratios: dict[str, list[Kind]] = {}
-    if Kind.RUN_AHEAD in kinds:
-        ratios = {"over the best other": others, "over remote": [Kind.REMOTE]}
+    ratios: dict[str, list[SettingKind]] = {}
+    if SettingKind.RUN_AHEAD in kinds:
+        ratios = {"over the best other": others, "over remote": [SettingKind.REMOTE]}
     speeds = []
     for cell in cells:
-        found = [cell.ratio(Kind.RUN_AHEAD, *each) for each in ratios.values()]
+        found = [cell.ratio(SettingKind.RUN_AHEAD, *each) for each in ratios.values()]
         fastest = [f"{speed(cell, cell.best[kind])}, {cell.best[kind].shown}" for kind in kinds]
         speeds.append([*cell.head, *fastest, *("-" if each is None else each.show(".2f") for each in found)])
     parts = ("setting", "formula, tokens/s", "share", "tokens a round", "idle, ms", "hits", "late", "CPUs", "stretch")
@@ -122,12 +122,12 @@ def devices_of(plan: PairPlan) -> str:
     return " ".join(found)
 
 
-def speed(cell: Cell, setting: Setting) -> str:
+def speed(cell: TableCell, setting: GuessSetting) -> str:
     """Tokens a second over turns."""
     return spread(run.tokens_per_s for run in cell.of(setting)).show(".0f")
 
 
-def details(cell: Cell, setting: Setting) -> Iterator[str]:
+def details(cell: TableCell, setting: GuessSetting) -> Iterator[str]:
     """What the formula says of a setting under a load, and what the target, the draft and the host did."""
     runs, predicted = cell.of(setting), cell.predicted(setting)
     yield setting.name

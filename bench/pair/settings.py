@@ -10,7 +10,7 @@ from outrider.cli.local_stack import Flags
 from outrider.client import Speculation
 
 
-class Kind(StrEnum):
+class SettingKind(StrEnum):
     """A way to serve a pair."""
 
     PLAIN = "plain"
@@ -19,27 +19,27 @@ class Kind(StrEnum):
     RUN_AHEAD = "run-ahead"  # branches are pushed while the target verifies
 
 
-FORMULAS: Mapping[Kind, Formula] = {
-    Kind.PLAIN: plain,
-    Kind.REMOTE: remote,
-    Kind.HOSTED: hosted,
-    Kind.RUN_AHEAD: run_ahead,
+FORMULAS: Mapping[SettingKind, Formula] = {
+    SettingKind.PLAIN: plain,
+    SettingKind.REMOTE: remote,
+    SettingKind.HOSTED: hosted,
+    SettingKind.RUN_AHEAD: run_ahead,
 }
-DRAFTERS = {Kind.REMOTE: "model", Kind.HOSTED: "hosted", Kind.RUN_AHEAD: "model"}
+DRAFTERS = {SettingKind.REMOTE: "model", SettingKind.HOSTED: "hosted", SettingKind.RUN_AHEAD: "model"}
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class GuessSetting:
     """One way to serve a pair: what a request asks for, and with which options its gateway runs."""
 
-    kind: Kind
+    kind: SettingKind
     count: int | None = 0
     """Guesses a round; 0 is plain, and None leaves it to the gateway."""
     branches: int = 0
 
     @property
     def shown(self) -> str:
-        """Its numbers."""
+        """Numbers of guesses and branches in a few words."""
         shown = AUTO if self.count is None else f"K = {self.count}" if self.count else "no guesses"
         return f"{shown}, B = {self.branches}" if self.branches else shown
 
@@ -49,7 +49,7 @@ class Setting:
 
     @property
     def speculation(self) -> Speculation:
-        if self.kind is Kind.PLAIN:
+        if self.kind is SettingKind.PLAIN:
             return Speculation(enabled=False)
         return Speculation(draft_count=self.count, drafter=DRAFTERS[self.kind])
 
@@ -58,16 +58,18 @@ class Setting:
         return {"--branches": self.branches} if self.branches else {}
 
 
-def settings_of(kinds: Iterable[Kind], counts: Iterable[int | None], branches: Iterable[int]) -> list[Setting]:
+def settings_of(
+    kinds: Iterable[SettingKind], counts: Iterable[int | None], branches: Iterable[int]
+) -> list[GuessSetting]:
     """All settings of some kinds; run-ahead with each number of branches."""
     found = []
     for kind in kinds:
-        if kind is Kind.PLAIN:
-            found.append(Setting(kind))
-        elif kind is not Kind.RUN_AHEAD:
-            found += [Setting(kind, count) for count in counts]
+        if kind is SettingKind.PLAIN:
+            found.append(GuessSetting(kind))
+        elif kind is not SettingKind.RUN_AHEAD:
+            found += [GuessSetting(kind, count) for count in counts]
         else:
-            found += [Setting(kind, count, each) for count in counts for each in branches]
+            found += [GuessSetting(kind, count, each) for count in counts for each in branches]
     return found
 
 
@@ -79,7 +81,7 @@ class PairPlan:
     delays_ms: tuple[float, ...]
     """Milliseconds that each way between the gateway and a service takes longer."""
     streams: tuple[int, ...]
-    settings: tuple[Setting, ...]
+    settings: tuple[GuessSetting, ...]
     tokens: int
     requests: int
     turns: int

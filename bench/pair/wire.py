@@ -20,7 +20,7 @@ PATIENCE_S = 60.0
 SLACK = Path("/proc/self/timerslack_ns")
 
 
-class Link(NamedTuple):
+class WireLink(NamedTuple):
     """A service's HOST:PORT, and the seconds that each way to or from it takes longer."""
 
     upstream: str
@@ -64,10 +64,10 @@ class End(asyncio.Protocol):
             self.transport.write(data)
 
 
-class Incoming(End):
+class Receiver(End):
     """The client's end, which is not read before the service's is there."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: WireLink) -> None:
         super().__init__(link.one_way_s)
         self._link = link
         self._joining: asyncio.Task[None] | None = None
@@ -92,15 +92,15 @@ class Incoming(End):
             transport.resume_reading()
 
 
-async def carry(links: Sequence[Link]) -> list[tuple[asyncio.Server, str]]:
+async def carry(links: Sequence[WireLink]) -> list[tuple[asyncio.Server, str]]:
     """Listens for each link on a free port; returns the servers with their HOST:PORT."""
     loop = asyncio.get_running_loop()
-    servers = [await loop.create_server(partial(Incoming, link), HOST, 0) for link in links]
+    servers = [await loop.create_server(partial(Receiver, link), HOST, 0) for link in links]
     return [(each, "{}:{}".format(*each.sockets[0].getsockname())) for each in servers]
 
 
 @contextmanager
-def delayed(links: Sequence[Link]) -> Iterator[list[str]]:
+def delayed(links: Sequence[WireLink]) -> Iterator[list[str]]:
     """Addresses at which the links are served while the context lasts; without a delay the service's own.
 
     Raises RuntimeError when the proxies do not start.
@@ -127,7 +127,7 @@ def delayed(links: Sequence[Link]) -> Iterator[list[str]]:
         process.join()
 
 
-def _serve(links: Sequence[Link], parent: Connection) -> None:
+def _serve(links: Sequence[WireLink], parent: Connection) -> None:
     """Carries until the parent closes its end, or has ended."""
     if SLACK.exists():
         # Else the system may wake a process this much later than it asked for, 50 us by default.

@@ -20,13 +20,13 @@ from bench.policy.former import files_of, former_simulation
 from bench.policy.jump import draw
 from bench.policy.oracle import FixedChoice, FixedPlanner, best
 from bench.policy.parts import PARTS
-from bench.policy.worlds import h100, world
+from bench.policy.worlds import h100, with_experts, world
 from gateway.rounds.choice import Case
 from outrider.cli.bench.common import markdown, parse_numbers, writable
 from outrider.cli.bench.load.summary import percentile
 from outrider.errors import InvalidRequest
 from outrider.model_service.settings import available_cpus
-from outrider.process.options import between, run_app, service_app
+from outrider.process.options import between, grouped, run_app, service_app
 
 EXPLORING = TRYING | {Case.PLAIN_LOOK}
 FIRST_S = 1.0
@@ -151,10 +151,27 @@ def by_streams(found: Mapping[str, Sequence[Outcome]]) -> str:
     return markdown(columns, rows)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seeds:
+    """Options: worlds that are made of seeds."""
+
+    worlds: Annotated[int, typer.Option(help="Worlds to run.", callback=between(1, 1_000_000))] = 100
+    first: Annotated[int, typer.Option(help="Seed of the first world.", callback=between(0, 1_000_000))] = 0
+    experts: Annotated[bool, typer.Option("--experts", help="The same worlds with targets that have experts.")] = False
+
+    def run(self, makers: Mapping[str, Callable[[World], Simulation]]) -> str:
+        """The report of all of them."""
+        made = with_experts if self.experts else world
+        found = run_all(range(self.first, self.first + self.worlds), makers, made)
+        kind = " with experts" if self.experts else ""
+        return f"SIMULATED: worlds {self.first} to {self.first + self.worlds - 1}{kind}.\n\n{seeded(found)}"
+
+
 @app.command()
+@grouped
 def policy(
-    worlds: Annotated[int, typer.Option(help="Worlds to run.", callback=between(1, 1_000_000))] = 100,
-    first: Annotated[int, typer.Option(help="Seed of the first world.", callback=between(0, 1_000_000))] = 0,
+    *,
+    seeds: Seeds,
     without: Annotated[str, typer.Option(help=f"Parts that are left out, by turns: {', '.join(PARTS)[2:]}.")] = "",
     old: Annotated[str, typer.Option(help="A commit whose choice is run beside this one.", metavar="COMMIT")] = "",
     streams: Annotated[
@@ -189,8 +206,7 @@ def policy(
         found = run_all(loads, makers, partial(h100, gateway_us=gateway_us, branches=branches))
         print(f"SIMULATED: an 8B model on an H100, {gateway_us:g} us of the gateway a round.\n\n{by_streams(found)}")
         return
-    found = run_all(range(first, first + worlds), makers, world)
-    print(f"SIMULATED: worlds {first} to {first + worlds - 1}.\n\n{seeded(found)}")
+    print(seeds.run(makers))
 
 
 if __name__ == "__main__":

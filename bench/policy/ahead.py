@@ -54,8 +54,7 @@ class AheadSession(SimulatedSession):
         self.proposal = NOTHING
         if asked.count:
             self.guess(asked)
-            self.left, self.draft_us, self.draft_rows = len(self.levels), 0.0, 0
-            self._send(partial(self._ask_draft, self.job))
+            self._ask_draft()
         if not self.trunk_len or not asked.count:
             self._await()
 

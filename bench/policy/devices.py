@@ -16,6 +16,7 @@ from functools import cache, partial
 from itertools import count
 from typing import Protocol
 
+from bench.policy.texts import MAX_ROWS, Passages, TextKind
 from gateway.rounds.choice import Case
 from gateway.rounds.planner import Drafting, DraftOutlook, RoundPlan, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
@@ -40,7 +41,7 @@ from target_service.gathering import Gathering
 
 PROMPT_LEN = 8
 LOOK_AGAIN_US = 100.0
-MAX_ROWS, MAX_LEN = 32, 1 << 30
+MAX_LEN = 1 << 30
 GATEWAY_SHARE = 0.5
 """Share of the processors that a gateway's one thread takes."""
 
@@ -69,31 +70,6 @@ class Planner(Protocol):
     ) -> RoundPlan: ...
     def complete(self, plan: RoundPlan, drafted: Proposal, found: Proposal) -> Proposal: ...
     def observe(self, committed: Round) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class TextKind:
-    """A kind of text: how often guesses about it are right."""
-
-    share: float = 1.0
-    """Share of the requests that it is of."""
-    rates: tuple[float, ...] = (0.7,)
-    """Rates at which each drafter's guesses are accepted, given those before; the first guess is `first` times that."""
-    first: float = 1.0
-    copies: float = 0.0
-    """Chance of each token to begin a passage that repeats what was said before."""
-    copied: float = 0.9
-    """Chance of each token of such a passage to be followed by another one of it."""
-    found: float = 0.0
-    """Chance that a lookup finds something where nothing is repeated."""
-    right: float = 0.3
-    """Chance that such a guess is right."""
-    belief: float = 1.0
-    """What lookups and trees promise, over what they keep."""
-    others: tuple[float, ...] = (0.4, 0.2, 0.1)
-    """Share of its second choice, its third and so on among the tokens that a drafter's first one is not."""
-    spread: float = 0.0
-    """How much less a drafter errs in half of all rounds, and more in the others, which its trees know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +105,9 @@ class World:
     """Seconds, and sessions that are at work during them."""
     looks: bool = True
     """Whether a lookup may guess."""
+    busy: tuple[float, float] = (0.0, 1.0)
+    """Seconds for which other programs run beside it from the start, while services measure too, and how many times as
+    long a step may take then."""
     branches: int = 0
     """Most branches of a session, for which a draft runs ahead."""
     session: "type[SimulatedSession] | None" = None
@@ -230,6 +209,8 @@ class Device(ABC):
         simulation = self.simulation
         noise, began_us = simulation.world.noise, simulation.now_us
         alone_us *= simulation.dice.uniform(1 - noise, 1 + noise)
+        if began_us < 1e6 * simulation.world.busy[0]:
+            alone_us *= simulation.dice.uniform(1.0, simulation.world.busy[1])
         simulation.processors.begin(alone_us, 1.0, lambda: end(simulation.now_us - began_us))
 
 
@@ -339,10 +320,9 @@ class SimulatedSession:
         self.ended = False
         self.plan = RoundPlan()
         self.proposal = Proposal()
-        # A passage that repeats what was said before: how far a lookup has followed it.
-        self.copying = 0
+        self.passages = Passages(kind, simulation.dice)
         self.look: tuple[float, ...] = ()
-        self.look_chance = 0.0
+        """Values of the rows that a lookup has found."""
         self.ease = 1.0
         """Factor of a drafter's errors in this round."""
         # At the drafter: its guesses, and rows of its steps.
@@ -407,16 +387,16 @@ class SimulatedSession:
             return
         self.log.begin_round()
         least = self.planner.looks_for(self.log)
-        self._find()
-        self.look = tuple(value for value in self.look if value > least)
+        is_looked_for = self.simulation.world.looks and len(self.log) > PROMPT_LEN
+        found = self.passages.find(self.max_len - len(self.log) - 1) if is_looked_for else ()
+        self.look = tuple(value for value in found if value > least)
         own = self.hosted.name if self.hosted is not None else ""
         outstanding = self.outstanding
         self.plan = self.planner.plan(self.log, outstanding, self.simulation.outlook, own, self.look)
         asked, looked = self.plan.asked(Place.REMOTE), self.plan.asked(Place.LOOKUP)
         if asked.count:
             self.guess(asked)
-            self.left, self.draft_us, self.draft_rows = len(self.levels), 0.0, 0
-            self._send(partial(self._ask_draft, self.job))
+            self._ask_draft()
             return
         self.proposal = Proposal()
         if looked.count:
@@ -424,10 +404,11 @@ class SimulatedSession:
             self.proposal = Proposal(replace(tree, values=self.look[: looked.count]), drafter=LOOKUP)
         self._ask(outstanding)
 
-    def _ask_draft(self, job: int) -> None:
-        """A request is at the drafter."""
-        if job == self.job:
-            self.simulation.draft.put(self)
+    def _ask_draft(self) -> None:
+        """Begins what the drafter was asked for, unless it is asked for something else before that is there."""
+        self.left, self.draft_us, self.draft_rows = len(self.levels), 0.0, 0
+        job = self.job
+        self._send(lambda: self.simulation.draft.put(self) if job == self.job else None)
 
     def drafted(self, took_us: float, num_rows: int) -> None:
         """The draft has made a guess."""
@@ -456,7 +437,9 @@ class SimulatedSession:
         base_len, proposal, own = len(self.log), self.proposal, self.plan.asked(Place.HOSTED)
         budget = self.plan.plain_budget
         if proposal.tree or not outstanding or (budget and 2 * outstanding <= budget and self.limit < self.max_len):
-            chance = self._chance_of(proposal)
+            look_chance, by_drafter = self.passages.chance, self.chance_of(proposal.drafter)
+            is_looked = proposal.drafter == LOOKUP or not proposal.tree
+            chance = (lambda depth, rank: look_chance) if is_looked else by_drafter
             limit = base_len + 1 + budget
             self.limit = limit
             self._send(lambda: self._arrived(base_len, proposal.tree, chance, limit, own))
@@ -467,12 +450,6 @@ class SimulatedSession:
         self.awaits = True
         if self.inbox:
             self.simulation.after(0.0, self._receive)
-
-    def _chance_of(self, proposal: Proposal) -> Callable[[int, int], float]:
-        look_chance = self.look_chance
-        if proposal.drafter == LOOKUP or not proposal.tree:
-            return lambda depth, rank: look_chance
-        return self.chance_of(proposal.drafter)
 
     def _send(self, arrive: Callable[[], None]) -> None:
         self.simulation.gateway_work(
@@ -575,39 +552,10 @@ class SimulatedSession:
     def take(self, verdict: Verdict) -> None:
         """The gateway reads a verdict."""
         committed = self.log.commit(self.proposal, verdict)
-        self._follow(committed)
+        self.passages.follow(committed)
         self.simulation.committed(self, committed)
         self.planner.observe(committed)
         self.next_round()
-
-    def _find(self) -> None:
-        """What a lookup finds now."""
-        dice, kind, world = self.simulation.dice, self.kind, self.simulation.world
-        self.look = ()
-        if not world.looks or len(self.log) == PROMPT_LEN:
-            return
-        if self.copying > 2:
-            self.look_chance, num_rows = kind.copied, MAX_ROWS
-        elif dice.random() < kind.found:
-            self.look_chance, num_rows = kind.right, 4
-        else:
-            return
-        value = min(self.look_chance * kind.belief, 0.98)
-        room = self.max_len - len(self.log) - 1
-        self.look = tuple(value**depth for depth in range(1, min(num_rows, room) + 1))
-
-    def _follow(self, committed: Round) -> None:
-        """Whether the text goes on to repeat something."""
-        dice, kind = self.simulation.dice, self.kind
-        is_look = committed.proposal.drafter == LOOKUP and committed.verdict.evaluated_count > 0
-        if is_look and self.copying > 2 and committed.accepted_count < committed.draft_count:
-            self.copying = 0
-            return
-        for _ in committed.token_ids:
-            if self.copying and (is_look or dice.random() < kind.copied):
-                self.copying += 1
-            else:
-                self.copying = int(dice.random() < kind.copies)
 
 
 class Simulation:
@@ -659,8 +607,10 @@ class Simulation:
 
     def _measured(self, law: CostModel) -> dict[int, float]:
         """What a service has measured of its model before it serves."""
-        busy = self.dice.uniform(0.9, 1.1)
-        return {1 << power: law(1 << power) * busy * self.dice.uniform(0.95, 1.05) for power in range(8)}
+        busy, most = self.dice.uniform(0.9, 1.1), self.world.busy[1]
+        costs = {1 << power: law(1 << power) * busy * self.dice.uniform(0.95, 1.05) for power in range(8)}
+        # The same luck as ever where nothing else runs.
+        return {rows: cost * self.dice.uniform(1.0, most) for rows, cost in costs.items()} if most > 1 else costs
 
     @property
     def tide(self) -> float:

@@ -16,7 +16,8 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
-from bench.policy.devices import MAX_LEN, MAX_ROWS, Planner, Simulation, World
+from bench.policy.devices import MAX_LEN, Planner, Simulation, World
+from bench.policy.texts import MAX_ROWS
 from gateway.rounds.planner import DraftOutlook, RoundPlan
 from gateway.rounds.round import LOOKUP, GuessRequest, Makes, Place, Proposal, Round, TokenLog
 from outrider.cli.bench.common import REPOSITORY

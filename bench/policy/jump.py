@@ -8,8 +8,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from bench.policy.devices import Law, Simulation, TextKind, World
+from bench.policy.devices import Law, Simulation, World
 from bench.policy.oracle import FixedChoice, FixedPlanner, best
+from bench.policy.texts import TextKind
 from bench.policy.worlds import HOSTED, TABLES, table
 from outrider.cli.bench.chart import COLOURS, document, path, text
 from outrider.model_service.settings import available_cpus

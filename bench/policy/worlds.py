@@ -7,13 +7,16 @@ from dataclasses import replace
 from functools import partial
 
 from bench.policy.ahead import AheadSession
-from bench.policy.devices import CostModel, Law, TextKind, World
+from bench.policy.devices import CostModel, Law, World
+from bench.policy.texts import TextKind
 from gateway.rounds.round import ANY_DRAFT, DrafterId, Makes, Place
 from outrider.model_files.model_names import SIM_PRESETS, SimulatedModel
 
 HOSTED = DrafterId("hosted", Place.HOSTED)
 NUM_TOKENS = 2_000
 """Tokens that plain decoding makes in a world at least, so that a world says something."""
+NUM_STEPS = 100
+"""Steps of a load with experts at least, for the same."""
 
 # Milliseconds of a forward by its rows: two CPU cores with AVX2 (docs/measurements/2026-11-22-rows.md, and
 # `outrider bench load` for whole steps), and one accelerator that waits for its weights up to some 300 rows.
@@ -103,8 +106,7 @@ def world(seed: int) -> World:
     phases = []
     for _ in range(num_phases):
         number = dice.choice(loads)
-        seconds = max(3.0, NUM_TOKENS * target_us(number) / number / 1e6)
-        phases.append((min(seconds, 30.0), number))
+        phases.append((_seconds(target_us, number), number))
     is_short = dice.random() < 0.3
     shortest = dice.choice([12, 40])
     made = World(
@@ -125,6 +127,43 @@ def world(seed: int) -> World:
         looks=dice.random() < 0.8,
     )
     return _with_trees(made, dice.uniform(0.0, 0.6)) if laws and dice.random() < 0.35 else made
+
+
+def union(num_experts: int, num_chosen: int, num_rows: int) -> float:
+    """Experts that so many rows read together, expected, where each row chooses its own and all are as likely."""
+    return num_experts * (1 - (1 - num_chosen / num_experts) ** num_rows)
+
+
+def of_experts(one_us: float, num_experts: int, num_chosen: int, share: float, row_share: float) -> CostModel:
+    """Costs of a model with experts that takes one_us for a row, of which a share is for reading its experts.
+
+    A further row adds a share of that for arithmetic, and its experts that no other row has.
+    """
+
+    def cost_us(num_rows: int) -> float:
+        read = union(num_experts, num_chosen, num_rows) / num_chosen
+        return one_us * (1 - share - row_share + share * read + row_share * num_rows)
+
+    return cost_us
+
+
+def with_experts(seed: int) -> World:
+    """The world of a seed, whose target has experts and is as fast for one row; drafts are dense as they were."""
+    dice, dense = random.Random(f"experts {seed}"), world(seed)
+    num_experts, num_chosen = dice.choice([(8, 2), (32, 4), (64, 8), (128, 8), (128, 4)])
+    share, row_share = dice.uniform(0.3, 0.8), dice.choice([0.0, dice.uniform(0.0, 0.1)])
+    target_us = of_experts(dense.target_us(1), num_experts, num_chosen, share, row_share)
+    # Steps of many sessions read all experts, and take many times as long as those of one.
+    phases = tuple(
+        (max(_seconds(target_us, each), NUM_STEPS * target_us(each) / 1e6), each) for _, each in dense.phases
+    )
+    name = f"{dense.name}, {num_chosen} of {num_experts} experts"
+    return replace(dense, name=name, target_us=target_us, phases=phases)
+
+
+def _seconds(target_us: CostModel, num_sessions: int) -> float:
+    """Time for which a load lasts."""
+    return min(max(3.0, NUM_TOKENS * target_us(num_sessions) / num_sessions / 1e6), 30.0)
 
 
 def _with_trees(made: World, spread: float) -> World:

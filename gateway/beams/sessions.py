@@ -39,8 +39,8 @@ class BeamTargetOpening(TargetOpening):
             message.open.beams.CopyFrom(live_beams_message(self._record.search.width, self._record.live))
         self.send(*(target_service_pb2.VerifyRequest(fence=message.fence, part=part) for part in parts), message)
 
-    async def receive(self, timeout_s: float) -> target_service_pb2.VerifyResponse:
-        response = await super().receive(timeout_s)
+    async def receive(self, until_s: float) -> target_service_pb2.VerifyResponse:
+        response = await super().receive(until_s)
         self.steps = steps_from(response.verdict.beam_steps)
         return response
 

@@ -79,6 +79,7 @@ class ShadowAudit:
         # And what the target has cached of the prompt must not vouch for itself.
         bare = replace(request.spec, logprob_count=None, prompt_logprobs=False, draft_logprobs=False)
         spec = replace(bare, cache_salt=secrets.token_bytes(16))
+        target = replace(target, numerics_id=numerics_id)
         async with aclosing(decode(replace(request, spec=spec, draft_count=0), target)) as rounds:
             async for committed in rounds:
                 token_ids += committed.token_ids

@@ -11,13 +11,13 @@ from gateway.rounds.choice import Table
 from gateway.rounds.explanation import Outlook, compared, explained
 from gateway.rounds.planner import Drafting, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import ANY_DRAFT, LOOKUP, DrafterId, Makes, Place
+from gateway.rounds.round import LOOKUP, DrafterId, Makes, Place
 from gateway.sessions.draft_opening import DrafterSeat
 from gateway.sessions.peer import ModelInfo
-from gateway.sessions.replicas import Replicas, Targets
+from gateway.sessions.replicas import Placing, Replicas, Targets, need_of, wish_of
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.text.tokenizer import Tokenizer
-from outrider.parameters import Rule
+from outrider.parameters import Rule, SessionSpec
 from outrider.process.upkeep import Upkeep
 from outrider.token_tree import TreeShape
 
@@ -54,6 +54,26 @@ class Backend:
     def policy(self, target: ModelInfo) -> SpeculationPolicy:
         """The policy of a target."""
         return self.policies.of(target, self._draft_infos)
+
+    def policy_at(self, address: str) -> SpeculationPolicy | None:
+        """The policy of the target that is at an address now."""
+        infos = (peer.info for peer in self.target.links if peer.address == address)
+        return next((self.policy(info) for info in infos if info is not None), None)
+
+    def place(self, spec: SessionSpec, target: ModelInfo, placing: Placing) -> ModelInfo:
+        """Facts of the target that a session of a request goes to, where its others are; `target` while none is there.
+
+        Its weights are those of `target`.
+        """
+        need = need_of(spec, target.model_hash)
+        if placing.peer is None or not self.target.takes(placing.peer, placing, need):
+            for peer in self.target.peers:
+                if peer.info is not None:
+                    peer.book.costs = self.policy(peer.info).costs
+            self.policies.keep({peer.address for peer in self.target.links})
+            wish = wish_of(spec, len(spec.token_ids), self.target.output, placing.prefix, placing.numerics_id)
+            placing.peer = self.target.pick(placing, need, wish=wish, counts=True)
+        return (placing.peer.info if placing.peer is not None else None) or target
 
     @property
     def _draft_infos(self) -> dict[str, ModelInfo | None]:
@@ -129,7 +149,7 @@ class Backend:
         return {
             "acceptance_rate": policy.costs.of(policy.costs.usual_drafter).acceptance.mean,
             "load": load,
-            "plain_us": policy.costs.round_us(ANY_DRAFT, 0),
+            "plain_us": policy.costs.plain_us,
             "row_price": policy.row_price(known) * (load - 1) / load,
             "choice": {**choice, "drafters": compared(table) if isinstance(table, Table) else []},
         }
@@ -143,13 +163,14 @@ class Backend:
         return LookupGuesses(session, spec.acceptance.rule, max_rows, request.grammar)
 
     def drafts_for(self, request: CheckedRequest, drafting: Drafting) -> list[tuple[Replicas, DrafterSeat]]:
-        """The services of each draft that guesses."""
+        """The services of each draft that guesses, and of which an address is known."""
         if drafting.at(Place.REMOTE) is None:
             return []
         names = [name for name in request.drafters if name != LOOKUP.name] or [next(iter(self.drafts))]
         return [
-            (self._behind(name), DrafterSeat("" if name in self.drafts else name, name, lane))
+            (replicas, DrafterSeat("" if name in self.drafts else name, name, lane))
             for lane, name in enumerate(names)
+            if (replicas := self._behind(name)).peers
         ]
 
     def branches_for(self, seats: Sequence[tuple[Replicas, DrafterSeat]], drafting: Drafting) -> int:

@@ -25,14 +25,16 @@ async def searched(context: RequestContext, beams: BeamSearch, queue_us: int) ->
     request, backend = context.request, context.backend
     spec = replace(request.spec, trace_context=telemetry.carrier())
     record, session_id = BeamRecord(spec, beams), secrets.token_bytes(16)
-    timeouts, model_hash = backend.target_timeouts, context.target.model_hash
-    target = BeamTargetSession(backend.target, timeouts, spec, record, session_id, model_hash)
+    placing = context.placing
+    backend.place(spec, context.target, placing)
+    target = BeamTargetSession(backend.target, backend.target_timeouts, spec, record, session_id, placing)
     draft_count = context.target.max_draft_count if request.draft_count is None else request.draft_count
     draft: BeamDraftSession | AbsentDraftSession = AbsentDraftSession()
     if backend.draft is not None and draft_count:
         drafting = backend.drafting(request, context.target)
-        (replicas, seat), *_ = backend.drafts_for(request, drafting)
-        draft = BeamDraftSession(replicas, backend.draft_deadline, spec, record, session_id, True, seat)
+        for replicas, seat in backend.drafts_for(request, drafting)[:1]:
+            deadline, prefix = backend.draft_deadline, placing.prefix
+            draft = BeamDraftSession(replicas, deadline, spec, record, session_id, True, seat, prefix)
     counts = SampleCounts()
     async with aclosing(search(record, target, draft, draft_count)) as rounds:
         async for committed in rounds:

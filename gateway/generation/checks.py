@@ -32,7 +32,7 @@ from outrider.parameters import (
     SamplingParameters,
     SessionSpec,
 )
-from outrider.rpc.channels import MAX_MESSAGE_BYTES
+from outrider.rpc.wire import MAX_MESSAGE_BYTES
 from outrider.token_tree import TreeShape
 
 AUTO = "auto"  # whatever is fastest, as without a name
@@ -75,6 +75,7 @@ async def check_request(
         draft_logprobs=request.return_rounds,
         cache_salt=salt,
         grammar="" if shape is None else shape.grammar.text,
+        unrecorded=request.unrecorded,
     )
     draft_count = request.draft_count if request.speculation_enabled else 0
     if draft_count is None and request.shape is not None:

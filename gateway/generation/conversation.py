@@ -8,7 +8,7 @@ from typing import Any
 from gateway.generation.request import GenerationRequest
 from gateway.text.chat_template import ChatTemplate, RenderedPrompt
 from gateway.text.json_counts import JsonCounts
-from gateway.tools.call_grammar import CallRules, OfferedTool
+from gateway.tools.call_grammar import CallRules, OfferedTool, fitting
 from gateway.tools.schemas import plain, size_of
 from outrider.errors import InvalidRequest, Unsupported
 
@@ -104,7 +104,7 @@ def asked(
     # What must call has no other form.
     constraint = None if rules.needs_call else request.constraint
     if reading is not None:
-        reading = replace(reading, is_shaped=constraint is not None)
+        reading = fitting(replace(reading, is_shaped=constraint is not None), rules)
     return replace(
         request,
         text=prompt.text,

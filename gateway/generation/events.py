@@ -115,9 +115,10 @@ def round_facts(committed: Round) -> dict[str, Any]:
 def counts_by_drafter(committed: Round) -> dict[str, tuple[int, int]]:
     """Draft tokens of a round and those of them that were accepted, by who guessed them; empty without a proposal."""
     proposal = committed.proposal
+    if not committed.draft_count:
+        return {}
     if not proposal.sources:
-        counts = (committed.draft_count, committed.accepted_count)
-        return {proposal.drafter.name: counts} if proposal.tree else {}
+        return {proposal.drafter.name: (committed.draft_count, committed.accepted_count)}
     accepted = Counter(map(proposal.source, committed.verdict.accepted_rows))
     return {drafter: (count, accepted[drafter]) for drafter, count in Counter(proposal.sources).items()}
 
@@ -139,11 +140,13 @@ class SpeculationCounts:
     def add(self, committed: Round) -> None:
         """Counts a round that is not the prompt's own pass."""
         self.rounds += 1
-        self.drafts += committed.draft_count > 0
-        self.draft_tokens += committed.draft_count
-        self.accepted_tokens += committed.accepted_count
         self.evaluated_tokens += committed.verdict.evaluated_count
         self.fallback_rounds += committed.proposal.fallback_reason is not None
+        if not committed.draft_count:
+            return
+        self.drafts += 1
+        self.draft_tokens += committed.draft_count
+        self.accepted_tokens += committed.accepted_count
         for drafter, (drafted, accepted) in counts_by_drafter(committed).items():
             drafted_before, accepted_before = self.drafters.get(drafter, (0, 0))
             self.drafters[drafter] = (drafted_before + drafted, accepted_before + accepted)

@@ -8,7 +8,7 @@ of a request begin as they get places.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
@@ -136,13 +136,14 @@ class Frontend:
             spending, priority = Spending(), 0 if tenant is None else tenant.key.priority
             try:
                 if tenant is not None:
-                    tenant.count_request()
+                    await tenant.count_request()
                     requests = [_with_key(request, tenant, len(requests)) for request in requests]
                 with self.admission.arrival(priority):
                     contexts = [await self._prepared(requests, number) for number in range(len(requests))]
                 contexts[0] = replace(contexts[0], wait=wait)
                 if tenant is not None:
-                    spending = stack.enter_context(_spending(tenant, [context.request for context in contexts]))
+                    asked = [context.request for context in contexts]
+                    spending = await stack.enter_async_context(_spending(tenant, asked))
                 places = await stack.enter_async_context(self.admission.entry(priority, wait))
                 if enter is not None:
                     # It may have waited long, and begins only now.
@@ -234,7 +235,7 @@ def _with_key(request: GenerationRequest, tenant: Tenant, count: int) -> Generat
     raise InvalidRequest("max_tokens", request.max_tokens, f"at most {most} with this key")
 
 
-def _spending(tenant: Tenant, requests: Sequence[CheckedRequest]) -> AbstractContextManager[Spending]:
+def _spending(tenant: Tenant, requests: Sequence[CheckedRequest]) -> AbstractAsyncContextManager[Spending]:
     """Share of a key's limits for requests that belong together, and differ in their prompts alone."""
     prompt_tokens = sum(request.spec.prompt_len for request in requests)
     max_tokens = max(request.spec.max_len - request.spec.prompt_len for request in requests)

@@ -48,6 +48,7 @@ class GenerationRequest:
     """Whether the prompt alone is wanted; the token that is drawn after it is not shown."""
     return_rounds: bool = False
     cache_salt: str = ""
+    unrecorded: bool = False
     beam_search: BeamSearch | None = None
     add_special_tokens: bool = True
     """Whether text gets the tokenizer's special tokens; a rendered chat template has them already."""

@@ -19,10 +19,13 @@ from gateway.rounds.round import Place, Round, TokenLog
 from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
 from gateway.sessions.draft_team import DraftTeam
 from gateway.sessions.peer import ModelInfo
+from gateway.sessions.placement import PromptPrefix
+from gateway.sessions.replicas import Placing
 from gateway.sessions.target import RemoteTargetSession
 from gateway.sessions.wait import Wait
 from gateway.speculation import speculate
 from gateway.text.tokenizer import Tokenizer
+from gateway.tools.channels import ChannelReader
 from gateway.tools.reader import AnswerReader
 from outrider.answer import PromptToken
 from outrider.errors import NoTokenLeft, ProtocolViolation
@@ -42,6 +45,7 @@ class RequestContext:
     backend: Backend
     target: ModelInfo
     started_ns: int
+    placing: Placing
     wait: Wait | None = None
     """Hears how much of the first sample's prompt is read."""
 
@@ -63,7 +67,7 @@ class RequestContext:
         transcript = Transcript(tokenizer.detokenizer(), scanner, tells_guesses, reader, min_tokens)
         counts = SampleCounts()
         wait = self.wait if index == 0 else None
-        async with aclosing(_rounds(request, backend, self.target, wait)) as rounds:
+        async with aclosing(_rounds(request, backend, self.target, self.placing, wait)) as rounds:
             async for committed, choice in rounds:
                 elapsed_us = self.elapsed_us
                 if request.scores:
@@ -130,15 +134,18 @@ async def prepare(request: GenerationRequest, backend: Backend) -> RequestContex
     target = replace(target, eos_token_ids=target.eos_token_ids | backend.turn_ends)
     offers = backend.offers(target)
     checked = await check_request(request, backend.tokenizer, target, offers)
-    return RequestContext(checked, backend, target, started_ns)
+    placing, spec = Placing(target.model_hash), checked.spec
+    if len(backend.target.peers) > 1:
+        placing.prefix = await PromptPrefix.of(spec.token_ids[: spec.prompt_len], spec.cache_salt)
+    return RequestContext(checked, backend, target, started_ns, placing)
 
 
 async def _rounds(
-    request: CheckedRequest, backend: Backend, target: ModelInfo, wait: Wait | None
+    request: CheckedRequest, backend: Backend, target: ModelInfo, placing: Placing, wait: Wait | None
 ) -> AsyncGenerator[tuple[Round, Choice], None]:
     """`decode`, each round with the choice that it came from; errors name the constraint as the client did."""
     constraint = request.constraint
-    planner, decoded = decode(request, backend, target, wait)
+    planner, decoded = decode(request, backend, target, placing, wait)
     async with aclosing(decoded) as rounds:
         try:
             async for committed in rounds:
@@ -151,9 +158,12 @@ async def _rounds(
             ) from None
 
 
-def new_reader(request: CheckedRequest, tokenizer: Tokenizer) -> AnswerReader | None:
+def new_reader(request: CheckedRequest, tokenizer: Tokenizer) -> AnswerReader | ChannelReader | None:
     """Reader of an answer to a request, if it asked for one."""
-    return None if request.reading is None else AnswerReader(request.reading, tokenizer.special_tokens)
+    if request.reading is None:
+        return None
+    kind = ChannelReader if request.reading.format.has_channels else AnswerReader
+    return kind(request.reading, tokenizer.special_tokens)
 
 
 async def _prompt_tokens(request: CheckedRequest, tokenizer: Tokenizer, committed: Round) -> tuple[PromptToken, ...]:
@@ -176,29 +186,29 @@ def _rejected(tokenizer: Tokenizer, committed: Round) -> tuple[RejectedGuess, ..
 
 
 def decode(
-    request: CheckedRequest, backend: Backend, target: ModelInfo, wait: Wait | None = None
+    request: CheckedRequest, backend: Backend, target: ModelInfo, placing: Placing, wait: Wait | None = None
 ) -> tuple[RoundPlanner, AsyncGenerator[Round, None]]:
-    """The planner of a checked request and its rounds, over sessions of its own: on this target or a replica of it, and
-    on the drafts, which read the prompt at once where they will be asked. `wait` hears how much the target has read.
+    """The planner of a checked request and its rounds, over sessions of its own: on this target or a replica of it, as
+    `placing` has it, and on the drafts, which read the prompt at once where they will be asked. `wait` hears how much
+    the target has read.
     """
+    target = backend.place(request.spec, target, placing)
     drafting = backend.drafting(request, target)
     spec = replace(request.spec, seed=noise_seed(request, drafting), trace_context=telemetry.carrier())
     log, session_id = TokenLog(spec.token_ids), secrets.token_bytes(16)
     seats = backend.drafts_for(request, drafting)
     policy, most, branches = backend.policy(target), target.max_draft_count, backend.branches_for(seats, drafting)
-    planner = RoundPlanner(policy, request.draft_count, spec.max_len, most, drafting, branches)
-    timeouts, model_hash = backend.target_timeouts, target.model_hash
+    policy_at, prefix = backend.policy_at, placing.prefix
+    planner = RoundPlanner(policy, request.draft_count, spec.max_len, most, drafting, branches, policy_at)
     hosted = drafting.at(Place.HOSTED)
-    verifying = RemoteTargetSession(
-        backend.target, timeouts, spec, log, session_id, model_hash, hosted.name if hosted else "", wait
-    )
+    timeouts, own = backend.target_timeouts, hosted.name if hosted else ""
+    verifying = RemoteTargetSession(backend.target, timeouts, spec, log, session_id, placing, own, wait)
     warm = planner.expects_draft()
     # Each has an id of its own, because two drafters of one service are two sessions there.
+    ids, deadline = [bytes([*session_id[:-1], seat.lane]) for _, seat in seats], backend.draft_deadline
     sessions = [
-        RemoteDraftSession(
-            replicas, backend.draft_deadline, spec, log, bytes([*session_id[:-1], seat.lane]), warm, seat
-        )
-        for replicas, seat in seats
+        RemoteDraftSession(replicas, deadline, spec, log, each, warm, seat, prefix)
+        for each, (replicas, seat) in zip(ids, seats, strict=True)
     ]
     if branches:
         sessions[0].on_branches = verifying.run_ahead

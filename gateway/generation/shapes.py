@@ -43,7 +43,15 @@ async def answer_shape(
     constraint = maker.joined(request.rules.tools, shape)
     if constraint is None:
         return None
-    _check_together(request, constraint.field, target, ends)
+    if not target.grammar_engine:
+        raise InvalidRequest(constraint.field, "present", "absent: the target serves no grammars")
+    if request.beam_search is not None:
+        raise InvalidRequest(constraint.field, "present", ("absent with ", Field("beam_search")))
+    if request.sampling.ignore_eos:
+        raise InvalidRequest("sampling.ignore_eos", True, ("false with ", Field(constraint.field)))
+    if not target.eos_token_ids and not ends:
+        limit = ("absent without ", Field("stop_token_ids"), ", for the model has no end of its own")
+        raise InvalidRequest(constraint.field, "present", limit)
     if shape is not None and shape.whitespace:
         # Alone first, for a fault in it would be one of the schema otherwise.
         alone = Constraint(ConstraintKind.REGEX, shape.whitespace, shape.whitespace_field)
@@ -52,18 +60,6 @@ async def answer_shape(
         return AnswerShape(constraint, await maker.compiled(constraint))
     except InvalidRequest:
         return await maker.without_faults(shape)
-
-
-def _check_together(request: GenerationRequest, field: str, target: ModelInfo, ends: frozenset[int]) -> None:
-    if not target.grammar_engine:
-        raise InvalidRequest(field, "present", "absent: the target serves no grammars")
-    if request.beam_search is not None:
-        raise InvalidRequest(field, "present", ("absent with ", Field("beam_search")))
-    if request.sampling.ignore_eos:
-        raise InvalidRequest("sampling.ignore_eos", True, ("false with ", Field(field)))
-    if not target.eos_token_ids and not ends:
-        limit = ("absent without ", Field("stop_token_ids"), ", for the model has no end of its own")
-        raise InvalidRequest(field, "present", limit)
 
 
 class _Maker:

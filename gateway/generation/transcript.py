@@ -13,6 +13,7 @@ from operator import itemgetter
 from gateway.generation.events import GuessFacts, OutputToken
 from gateway.rounds.round import Round
 from gateway.text.tokenizer import Detokenizer
+from gateway.tools.channels import ChannelReader
 from gateway.tools.reader import AnswerReader, joined
 from outrider.answer import ContentDelta, Delta
 from outrider.parameters import FinishReason
@@ -106,7 +107,7 @@ class Transcript:
     detokenizer: Detokenizer
     scanner: StopScanner
     tells_guesses: bool = False
-    reader: AnswerReader | None = None
+    reader: AnswerReader | ChannelReader | None = None
     min_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     reasoning_tokens: int = 0
@@ -122,8 +123,8 @@ class Transcript:
 
     def take_deltas(self) -> tuple[Delta, ...]:
         """Takes the pieces that are new since the last time, in order."""
-        deltas, self._deltas = joined(self._deltas), []
-        return deltas
+        deltas, self._deltas = self._deltas, []
+        return joined(deltas) if len(deltas) > 1 else tuple(deltas)
 
     def say(self, token_id: int, *, is_end: bool = False) -> str:
         """Takes a token's text; returns what text is final with it. The token that ends the answer may be one."""

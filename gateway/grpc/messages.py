@@ -89,6 +89,7 @@ def request_from(message: pb.GenerateRequest) -> GenerationRequest:
         echo=message.echo,
         return_rounds=speculation.return_rounds,
         cache_salt=message.cache_salt,
+        unrecorded=message.unrecorded,
         beam_search=_beams_from(message.beam_search) if message.HasField("beam_search") else None,
         constraint=_constraint(message.constraint) if message.HasField("constraint") else None,
     )

@@ -5,10 +5,11 @@ anything.
 """
 
 import asyncio
+import types
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -26,10 +27,14 @@ from outrider.v1.generation_service_pb2_grpc import GenerationServiceServicer, a
 Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 ChatContext = grpc.aio.ServicerContext[pb.ChatRequest, pb.GenerateResponse]
 MAX_LEAVING = 4  # messages of a call; the next round waits for one of them
+ItemT = TypeVar("ItemT")
 
 
 class ClientWriter:
-    """Writes to a call, in order; a message may take stall_s seconds. Leaving it gives up what is still on its way."""
+    """Writes to a call, in order; a message may take stall_s seconds. Leaving it gives up what is still on its way.
+
+    Messages leave when `go` or `flush` is called after them.
+    """
 
     def __init__(
         self, context: grpc.aio.ServicerContext[Any, Any], stall_s: float, head: Sequence[tuple[str, str]] = ()
@@ -57,22 +62,26 @@ class ClientWriter:
                 writing.exception()
 
     async def write(self, message: Message) -> None:
-        """Puts a message on its way; waits while several before it have not left.
+        """Takes a message; waits while several before it have not left.
 
         Raises ClientStalled when none of these leaves, and what a write raises when its client left.
         """
         if len(self._messages) >= MAX_LEAVING:
             await self._move()
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
         self._messages.append(message)
+
+    def go(self) -> None:
+        """Lets the messages leave that were taken; they are not waited for."""
         if self._writing is None:
             self._writing = asyncio.create_task(self._write(), name="client writer")
-        elif self._writing.done():
-            self._writing.result()
-        elif self._wanted is not None and not self._wanted.done():
+        elif self._messages and self._wanted is not None and not self._wanted.done():
             self._wanted.set_result(None)
 
     async def flush(self) -> None:
         """Waits until all messages have left; raises as `write`."""
+        self.go()
         while self._messages:
             await self._move()
 
@@ -91,8 +100,6 @@ class ClientWriter:
         """Writes what comes; a task does it, because the next round does not wait for it."""
         try:
             while True:
-                # What the next round has to say to a service goes first, because that is waited for.
-                await asyncio.sleep(0)
                 while self._messages:
                     await self._context.write(self._messages[0])
                     self._messages.popleft()
@@ -155,15 +162,39 @@ class GenerationServicer(GenerationServiceServicer):
             ClientWriter(context, self._client_stall_s, _head(request)) as writer,
         ):
             try:
-                async for _, event in events:
+                while True:
+                    # What the next round has to say to a service goes first, because that is waited for.
+                    _, event = await begun(events.__anext__(), writer.go)
                     await writer.write(event_message(event))
+            except StopAsyncIteration:
+                await writer.flush()
             except ClientStalled:
                 raise
             except OutriderError:
                 # What an answer has said comes before the error that it ends with.
                 await writer.flush()
                 raise
-            await writer.flush()
+
+
+@types.coroutine
+def begun(step: Awaitable[ItemT], then: Callable[[], None]) -> Generator[Any, None, ItemT]:
+    """Waits for a step, and calls `then` once: when the step first waits for something itself, or is over at once."""
+    waiting = step.__await__()
+    try:
+        try:
+            awaited = waiting.send(None)
+        finally:
+            then()
+        while True:
+            try:
+                yield awaited
+            except BaseException as error:  # noqa: BLE001 - the step decides what becomes of it, a cancellation too
+                awaited = waiting.throw(error)
+            else:
+                awaited = waiting.send(None)
+    except StopIteration as end:
+        result: ItemT = end.value
+        return result
 
 
 def _head(request: GenerationRequest) -> Sequence[tuple[str, str]]:

@@ -13,8 +13,8 @@ from pathlib import Path
 import structlog
 
 from gateway.keys.table import KeysRefused, find_key, parse_keys, read_file
-from gateway.keys.tenant import Clock, Tenant
-from gateway.keys.usage import KeyUsage, OwnUsage
+from gateway.keys.tenant import Tenant
+from gateway.keys.usage import Clock, KeyUsage, OwnUsage
 from outrider.errors import InvalidKey
 
 # Within this time a file can change again without another date: file systems count in ticks.
@@ -31,11 +31,11 @@ class Door:
     """Lets the holders of a file's keys in."""
 
     def __init__(self, path: str, clock: Clock = time.monotonic, usage: KeyUsage | None = None) -> None:
-        """`usage` is where the workers of a gateway count together; None counts for this process alone.
+        """`usage` is where processes count together; None counts for this one alone.
 
         Raises KeysRefused about a file that cannot be read, or is no file of keys.
         """
-        self._path, self._clock, self._usage = Path(path), clock, usage or OwnUsage()
+        self._path, self._clock, self.usage = Path(path), clock, usage or OwnUsage()
         self._seen: tuple[int, ...] | None = None
         self._seen_s = 0.0
         self._settled: tuple[int, ...] | None = None
@@ -64,7 +64,7 @@ class Door:
                 fault = f"{len(given)} different API keys came, but a request must have at most {MAX_GIVEN}"
             raise InvalidKey(fault)
         # One that has gone and come again goes on with what it had used.
-        tenant = self._tenants.setdefault(key.name, Tenant(key, self._clock, self._usage))
+        tenant = self._tenants.setdefault(key.name, Tenant(key, self.usage))
         tenant.key = key
         return tenant
 

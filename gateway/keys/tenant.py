@@ -1,16 +1,17 @@
-"""The holder of a key while the gateway runs, held to the key's limits. Times come from a clock that is handed in."""
+"""The holder of a key while the gateway runs, held to the key's limits: the rules of counting, wherever it is done."""
 
+import asyncio
 import hashlib
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from gateway.keys.account import MINUTE_S, SLACK, Account, Bucket
 from gateway.keys.table import Key, KeyLimits
-from gateway.keys.usage import MINUTE_S, SLACK, Bucket, KeyUsage, OwnUsage
+from gateway.keys.usage import KeyUsage, OwnUsage
 from outrider.errors import InvalidRequest, PromptTooLong, RateLimited
 
-Clock = Callable[[], float]
 # Seconds that a client is asked to wait for a sample's end, by how long samples took lately.
 WAIT_S = (1.0, 60.0)
 SMOOTHING = 0.2
@@ -39,7 +40,6 @@ class Tenant:
     """The holder of a key, with its limits and what it used of them."""
 
     key: Key
-    clock: Clock
     usage: KeyUsage = field(default_factory=OwnUsage)
     _held_s: float = WAIT_S[0]
 
@@ -51,95 +51,118 @@ class Tenant:
     def limits(self) -> KeyLimits:
         return self.key.limits
 
-    @property
-    def samples(self) -> int:
-        """Number of samples that run or wait."""
-        with self.usage.account(self.name) as account:
-            return account.samples + account.other_samples
+    async def allowances(self) -> tuple[Allowance | None, Allowance | None]:
+        """Allowances of requests and of tokens, where they are limited; running requests hold all tokens that they may
+        use.
+        """
+        requests, tokens = self.limits.requests_per_minute, self.limits.tokens_per_minute
+        if requests is None and tokens is None:
+            return None, None
 
-    @property
-    def requests(self) -> Allowance | None:
-        """Allowance of requests, where they are limited."""
-        if self.limits.requests_per_minute is None:
-            return None
-        with self.usage.account(self.name) as account:
-            return self._allowance(account.requests, 0, self.limits.requests_per_minute)
+        def look(account: Account) -> tuple[Allowance | None, Allowance | None]:
+            return (
+                None if requests is None else self._allowance(account, account.requests, requests),
+                None if tokens is None else self._allowance(account, account.tokens, tokens),
+            )
 
-    @property
-    def tokens(self) -> Allowance | None:
-        """Tokens, where they are limited; running requests hold all that they may use."""
-        if self.limits.tokens_per_minute is None:
-            return None
-        with self.usage.account(self.name) as account:
-            held = account.held_tokens + account.other_held_tokens
-            return self._allowance(account.tokens, held, self.limits.tokens_per_minute)
+        return await self.usage.change(self.key, look)
 
-    def count_request(self) -> None:
+    async def count_request(self) -> None:
         """Counts a request that has come, whatever becomes of it. Raises RateLimited about one too many."""
-        if self.limits.requests_per_minute is None:
+        per_minute = self.limits.requests_per_minute
+        if per_minute is None:
             return
-        with self.usage.account(self.name) as account:
-            self._check_left(account.requests, 1, self.limits.requests_per_minute, "requests")
+
+        def take(account: Account) -> None:
+            self._check_left(account, account.requests, 1, per_minute)
             account.requests.take(1)
 
-    def check_left(self) -> None:
+        await self.usage.change(self.key, take)
+
+    async def check_left(self) -> None:
         """Raises RateLimited where nothing is left of what a minute allows: then no more is read."""
-        with self.usage.account(self.name) as account:
-            if self.limits.requests_per_minute is not None:
-                self._check_left(account.requests, 1, self.limits.requests_per_minute, "requests")
-            if self.limits.tokens_per_minute is not None:
-                held = account.held_tokens + account.other_held_tokens
-                self._check_left(account.tokens, 1, self.limits.tokens_per_minute, "tokens", held)
+        requests, tokens = self.limits.requests_per_minute, self.limits.tokens_per_minute
+
+        def check(account: Account) -> None:
+            if requests is not None:
+                self._check_left(account, account.requests, 1, requests)
+            if tokens is not None:
+                self._check_left(account, account.tokens, 1, tokens)
+
+        await self.usage.change(self.key, check)
 
     def count_refusal(self, num_bytes: int) -> None:
         """Counts a request that was refused before it was known what it asks for: as one, and as many tokens as its
         bytes may have been, but no more of them than are left.
         """
-        with self.usage.account(self.name) as account:
-            if self.limits.requests_per_minute is not None:
-                account.requests.left(self.limits.requests_per_minute, self.clock())
+        requests, tokens = self.limits.requests_per_minute, self.limits.tokens_per_minute
+
+        def take(account: Account) -> None:
+            if requests is not None:
+                account.requests.left(account.part(requests), account.now_s)
                 account.requests.take(1)
-            if self.limits.tokens_per_minute is not None:
-                left = max(0, math.floor(account.tokens.left(self.limits.tokens_per_minute, self.clock())))
+            if tokens is not None:
+                left = max(0, math.floor(account.tokens.left(account.part(tokens), account.now_s)))
                 account.tokens.take(min(left, num_bytes // BYTES_PER_TOKEN))
 
-    @contextmanager
-    def spending(self, samples: int, prompt_tokens: int, max_tokens: int, num_prompts: int = 1) -> Iterator[Spending]:
+        self.usage.change(self.key, take)
+
+    @asynccontextmanager
+    async def spending(
+        self, samples: int, prompt_tokens: int, max_tokens: int, num_prompts: int = 1
+    ) -> AsyncIterator[Spending]:
         """Holds a request's samples and all tokens that it may use, its prompts and up to max_tokens a sample.
 
         Raises RateLimited, and InvalidRequest or PromptTooLong about what the key's limits never allow.
         """
         self._check_size(samples, prompt_tokens, max_tokens, num_prompts)
-        taken = 0
-        with self.usage.account(self.name) as account:
-            under_way, most = account.samples + account.other_samples, self.limits.concurrent_samples
-            if most is not None and under_way + samples > most:
-                min_s, max_s = WAIT_S
-                raise RateLimited(
-                    f"{under_way} of at most {most} samples of the key {self.name!r} are under way",
-                    key=self.name,
-                    limit=most,
-                    unit="requests",
-                    retry_after_s=math.ceil(min(max(min_s, self._held_s / most), max_s)),
-                )
-            if self.limits.tokens_per_minute is not None:
-                held = account.held_tokens + account.other_held_tokens
-                taken = prompt_tokens + samples * max_tokens
-                self._check_left(account.tokens, taken, self.limits.tokens_per_minute, "tokens", held)
+        limits, spending = self.limits, Spending()
+        held = 0 if limits.tokens_per_minute is None else prompt_tokens + samples * max_tokens
+
+        def take(account: Account) -> float:
+            if limits.concurrent_samples is not None:
+                self._check_room(account, samples, limits.concurrent_samples)
+            if limits.tokens_per_minute is not None:
+                self._check_left(account, account.tokens, held, limits.tokens_per_minute)
             account.samples += samples
-            account.held_tokens += taken
-        spending, begun_s = Spending(), self.clock()
+            account.held_tokens += held
+            return account.now_s
+
+        def give_back(account: Account) -> float:
+            account.samples -= samples
+            account.held_tokens -= held
+            per_minute = self.limits.tokens_per_minute
+            # A limit that is new counts no tokens of requests from before it.
+            if held and per_minute is not None:
+                account.tokens.left(account.part(per_minute), account.now_s)
+                account.tokens.take(spending.used_tokens)
+            return account.now_s
+
+        taking = self.usage.change(self.key, take)
+        try:
+            begun_s = await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            # A caller that leaves while it is taken may have got it all the same.
+            taking.add_done_callback(lambda taken: taken.exception() or self.usage.change(self.key, give_back))
+            raise
         try:
             yield spending
         finally:
-            self._held_s += SMOOTHING * (self.clock() - begun_s - self._held_s)
-            with self.usage.account(self.name) as account:
-                account.samples -= samples
-                account.held_tokens -= taken
-                # A limit that is new counts no tokens of requests from before it.
-                if taken and self.limits.tokens_per_minute is not None:
-                    account.tokens.left(self.limits.tokens_per_minute, self.clock())
-                    account.tokens.take(spending.used_tokens)
+            ended_s = await self.usage.change(self.key, give_back)
+            self._held_s += SMOOTHING * (ended_s - begun_s - self._held_s)
+
+    def _check_room(self, account: Account, samples: int, limit: int) -> None:
+        under_way, most = account.samples + account.other_samples, account.part(limit)
+        # What is more than a part, and no more than the limit, has to be alone.
+        if under_way + min(samples, most) > most:
+            min_s, max_s = WAIT_S
+            raise RateLimited(
+                f"{under_way} of at most {most} samples of the key {self.name!r} are under way",
+                key=self.name,
+                limit=most,
+                unit="requests",
+                retry_after_s=math.ceil(min(max(min_s, self._held_s / most), max_s)),
+            )
 
     def _check_size(self, samples: int, prompt_tokens: int, max_tokens: int, num_prompts: int) -> None:
         most_samples, most_tokens = self.limits.concurrent_samples, self.limits.tokens_per_minute
@@ -162,9 +185,13 @@ class Tenant:
             limit = f"at most {room} behind {prompt_tokens} tokens of prompt, of {most_tokens} a minute with this key"
             raise InvalidRequest("max_tokens", max_tokens, limit)
 
-    def _check_left(self, bucket: Bucket, amount: int, per_minute: int, unit: str, held: int = 0) -> None:
-        wait_s = bucket.wait_s(held + amount, per_minute, self.clock())
+    def _check_left(self, account: Account, bucket: Bucket, amount: int, limit: int) -> None:
+        per_minute, is_tokens = account.part(limit), bucket is account.tokens
+        held = account.held_tokens + account.other_held_tokens if is_tokens else 0
+        # What is more than a part, and no more than the limit, waits for all of the part and is owed.
+        wait_s = bucket.wait_s(held + min(amount, per_minute), per_minute, account.now_s)
         if wait_s:
+            unit = "tokens" if is_tokens else "requests"
             raise RateLimited(
                 f"the key {self.name!r} has {per_minute} {unit} a minute, and too few are left for {amount} more; "
                 f"ask again in {math.ceil(wait_s)} s",
@@ -174,8 +201,11 @@ class Tenant:
                 retry_after_s=math.ceil(wait_s),
             )
 
-    def _allowance(self, bucket: Bucket, held: int, per_minute: int) -> Allowance:
-        left = bucket.left(per_minute, self.clock()) - held
+    @staticmethod
+    def _allowance(account: Account, bucket: Bucket, limit: int) -> Allowance:
+        per_minute = account.part(limit)
+        held = account.held_tokens + account.other_held_tokens if bucket is account.tokens else 0
+        left = bucket.left(per_minute, account.now_s) - held
         return Allowance(per_minute, max(0, math.floor(left + SLACK)), (bucket.used + held) * MINUTE_S / per_minute)
 
 

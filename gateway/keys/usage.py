@@ -4,80 +4,91 @@ Workers share a folder with a file for each key. A file is read, changed and wri
 gives back for a worker that dies; nothing stays open in between. All read the same clock, the machine's monotonic one.
 """
 
+import asyncio
 import errno
 import fcntl
-import json
 import os
-from collections.abc import Iterator
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import structlog
 
+from gateway.keys.account import Account, AccountRecord
+from gateway.keys.table import Key
+
 log = structlog.get_logger()
 
-MINUTE_S = 60.0
-# Far below one request or token, and far above what floating point loses.
-SLACK = 1e-6
+Clock = Callable[[], float]
+T = TypeVar("T")
 # Far more than what is written of a key: a count for each worker that has samples of it.
 MAX_FILE_BYTES = 1 << 16
-NOTHING_USED = '{"requests": [0, 0], "tokens": [0, 0], "under_way": {}}'
-
-
-@dataclass(slots=True)
-class Bucket:
-    """A token bucket: so many units fit in and come back a minute. `used` are those that have not come back."""
-
-    used: float = 0.0
-    at_s: float = 0.0
-
-    def left(self, per_minute: int, now_s: float) -> float:
-        """Amount that may be taken now."""
-        self.used = max(0.0, self.used - (now_s - self.at_s) * per_minute / MINUTE_S)
-        self.at_s = now_s
-        return per_minute - self.used
-
-    def wait_s(self, amount: int, per_minute: int, now_s: float) -> float:
-        """Seconds until an amount can be taken; 0 is now."""
-        missing = amount - self.left(per_minute, now_s)
-        return 0.0 if missing <= SLACK else missing * MINUTE_S / per_minute
-
-    def take(self, amount: int) -> None:
-        """Takes an amount, after a look at what is left: else what is taken had time to come back already."""
-        self.used += amount
-
-
-@dataclass(slots=True)
-class Account:
-    """Usage of one key's limits."""
-
-    requests: Bucket = field(default_factory=Bucket)
-    tokens: Bucket = field(default_factory=Bucket)
-    """Buckets have what requests that are over have used."""
-    samples: int = 0
-    """Number of samples of this process that run or wait."""
-    held_tokens: int = 0
-    """Tokens that these samples may use, apart from the bucket: what is held does not come back meanwhile."""
-    other_samples: int = 0
-    """Number of samples of the other workers."""
-    other_held_tokens: int = 0
 
 
 class KeyUsage(Protocol):
     """The accounts of all keys."""
 
-    def account(self, name: str) -> AbstractContextManager[Account]:
-        """Account of a key's name, which no other caller sees or changes while it is open. It must not be open long."""
+    is_away: bool | None = None
+    """Whether the store that they are in is away; None without a store."""
+
+    async def start(self) -> None:
+        """Returns when accounts can be changed; raises NotReady or KeyStoreRefused where they cannot."""
+
+    def change(self, key: Key, operation: Callable[[Account], T]) -> "asyncio.Future[T]":
+        """Does an operation on a key's account, which no other caller changes meanwhile. It begins with this call,
+        whether its result is waited for or not. It may be done again on a newer account, whose result counts then; so
+        it has no other effect, and what it raises it raises before it changes anything.
+        """
         ...
 
+    async def close(self) -> None:
+        """Ends the counting, when no request is left."""
 
-class OwnUsage:
+
+def outcome(operation: Callable[[Account], T], account: Account) -> "Callable[[asyncio.Future[T]], None]":
+    """Does an operation; what is returned hands its result, or what it raised, to a caller that still waits for it."""
+    try:
+        value = operation(account)
+    except Exception as raised:  # noqa: BLE001 - raised where it is waited for
+        error = raised
+        return lambda result: None if result.done() else result.set_exception(error)
+    return lambda result: None if result.done() else result.set_result(value)
+
+
+class LocalUsage(KeyUsage):
+    """Accounts on one machine, which are changed at once, and need no start."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    @abstractmethod
+    def account(self, name: str) -> AbstractContextManager[Account]:
+        """Account of a key's name, which no other caller sees or changes while it is open. It must not be open long."""
+
+    async def start(self) -> None:
+        """Nothing is waited for."""
+
+    def change(self, key: Key, operation: Callable[[Account], T]) -> "asyncio.Future[T]":
+        """Result of an operation on a key's account, as KeyUsage says."""
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        with self.account(key.name) as account:
+            account.now_s = self._clock()
+            outcome(operation, account)(result)
+        return result
+
+    async def close(self) -> None:
+        """Nothing is left to do."""
+
+
+class OwnUsage(LocalUsage):
     """The accounts of a process that has the keys for itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        super().__init__(clock)
         self._accounts: dict[str, Account] = {}
 
     @contextmanager
@@ -85,15 +96,16 @@ class OwnUsage:
         yield self._accounts.setdefault(name, Account())
 
 
-class SharedUsage:
+class SharedUsage(LocalUsage):
     """The accounts that the workers of a gateway have together.
 
     Where the folder cannot be read or written, as on a full disk, a worker goes on with what it knew last, and informs
     the others when it can: limits are then each worker's own for a while, which is better than no answers.
     """
 
-    def __init__(self, folder: str, worker: int) -> None:
+    def __init__(self, folder: str, worker: int, clock: Clock = time.monotonic) -> None:
         """`worker` is this one's number; what one before it with that number had under way is over, for it has died."""
+        super().__init__(clock)
         self._folder, self._worker = Path(folder), str(worker)
         # As they were here last, and those of them that no file has yet.
         self._known: dict[str, Account] = {}
@@ -148,37 +160,27 @@ class AccountFile:
     def __init__(self, opened: int) -> None:
         self._opened = opened
         self._length = 0
-        self._under_way: dict[str, list[int]] = {}
+        self._record = AccountRecord()
 
     def read_into(self, account: Account, worker: str, *, is_newer: bool) -> None:
         """Brings an account up to date; where it is newer than the file, what is used is the more of both."""
         written = os.pread(self._opened, MAX_FILE_BYTES, 0)
         self._length = len(written)
-        try:
-            record = json.loads(written or NOTHING_USED)
-        except ValueError:
-            # Half of it, from when the disk was full.
-            record = json.loads(NOTHING_USED)
-        self._under_way = record["under_way"]
-        self._under_way.pop(worker, None)
-        others = self._under_way.values()
-        account.other_samples, account.other_held_tokens = (sum(each) for each in zip((0, 0), *others, strict=True))
-        for unit in ("requests", "tokens"):
-            bucket = Bucket(*record[unit])
-            if not is_newer or bucket.used > getattr(account, unit).used:
-                setattr(account, unit, bucket)
+        self._record = record = AccountRecord.parse(written)
+        account.other_samples, account.other_held_tokens = record.others(worker)
+        if not is_newer or record.requests.used > account.requests.used:
+            account.requests = record.requests
+        if not is_newer or record.tokens.used > account.tokens.used:
+            account.tokens = record.tokens
 
     def write(self, account: Account, worker: str) -> None:
         """Writes an account into the file."""
+        record = self._record
+        record.under_way.pop(worker, None)
         if account.samples:
-            self._under_way[worker] = [account.samples, account.held_tokens]
-        requests, tokens = account.requests, account.tokens
-        record = {
-            "requests": [requests.used, requests.at_s],
-            "tokens": [tokens.used, tokens.at_s],
-            "under_way": self._under_way,
-        }
-        data = json.dumps(record).encode().ljust(self._length)
+            record.under_way[worker] = [account.samples, account.held_tokens]
+        record.requests, record.tokens = account.requests, account.tokens
+        data = record.text().encode().ljust(self._length)
         # In one write, so that a worker that is killed leaves all of it or nothing.
         if os.pwrite(self._opened, data, 0) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from gateway.lookup.datastore.reader import Datastore
 from gateway.lookup.memory import Memories
 from gateway.lookup.rates import LookupRates
 from gateway.lookup.session import LookupSession
@@ -14,7 +15,6 @@ from gateway.lookup.votes import NOTHING, Look
 from gateway.rounds.merging import one_hot
 from gateway.rounds.round import LOOKUP, Proposal
 from gateway.rounds.round import NOTHING as NO_GUESSES
-from outrider.datastore.reader import Datastore
 from outrider.grammar import Grammar
 from outrider.parameters import Rule
 from outrider.token_tree import TokenTree

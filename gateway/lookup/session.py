@@ -5,11 +5,11 @@ from array import array
 from collections.abc import Sequence
 
 from gateway.lookup.chains import Chains, Context
+from gateway.lookup.datastore.reader import Datastore
 from gateway.lookup.memory import TenantMemory
 from gateway.lookup.prediction import PredictionCursor
 from gateway.lookup.rates import Kind, LookupRates
 from gateway.lookup.votes import Ground, Look, Vote, Voter
-from outrider.datastore.reader import Datastore
 
 SLICE = 2048  # tokens that are read at a time
 

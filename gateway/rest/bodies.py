@@ -122,7 +122,7 @@ class BodyLimits:
         if most > max_bytes:
             raise too_large
         if most > LONG_BODY and "tenant" in state:
-            state["tenant"].check_left()
+            await state["tenant"].check_left()
         await coming.take(most)
         try:
             async with asyncio.timeout(self._settings.body_wait_s):

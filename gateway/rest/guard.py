@@ -117,7 +117,7 @@ class KeyGuard:
                 # A request that is over its limits, or finds all places taken, does not pay for that.
                 if "num_bytes" in state and 400 <= status < 500 and status != HTTPStatus.TOO_MANY_REQUESTS:
                     entrance.refused(state["num_bytes"])
-                MutableHeaders(scope=message).update(limit_headers(tenant))
+                MutableHeaders(scope=message).update(await limit_headers(tenant))
             await send(message)
 
         await self._app(scope, receive, send_with_limits)
@@ -139,10 +139,10 @@ def entrance_of(request: Request) -> Entrance | None:
     return found
 
 
-def limit_headers(tenant: Tenant) -> dict[str, str]:
+async def limit_headers(tenant: Tenant) -> dict[str, str]:
     """Headers about what is left of the limits by the minute, under OpenAI's names; none without a limit."""
     found: dict[str, str] = {}
-    for unit, allowance in zip(UNITS, (tenant.requests, tenant.tokens), strict=True):
+    for unit, allowance in zip(UNITS, await tenant.allowances(), strict=True):
         if allowance is not None:
             found |= {
                 f"x-ratelimit-limit-{unit}": str(allowance.limit),

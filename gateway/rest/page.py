@@ -355,6 +355,8 @@ def _service_view(replicas: Replicas | None) -> dict[str, Any]:
         reason = "not configured"
     elif info is None:
         reason = "answers, but does not fit" if replicas.state == "misfit" else "does not answer"
+        if any(peer.info and peer.is_draining for peer in replicas.peers):
+            reason = "is stopping"
     return {
         "configured": replicas is not None,
         "up": info is not None,

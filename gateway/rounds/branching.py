@@ -1,6 +1,6 @@
 """Branches of a round: what outcomes of its verification they are there for, by how many there are. Pure.
 
-A verification ends behind one of the guesses, with a token of the target's own. Behind each of them the draft keeps the
+A verification ends after one of the guesses, with a token of the target's own. After each of them the draft keeps the
 likeliest such tokens, and that the right one is not among F of them falls with a power of F; the surer the guesses are,
 the faster (SSD, Kumar et al., 2026, arXiv 2603.03251; the power was fitted to distributions of language models). So
 branches are best spread as F_k ~ P(k)^(1/(1+r)) over the places k, which end so often.

@@ -150,8 +150,13 @@ class Exploration:
         self._rounds_since_other += 1
         self.trials[drafter].ramp(num_sessions, self._tuning.explorer_rounds)
 
+    @property
+    def owes(self) -> bool:
+        """Whether drafting has cost time that is not yet earned back."""
+        return self._lost_us > 0
+
     def decoded_plainly(self, plain_us: float) -> None:
-        """Counts an unasked token, which took so long."""
+        """Counts an unasked token, which took so long; how long is of interest only while something is owed."""
         self._plain_tokens += 1
         self._rounds_without_plain = 0
         self.pay(-self._tuning.probe_cost * plain_us)

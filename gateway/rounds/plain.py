@@ -29,11 +29,12 @@ class PlainCosts:
     def observe(self, committed: Round, load: int, now: int, *, unasked: bool) -> None:
         """Learns from a round, of which `unasked` says that it came without a message."""
         proposal, verdict = committed.proposal, committed.verdict
-        self._rounds_without_guesses = 0 if proposal.tree else self._rounds_without_guesses + 1
+        has_guesses = committed.draft_count > 0
+        self._rounds_without_guesses = 0 if has_guesses else self._rounds_without_guesses + 1
         overhead_us = max(0, committed.round_us - verdict.compute_us)
-        if not unasked and (not proposal.tree or proposal.drafter == LOOKUP):
+        if not unasked and (not has_guesses or proposal.drafter == LOOKUP):
             self._asked_overhead_us.add(load, max(0, overhead_us - verdict.hop.queue_us * (load > 1)))
-        if proposal.tree or not unasked:
+        if has_guesses or not unasked:
             return
         # A session that was verified beside guesses of others has had its round since then, or had them beside it.
         num_rows = verdict.row_count / max(verdict.forward_count, 1)

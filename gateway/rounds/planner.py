@@ -1,7 +1,7 @@
 """The plan of each round of one request, within all limits: K, and what the target may commit unasked. Pure."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -83,7 +83,8 @@ class Drafting:
 class RoundPlanner:
     """The planner of one request. draft_count None lets the policy choose for every round; 0 never speculates.
 
-    `branches` are the most that a draft may make while the target verifies.
+    `branches` are the most that a draft may make while the target verifies. `policy_at` finds the policy of the target
+    at an address, to which the request has moved.
     The policy counts the request among the sessions at work until its context is left.
     """
 
@@ -95,8 +96,10 @@ class RoundPlanner:
         max_draft_count: int,
         drafting: Drafting = Drafting(),
         branches: int = 0,
+        policy_at: Callable[[str], SpeculationPolicy | None] = lambda _: None,
     ) -> None:
         self._policy = policy
+        self._policy_at = policy_at
         self._branches = branches
         if branches:
             policy.costs.most_branches = branches
@@ -185,19 +188,11 @@ class RoundPlanner:
             self._policy.change(self._session, *(self._hosteds if self._is_hosting else ()), *self._remotes)
             self._next = None
         self._look, self._halts, self._went_on, self._asked = look, False, went_on, NO_REQUEST
-        if look and len(log) > log.prompt_len and (outstanding or not self._drafting.merges):
-            # Of a fixed number the draft makes them where there is one, and then the target's own drafter.
-            is_alone = self._remote is None and not self._is_hosting
-            looked: Choice | None = None
-            if self._draft_count is None:
-                found = look[: self._max_draft_count]
-                looked = self._policy.choose_lookup(found, self._session, halts=outstanding > 0)
-            elif is_alone and (look_count := min(self._draft_count, len(look), self._max_draft_count)):
-                looked = Choice(look_count, drafter=LOOKUP, case=Case.FIXED)
-            if looked is not None:
-                self._next, self._unasked = None, outstanding > 0
-                self._halts, self.choice = outstanding > 0, looked
-                return RoundPlan((GuessRequest(LOOKUP, looked.draft_count),))
+        log_len, looked = len(log), self._looked(log, outstanding)
+        if looked is not None:
+            self._next, self._unasked = None, outstanding > 0
+            self._halts, self.choice = outstanding > 0, looked
+            return RoundPlan((GuessRequest(LOOKUP, looked.draft_count),))
         is_vain = self.choice.case is Case.BEST and not self._policy.is_worth(self.choice.drafter)
         if 2 * outstanding > self._plain_plan.plain_budget > 0 and not is_vain:
             # Nothing is sent in the first half of a stretch, so there is nothing to choose at every token; unless its
@@ -208,8 +203,8 @@ class RoundPlanner:
         if is_hosting != self._is_hosting and (is_hosting or self._remotes):
             self._is_hosting = is_hosting
             self._policy.change(self._session, *(self._hosteds if is_hosting else ()), *self._remotes)
-        is_first, limit = len(log) == log.prompt_len, min(self._max_draft_count, self.room(log))
-        past_context = draft.context_len is not None and len(log) + 1 > draft.context_len
+        is_first, limit = log_len == log.prompt_len, min(self._max_draft_count, self.room(log))
+        past_context = draft.context_len is not None and log_len + 1 > draft.context_len
         obstacle = FallbackReason.DRAFT_CONTEXT if past_context else draft.obstacle
         ready = not (is_first or (not own and (outstanding or obstacle)))
         # The room is how deep guesses may lie, and a tree may have more of them.
@@ -233,7 +228,7 @@ class RoundPlanner:
 
         Where the request leaves K to the policy, rows of a tree that are not worth verifying are left out.
         """
-        proposal, rule = found if found.tree else drafted, self._drafting.rule
+        proposal, rule = found if found.tree.token_ids else drafted, self._drafting.rule
         asked = plan.asked(Place.REMOTE)
         if self._drafting.merges:
             parts = [self._policy.costs.valued(each) for each in (*(drafted.parts or (drafted,)), found)]
@@ -242,7 +237,7 @@ class RoundPlanner:
         if asked.branch_count and proposal is drafted:
             proposal = replace(proposal, is_ahead=True)
         if proposal.tree.values and proposal.drafter != LOOKUP:
-            self._policy.costs.observe_tree(proposal, asked)
+            self._policy.costs.of(proposal.learner).observe_tree(proposal, asked)
             if self._draft_count is None and not rule.needs_distributions:
                 proposal = cut(proposal, self._policy.cut_count(proposal))
         return plan.explain(proposal)
@@ -260,20 +255,45 @@ class RoundPlanner:
             if self._tells_offer:
                 self._policy.costs.offers.add(self._look, len(committed.token_ids))
             if self._halts:
-                self._policy.costs.late.add(self._policy.costs.load, not committed.proposal.tree)
+                self._policy.costs.late.add(self._policy.costs.load, not committed.draft_count)
             # What was asked to end a stretch has been asked; a verdict that came before it has not.
             own = verdict.own
-            unasked = self._unasked and (own is not None or not committed.proposal.tree)
+            unasked = self._unasked and (own is not None or not committed.draft_count)
             if own is not None and own.tree.values:
                 asked = self._plain_plan.asked(Place.HOSTED)
-                self._policy.costs.observe_tree(own, replace(asked, shape=None))
+                self._policy.costs.of(own.learner).observe_tree(own, replace(asked, shape=None))
             self._policy.observe(committed, self._session, unasked=unasked)
+        if verdict.address != self._policy.address:
+            self._follow(verdict.address)
+
+    def _follow(self, address: str) -> None:
+        """Goes on with the policy of the target to which the request has moved, where it is known."""
+        policy = self._policy_at(address)
+        if policy is None or policy is self._policy:
+            return
+        self._policy.leave(self._session)
+        self._policy, self._next = policy, None
+        policy.change(self._session, *self._session.drafters)
+        policy.enter(self._session)
+
+    def _looked(self, log: TokenLog, outstanding: int) -> Choice | None:
+        """Rows of a lookup that are the whole proposal; None where drafters are asked too, or nothing is worth it."""
+        look = self._look
+        if not look or len(log) == log.prompt_len or (self._drafting.merges and not outstanding):
+            return None
+        if self._draft_count is None:
+            return self._policy.choose_lookup(look[: self._max_draft_count], self._session, halts=outstanding > 0)
+        # Of a fixed number the draft makes them where there is one, and then the target's own drafter.
+        count = min(self._draft_count, len(look), self._max_draft_count)
+        is_alone = self._remote is None and not self._is_hosting
+        return Choice(count, drafter=LOOKUP, case=Case.FIXED) if is_alone and count else None
 
     def _draft_plan(
         self, choice: Choice, log: TokenLog, draft: DraftOutlook, obstacle: FallbackReason | None, num_looked: int
     ) -> RoundPlan:
         """Guesses of the draft services, or whatever there is without them."""
-        is_first, tuning = len(log) == log.prompt_len, self._policy.tuning
+        log_len, tuning = len(log), self._policy.tuning
+        is_first = log_len == log.prompt_len
         # A number that the request gives holds for each who guesses.
         num_looked = min(num_looked, self._max_draft_count if self._draft_count is None else self._draft_count)
         if self._remote is None and self._looks:
@@ -286,7 +306,7 @@ class RoundPlanner:
             return self._plain(tuning.plain_budget if is_final else tuning.waiting_budget, obstacle, is_first)
         if choice.rounds > 1:
             self._next = replace(choice, rounds=choice.rounds - 1)
-        room = self.room(log) if draft.context_len is None else min(self.room(log), draft.context_len - len(log))
+        room = self.room(log) if draft.context_len is None else min(self.room(log), draft.context_len - log_len)
         # What several drafters make together is a tree, even where they are asked for chains.
         is_grown = choice.drafter.makes is Makes.TREE and choice.drafter == self._remote and self._draft_count is None
         shape = self._drafting.shape or (TreeShape() if is_grown else None)
@@ -304,7 +324,7 @@ class RoundPlanner:
             branch_count = chosen or self._policy.costs.branch_limit(count)
             # Where a rule tests with uniforms, a request would not say the same again with a plain token here or there.
             is_free = not self._drafting.rule.needs_distributions
-            plain_on_miss = is_free and self._policy.costs.is_plain_on_miss(ahead, count)
+            plain_on_miss = is_free and self._policy.costs.of(ahead).is_plain_on_miss(count)
             asked = self._asked = GuessRequest(ahead, count, None, branch_count, plain_on_miss, self._went_on)
         return RoundPlan((asked, *looked))
 

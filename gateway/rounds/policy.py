@@ -24,7 +24,7 @@ from gateway.rounds.choice import (
 )
 from gateway.rounds.costs import RoundCosts, SessionEstimates
 from gateway.rounds.exploration import Exploration
-from gateway.rounds.round import ANY_DRAFT, LOOKUP, DrafterId, Makes, Proposal, Round
+from gateway.rounds.round import LOOKUP, DrafterId, Makes, Place, Proposal, Round
 from gateway.rounds.tuning import TUNING, PolicyTuning
 from outrider.estimates.acceptance import AcceptanceRates
 
@@ -33,8 +33,10 @@ class SpeculationPolicy:
     """Learns from every round of the gateway; `choose` answers for one round of one session."""
 
     def __init__(self, numerics_id: str = "", tuning: PolicyTuning = TUNING) -> None:
-        """With numerics, rounds of a target of others, to which a session has moved, teach nothing."""
+        """With numerics, rounds of another target, to which a session has moved, teach nothing."""
         self.tuning = tuning
+        self.address = ""
+        """Address of its target."""
         self._numerics_id = numerics_id
         self.costs = RoundCosts(tuning)
         self._exploration = Exploration(self.costs, tuning)
@@ -86,17 +88,18 @@ class SpeculationPolicy:
 
     def observe(self, committed: Round, session: SessionEstimates | None = None, *, unasked: bool) -> None:
         """Learns from a round that is not a session's first one; unasked ones came without a message from here."""
-        if self._numerics_id and self._numerics_id != committed.verdict.numerics_id:
+        verdict = committed.verdict
+        if self._numerics_id and (self._numerics_id, self.address) != (verdict.numerics_id, verdict.address):
             return
         load, proposal, num_sessions = self.costs.load, committed.proposal, len(self._sessions)
         self.costs.observe(
             committed, session, unasked=unasked, num_sessions=num_sessions, num_drafting=self._num_drafting
         )
-        is_drafted = bool(proposal.tree) and proposal.drafter != LOOKUP
+        is_drafted = committed.draft_count > 0 and proposal.drafter != LOOKUP
         if is_drafted:
             self._exploration.drafted(proposal.learner, num_sessions)
-        if unasked and not proposal.tree:
-            self._exploration.decoded_plainly(self.costs.round_us(ANY_DRAFT, 0))
+        if unasked and not committed.draft_count:
+            self._exploration.decoded_plainly(self.costs.plain_us if self._exploration.owes else 0.0)
         elif is_drafted and not self.is_worth(proposal.learner):
             # What guesses have lost before that was known is no reason to look at them the more seldom.
             self._exploration.pay(max(self.costs.lost_us(committed), self.tuning.probe_loss * committed.round_us))
@@ -128,13 +131,23 @@ class SpeculationPolicy:
 
     def _table(self, most: int, session: SessionEstimates | None, *, is_ready: bool) -> Table:
         """Everything that a choice for a session depends on now."""
+
+        def hope(drafter: DrafterId) -> float:
+            # How many times as fast as plain decoding guesses may be, if what was seen of them was bad luck.
+            if drafter.makes is Makes.TREE or drafter not in self._round_us:
+                return 0.0
+            return _gain(self.costs.of(drafter).acceptance.hoped(), self._round_us[drafter])
+
         exploration = self._exploration
         drafters = list(session.drafters) if session else [self.costs.usual_drafter]
         known = self.costs.known(drafters)
         # First, because they are what guesses are judged by.
         candidates = tuple(each for drafter in known for each in self.candidates(drafter, most, session))
-        exploring = exploration.unknown(drafters, session, self._hope)
+        exploring = exploration.unknown(drafters, session, hope)
         trials = {drafter: exploration.trials[drafter] for drafter in known}
+        # Where guesses look so little faster than plain decoding, that must be seen first.
+        is_unsure = bool(candidates) and not self.costs.knows_plain
+        gain = max(each.speed for each in candidates) * self.costs.plain_us if is_unsure else 0.0
         num_drafting = 0 if session is None or session.is_drafting else self._num_drafting
         return Table(
             candidates,
@@ -145,7 +158,7 @@ class SpeculationPolicy:
             exploration.other_turn,
             exploration.is_probe_due,
             exploration.is_plain_due,
-            needs_plain=self._needs_plain(candidates),
+            needs_plain=1.0 < gain < self.tuning.sure_gain,
             worth=frozenset(filter(self.is_worth, known)),
             allowed=frozenset(drafter for drafter in known if num_drafting < trials[drafter].allowed),
             looks_ahead=frozenset(
@@ -154,19 +167,6 @@ class SpeculationPolicy:
                 if (gains := self.costs.of(drafter).gains) and gains.num_promises % self.tuning.look_ahead_rounds == 0
             ),
         )
-
-    def _hope(self, drafter: DrafterId) -> float:
-        """How many times as fast as plain decoding guesses may be, if what was seen of them was bad luck."""
-        if drafter.makes is Makes.TREE or drafter not in self._round_us:
-            return 0.0
-        return _gain(self.costs.of(drafter).acceptance.hoped(), self._round_us[drafter])
-
-    def _needs_plain(self, candidates: Sequence[GuessCandidate]) -> bool:
-        """Whether guesses look so little faster than plain decoding that this must be seen first."""
-        if not candidates or self.costs.knows_plain:
-            return False
-        gain = max(each.speed for each in candidates) * self.costs.round_us(ANY_DRAFT, 0)
-        return 1.0 < gain < self.tuning.sure_gain
 
     def is_worth(self, drafter: DrafterId) -> bool:
         """Whether guesses of a drafter were worth it when costs were last looked at."""
@@ -184,7 +184,11 @@ class SpeculationPolicy:
             gain = _gain(estimates.tokens(), costs)
             self._exploration.trials[drafter].judge(gain, self.tuning, is_sure=self.costs.knows_plain)
         tokens, first_depth = estimates.tokens(own), self.tuning.first_tree[1]
+        acceptance, first_places = estimates.acceptance, self.tuning.first_places
         depths = estimates.depths if drafter.makes is Makes.TREE else dict.fromkeys(estimates.counts, 0)
+        if drafter.place is Place.HOSTED and not estimates.gains and acceptance.tested_depth < first_places:
+            # What rounds of a draft service have cost is remembered by K, so there the first K must be a middling one.
+            most = min(most, first_places)
         return [
             GuessCandidate(drafter, count, tokens[count], costs[count], depths.get(count, first_depth))
             for count in (0, *estimates.counts)
@@ -195,7 +199,7 @@ class SpeculationPolicy:
         """Number of branches to ask for beside so many guesses; it holds as long as the costs of rounds do."""
         count = self._branch_counts.get((drafter, draft_count))
         if count is None:
-            count = self._branch_counts[drafter, draft_count] = self.costs.branch_count(drafter, draft_count)
+            count = self._branch_counts[drafter, draft_count] = self.costs.of(drafter).branch_count(draft_count)
         return count
 
     def choose_lookup(self, values: Sequence[float], session: SessionEstimates, *, halts: bool) -> Choice | None:

@@ -166,6 +166,7 @@ class Verdict:
     prompt_row_count: int = 0  # rows among row_count that read prompts
     is_of_branch: bool = False  # its own proposal is that of a branch
     had_branches: bool = False  # the target had some, or was sent some, for what it had to come to
+    address: str = ""  # of the target
 
     def about(self, proposal: Proposal) -> Proposal:
         """Proposal that it is about: the one that was sent, unless the target had its own or would not take it."""
@@ -191,7 +192,7 @@ class Round:
 
     def __post_init__(self) -> None:
         # Asked for ten times a round.
-        self.draft_count, self.accepted_count = len(self.proposal.tree), len(self.verdict.accepted_rows)
+        self.draft_count, self.accepted_count = len(self.proposal.tree.token_ids), len(self.verdict.accepted_rows)
 
     @property
     def drift_repairs(self) -> int:
@@ -235,14 +236,15 @@ class TokenLog:
         if proposal is verdict.own and hop.num_bytes:
             # It came by way of the draft's hop, where it is that of a branch.
             proposal = replace(proposal, hop=HopCost(num_bytes=hop.num_bytes))
-        if proposal.tree and not verdict.evaluated_count:
+        if not verdict.evaluated_count and proposal.tree.token_ids:
             # The target had gone on unasked, and gave this verdict before it knew of any guess.
             proposal = NOTHING
-        if self.finish_reason is not None or verdict.base_len != len(self):
-            raise ProtocolViolation(f"a verdict on length {verdict.base_len} came for a log of {len(self)} tokens")
+        log_len = len(self._token_ids)
+        if self.finish_reason is not None or verdict.base_len != log_len:
+            raise ProtocolViolation(f"a verdict on length {verdict.base_len} came for a log of {log_len} tokens")
         tree, rows, next_token_id = proposal.tree, verdict.accepted_rows, verdict.next_token_id
         last_row = rows[-1] if rows else 0
-        if last_row > len(tree) or rows != tree.path(last_row):
+        if last_row > len(tree.token_ids) or rows != tree.path(last_row):
             raise ProtocolViolation(f"accepted rows {list(rows)} are no path through the proposal")
         if next_token_id is None and (verdict.finish_reason is None or not rows):
             raise ProtocolViolation("a verdict neither ends the request nor names the next token")
@@ -250,10 +252,13 @@ class TokenLog:
         origins = (TokenOrigin.ACCEPTED,) * len(rows)
         if next_token_id is not None:
             origin = TokenOrigin.CORRECTION if tree.children(last_row) else TokenOrigin.BONUS
-            token_ids, origins = (*token_ids, next_token_id), (*origins, origin if tree else TokenOrigin.PLAIN)
+            token_ids, origins = (
+                (*token_ids, next_token_id),
+                (*origins, origin if tree.token_ids else TokenOrigin.PLAIN),
+            )
         if len(verdict.logprobs) not in {0, len(token_ids)}:
             raise ProtocolViolation(f"{len(verdict.logprobs)} log-probabilities came for {len(token_ids)} tokens")
-        is_first = len(self) == self.prompt_len
+        is_first = log_len == self.prompt_len
         self._token_ids += token_ids
         self.finish_reason = verdict.finish_reason
         started_ns, self._started_ns = self._started_ns, self._clock_ns()

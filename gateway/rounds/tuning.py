@@ -14,7 +14,10 @@ class PolicyTuning:
     tree_counts: tuple[int, ...] = (*range(1, 9), 10, 12, 16, 20, 24, MAX_TREE_ROWS)
     """Numbers of rows of a tree; of large ones not every size, because looking takes longer than it is worth."""
     first_guess: int = 4
-    """Guesses of a chain before anything is known: few enough to be cheap, enough to see several depths."""
+    """Guesses of a chain while its costs are unknown: few enough to be cheap, enough to see several depths."""
+    first_places: int = 2
+    """Guesses of a chain of the target's own of known cost, until the last of them was tested: what is kept at places
+    one and two decides most, and more of them may all be lost."""
     first_tree: tuple[int, int] = (16, 4)
     """Rows of a tree before anything is known, and how deep they may lie."""
     look_ahead_rounds: int = 16

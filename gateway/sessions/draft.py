@@ -24,7 +24,8 @@ from gateway.rounds.round import (
 )
 from gateway.sessions.draft_opening import ALONE, DrafterSeat, DraftOpening, OnBranches
 from gateway.sessions.peer import ServicePeer
-from gateway.sessions.replicas import Replicas
+from gateway.sessions.placement import NO_PREFIX, PromptPrefix
+from gateway.sessions.replicas import Replicas, wish_of
 from gateway.sessions.session import MAX_DRIFT_REPAIRS, DraftDeadline, RemoteSession
 from outrider.errors import (
     CacheFull,
@@ -63,8 +64,9 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         session_id: bytes,
         warm: bool,
         seat: DrafterSeat = ALONE,
+        prefix: PromptPrefix = NO_PREFIX,
     ) -> None:
-        super().__init__(replicas, spec, token_log, session_id)
+        super().__init__(replicas, spec, token_log, session_id, prefix)
         self._draft_deadline = draft_deadline
         self._warm = warm
         self._seat = seat
@@ -83,7 +85,8 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         if info is None:
             return DraftOutlook(FallbackReason.DRAFT_ABSENT)
         obstacle = None
-        if self._candidate() is None:
+        open_ones = (peer for peer in self._replicas.peers if not peer.is_draining)
+        if self._kept() is None and not any(map(self._may_ask, open_ones)):
             cause = self._last.breaker.cause or PeerLost
             is_lost = issubclass(cause, LOST)
             obstacle = FallbackReason.DRAFT_LOST if is_lost else FallbackReason.DRAFT_REFUSED
@@ -127,37 +130,42 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         if asked.went_on:
             return self._tell(asked)
         clock_s = asyncio.get_running_loop().time
-        catch_up_count = len(self._log) - (self._opening.cached_len if self._opening is not None else 0)
-        timeout_s, started_s = self._draft_deadline.seconds(catch_up_count), clock_s()
+        log_len = len(self._log)
+        catch_up_count = log_len - (self._opening.cached_len if self._opening is not None else 0)
+        peer = self._candidate()
+        deadline = self._draft_deadline.of(peer or self._last)
+        timeout_s, started_s = deadline.seconds(catch_up_count), clock_s()
         try:
-            opening, response = await self._exchange(asked, started_s + timeout_s)
+            opening, response = await self._exchange(peer, asked, started_s + timeout_s)
             wait_us = int(1e6 * (clock_s() - started_s))
             proposal = opening.proposal(response, asked.count, catch_up_count, wait_us, asked.shape)
         except asyncio.CancelledError:
             self._fault(FallbackReason.DRAFT_LATE)
             raise
         except TimeoutError as error:
-            self._draft_deadline.missed()
+            deadline.missed()
             self._last.breaker.failed(self._session_id, error, timeout_s)
-            self._log_event("draft late", timeout_s=round(timeout_s, 3), base_len=len(self._log))
+            self._log_event("draft late", timeout_s=round(timeout_s, 3), base_len=log_len)
             # This stops the draft's job, and the round goes on at once.
-            self._begin_rollback(len(self._log), started_s)
+            self._begin_rollback(log_len, started_s)
             return self._fault(FallbackReason.DRAFT_LATE)
         except OutriderError as error:
             return self._drop(error)
-        self._draft_deadline.observe(wait_us / 1e6, catch_up_count)
+        deadline.observe(wait_us / 1e6, catch_up_count)
+        opening.book.answered(self._session_id, log_len, 0, 0)
+        opening.book.queue_us.add(response.times.queue_us)
         opening.peer.breaker.answered()
         self._faults /= 2
-        if response.cached_len == len(self._log) or self._num_repairs >= MAX_DRIFT_REPAIRS:
+        if response.cached_len == log_len or self._num_repairs >= MAX_DRIFT_REPAIRS:
             return proposal
         # After an answer a draft has cached all committed tokens; this one is made to compute them again.
-        self._log_event("cache drift", cached_len=response.cached_len, committed_len=len(self._log))
+        self._log_event("cache drift", cached_len=response.cached_len, committed_len=log_len)
         self._num_repairs += 1
         self._begin_rollback(base_len=1, asked_s=started_s)
         return replace(proposal, drift_repairs=1)
 
     def _tell(self, asked: GuessRequest) -> Proposal:
-        """Tells the draft how the log goes on, if it may be asked, for branches that nobody waits for.
+        """Sends the draft how the log goes on, if it may be asked, for branches that no round waits for.
 
         There is no proposal; its cost are the bytes since the one before.
         """
@@ -170,10 +178,11 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
             return self._drop(error)
         return Proposal(hop=HopCost(num_bytes=opening.take_bytes()))
 
-    async def _exchange(self, asked: GuessRequest, until_s: float) -> tuple[DraftOpening, pb.ProposeResponse]:
-        """Makes one request and takes its answer; a draft that lacks tokens gets them all, once."""
+    async def _exchange(
+        self, peer: ServicePeer | None, asked: GuessRequest, until_s: float
+    ) -> tuple[DraftOpening, pb.ProposeResponse]:
+        """Makes one request of a candidate and takes its answer; a draft that lacks tokens gets them all, once."""
         for _ in range(2):
-            peer = self._candidate()
             if peer is None:
                 raise PeerLost(f"{self._replicas} cannot be asked")
             opening = self._ask(peer, asked)
@@ -181,7 +190,8 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
             if response.WhichOneof("answer") == "proposal":
                 return opening, response
             self._forget()
-        raise ProtocolViolation(f"{peer} lacks tokens of a session that has just been opened")
+            peer = self._candidate()
+        raise ProtocolViolation(f"{opening.peer} lacks tokens of a session that has just been opened")
 
     def _ask(self, peer: ServicePeer, asked: GuessRequest) -> DraftOpening:
         """Sends a request, on a new opening if there is none or the old one was on another stream."""
@@ -193,6 +203,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         if self._opening is None:
             self._opening = self._opened_on(peer)
             self._epoch += 1
+            self._opening.book.opened(self._session_id, len(self._log), NO_PREFIX)
         self._opening.ask(self._fence(), asked)
         return self._opening
 
@@ -244,10 +255,23 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
 
     def _candidate(self) -> ServicePeer | None:
         """The draft that has the session, or the one that would get it; None while none may be asked."""
-        peer = self._opening.peer if self._opening is not None else None
-        if peer is not None and peer.info is not None and not peer.breaker.blocks(self._session_id):
+        peer = self._kept()
+        if peer not in self._replicas.peers and self._opening is not None and self._opening.link.end is not None:
+            # It gets no new sessions, and this one would be opened there again.
+            peer = None
+        if peer is not None:
             return peer
-        return self._replicas.pick(self._session_id)
+        failed = self._last if self._faults >= 1 else None
+        wish = wish_of(self._spec, len(self._log), self._replicas.output, self._prefix)
+        return self._replicas.pick(self._session_id, None, failed, wish)
+
+    def _kept(self) -> ServicePeer | None:
+        """The draft that has the session, if it may be asked now."""
+        peer = self._opening.peer if self._opening is not None else None
+        return peer if peer is not None and self._may_ask(peer) else None
+
+    def _may_ask(self, peer: ServicePeer) -> bool:
+        return peer.info is not None and not peer.breaker.blocks(self._session_id)
 
     def _fault(self, reason: FallbackReason) -> Proposal:
         """The empty proposal of a fault, which is counted: from the second in a row on the draft rests, ever longer."""

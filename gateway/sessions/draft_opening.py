@@ -5,7 +5,6 @@ and counts against the service. Nothing is dropped for a token that a right draf
 the rules that test with uniforms.
 """
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -54,7 +53,7 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
     ) -> None:
         """Raises PeerLost when the draft is away."""
         super().__init__(peer.link(), str(peer), session_id)
-        self.peer = peer
+        self.peer, self.book = peer, peer.book
         self.known_len = 0  # committed tokens that were sent
         self.cached_len = 0  # those that the draft has read, as it said last
         info = peer.present()
@@ -90,10 +89,10 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
                 advance.branch_count = self._branches_due = asked.branch_count
                 advance.went_on = asked.went_on
             self.send(message)
-        self.known_len = len(self._log)
+        self.known_len = fence.base_len
 
     def put(self, message: pb.ProposeResponse) -> None:
-        """Takes an answer in; what comes too late, or what nobody waits for, is dropped at once."""
+        """Takes an answer in; what comes too late, or what no round waits for, is dropped at once."""
         fence, asked = message.fence, self._asked
         is_asked = (fence.epoch, fence.base_len) == asked
         if message.HasField("branches"):
@@ -131,9 +130,9 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
 
         Raises TimeoutError, PeerLost, ProtocolViolation, and what the draft says.
         """
-        loop, asked = asyncio.get_running_loop(), (fence.epoch, fence.base_len)
+        asked = fence.epoch, fence.base_len
         while True:
-            response = await self.read(max(0.0, until_s - loop.time()))
+            response = await self.read(until_s)
             answered = (response.fence.epoch, response.fence.base_len)
             if answered[0] == asked[0] and response.HasField("error"):
                 raise session_error_from(response.error)

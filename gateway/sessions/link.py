@@ -10,7 +10,7 @@ a session that leaves only takes its mailbox away.
 import asyncio
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -20,9 +20,9 @@ import structlog
 from gateway.rounds.round import TokenLog
 from outrider.errors import PeerLost, ProtocolViolation
 from outrider.parameters import SessionSpec
-from outrider.rpc.channels import FRAME_BYTES, MAX_OF_SESSION
 from outrider.rpc.errors import error_from, is_too_large, said_by_peer
 from outrider.rpc.messages.session import open_message
+from outrider.rpc.wire import FRAME_BYTES, MAX_OF_SESSION
 from outrider.v1 import draft_service_pb2, target_service_pb2, types_pb2
 
 CLOSE_TIMEOUT_S = 2.0
@@ -32,6 +32,7 @@ LONGEST_SILENCE_S = 15.0  # as long as gRPC takes to notice that its pings get n
 MAX_UNREAD = 1024  # answers of one session that may wait here; no service may send more before it is asked again
 PART_TOKENS = 4096  # tokens of an open that are sent at a time
 TURN_ANSWERS = 16  # of one frame that a turn of the loop handles
+LOADS_A_S = 2.0  # frames a second that say nothing but how busy a service is: twice as many as there are
 
 log = structlog.get_logger()
 
@@ -50,21 +51,27 @@ class Link:
         service: str,
         instance_id: int,
         max_unasked: float = math.inf,
+        on_load: Callable[[types_pb2.ServiceLoad], None] = lambda load: None,
     ) -> None:
         """Takes a call that has just begun, and how the service is called in errors.
 
         max_unasked is how many frames and answers may come beyond two for each message that was sent: its answer, and
-        what ends its session later.
+        what ends its session later. on_load gets what it says of its load, which may come unasked about once a second.
         """
         self.instance_id = instance_id
         self.is_at_fault = False  # the service ended the stream by what none may say
         self.numerics_id = ""
         self.session_count = 0  # on the service, as it said last
+        self.other_sessions = 0  # of these, those that are not this link's
         self.end: PeerLost | None = None
-        self.heard_s = asyncio.get_running_loop().time()  # when a frame came last
+        self._clock_s = asyncio.get_running_loop().time
+        self.heard_s = self._clock_s()  # when an answer came last
         self.ended = asyncio.Event()
         self._call = call
-        self._answers_due = max_unasked
+        self._answers_due = self._max_unasked = max_unasked
+        self._on_load = on_load
+        # Frames with nothing but a load, of which LOADS_A_S leave the account each second.
+        self._num_loads, self._load_s = 0.0, self.heard_s
         self._frame_type = frame_type
         self._service = service
         self._mailboxes: dict[bytes, Mailbox[Any]] = {}
@@ -77,6 +84,11 @@ class Link:
         self._has_left = False  # a frame reached a connection
         self._reading = asyncio.create_task(self._read(), name="link reader")
         self._writing = asyncio.create_task(self._write(), name="link writer")
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether sessions are on it, or were when it ended and have not noticed."""
+        return bool(self._mailboxes)
 
     def attach(self, session_id: bytes, mailbox: "Mailbox[Any]") -> None:
         """Answers of a session go into a mailbox from now on."""
@@ -102,7 +114,7 @@ class Link:
 
     def suspect(self, since_s: float) -> None:
         """The service works, and yet a session has waited in vain since then; a stream long silent is given up."""
-        silent_s = asyncio.get_running_loop().time() - self.heard_s
+        silent_s = self._clock_s() - self.heard_s
         if self.heard_s < since_s and silent_s > LONGEST_SILENCE_S and self.end is None:
             log.warning("link silent", service=self._service)
             self._call.cancel()
@@ -127,7 +139,7 @@ class Link:
         # Whatever ends the call here is what the reader raises.
         with suppress(grpc.aio.AioRpcError), self._own_fault(), suppress(asyncio.InvalidStateError):
             # A link that says nothing at first is not kept, and requests may come late.
-            await self._call.write(self._frame_type())
+            await self._call.write(self._frame_type(reads_load=True))
             while True:
                 if self._outgoing or self._long:
                     await self._call.write(self._frame())
@@ -175,10 +187,9 @@ class Link:
                         raise PeerLost(f"{self._service} sent a message that is not valid")
                     if frame.instance_id != self.instance_id:
                         raise PeerLost(f"{self._service} is another one than the handshake was made with")
-                    self._answers_due -= max(1, len(frame.responses))
-                    if self._answers_due < 0:
-                        self.is_at_fault = True
-                        raise PeerLost(f"{self._service} went on answering without being asked")
+                    self._count(frame)
+                    if frame.HasField("load"):
+                        self._on_load(frame.load)
                     await self._hand_out(frame)
         except PeerLost as error:
             self.end = error
@@ -196,6 +207,18 @@ class Link:
             for mailbox in self._mailboxes.values():
                 mailbox.wake()
 
+    def _count(self, frame: Any) -> None:  # noqa: ANN401 - of either service
+        """Raises PeerLost about more frames than may come unasked."""
+        if frame.HasField("load") and not frame.responses:
+            now_s = self._clock_s()
+            self._num_loads = max(0.0, self._num_loads - LOADS_A_S * (now_s - self._load_s)) + 1
+            self._load_s = now_s
+        else:
+            self._answers_due -= max(1, len(frame.responses))
+        if self._answers_due < 0 or self._num_loads > self._max_unasked:
+            self.is_at_fault = True
+            raise PeerLost(f"{self._service} went on answering without being asked")
+
     @contextmanager
     def _own_fault(self) -> Iterator[None]:
         """Ends the link with a fault of this side, so that another is begun; sessions are opened there again."""
@@ -209,8 +232,11 @@ class Link:
             self._call.cancel()
 
     async def _hand_out(self, frame: Any) -> None:  # noqa: ANN401 - of either service
-        self.heard_s = asyncio.get_running_loop().time()
+        if frame.responses:
+            # A load does not show that what was sent has arrived.
+            self.heard_s = self._clock_s()
         self.numerics_id, self.session_count = frame.numerics_id, frame.session_count
+        self.other_sessions = max(0, frame.session_count - len(self._mailboxes))
         for number, response in enumerate(frame.responses):
             if number and number % TURN_ANSWERS == 0:
                 # What these sessions say now leaves before the others hear anything, so that the services work
@@ -255,12 +281,11 @@ class Mailbox(Generic[Received]):
         """Puts messages on their way; it is not waited for, and what cannot be sent, the next read says."""
         self._num_bytes += self.link.send(self._session_id, messages)
 
-    async def read(self, timeout_s: float) -> Received:
-        """Next message; raises TimeoutError when it takes longer, and what ended the link."""
+    async def read(self, until_s: float) -> Received:
+        """Next message; raises TimeoutError when it comes later by the loop's clock, and what ended the link."""
         if not self._unread and self.link.end is None:
-            loop = asyncio.get_running_loop()
-            self._changed, self._until_s = loop.create_future(), loop.time() + timeout_s
-            if self._timer is None or self._until_s < self._timer.when():
+            self._changed, self._until_s = asyncio.get_running_loop().create_future(), until_s
+            if self._timer is None or until_s < self._timer.when():
                 self._set_timer()
             await self._changed
         if self._is_flooded:

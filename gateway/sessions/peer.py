@@ -12,31 +12,31 @@ import random
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import grpc
 import structlog
 
-from gateway.sessions.breaker import BREAKERS, CircuitBreaker
 from gateway.sessions.link import Frame, Link
-from outrider.errors import OutriderError, PeerLost, ProtocolViolation, shown
+from gateway.sessions.placement import LinkBook, LinkFigures, PlaceWish
+from outrider.errors import InvalidRequest, OutriderError, PeerLost, ProtocolViolation, shown
+from outrider.estimates.timing import ServiceLoad
 from outrider.model_files.generation_defaults import OperatorDefaults
 from outrider.parameters import GenerationDefaults, Rule
 from outrider.process import telemetry
 from outrider.process.metrics import Tally
 from outrider.process.upkeep import Upkeep
-from outrider.rpc.channels import (
-    FRAME_BYTES,
-    MAX_MESSAGE_BYTES,
-    PROTOCOL_VERSION,
-    open_link_channel,
-)
+from outrider.rpc.breaker import BREAKERS, CircuitBreaker
+from outrider.rpc.channels import open_link_channel
 from outrider.rpc.errors import error_from
+from outrider.rpc.fencing import PROTOCOL_VERSION
+from outrider.rpc.messages.round import load_from
 from outrider.rpc.messages.rules import rules_from
 from outrider.rpc.messages.session import defaults_from
 from outrider.rpc.tls import ClientRefused, TlsFailed, TlsFiles, refusal
+from outrider.rpc.wire import FRAME_BYTES, MAX_MESSAGE_BYTES
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.draft_service_pb2 import DraftServiceLinkRequest
@@ -61,6 +61,8 @@ BACKOFF_S = (0.1, 2.0)
 MAX_BYTES = {"draft": 2 * FRAME_BYTES, "target": MAX_MESSAGE_BYTES}
 # A draft answers what it is asked. How far a target may go on unasked, its sessions know.
 MAX_UNASKED = {"draft": 64.0, "target": math.inf}
+TRIAL_S = 30.0  # in which other places are better than one that hung; then a session tries whether it works again
+LOAD_S = 3.0  # after which a load is not believed any more; there are about three in this time
 MISFIT_LOOK_S = 5.0  # between two looks at a service that does not fit: at one address another may come
 MAX_NAME_LEN, MAX_OFFERS = 1024, 64  # of a model, and drafters
 MAX_ROW_COSTS = 64  # numbers of rows of which a service says what they cost
@@ -94,17 +96,27 @@ class ModelInfo:
     unacknowledged_window: int
     kv_tokens: int  # what the key-value cache holds when no other request is in it
     drafters: Mapping[str, frozenset[Rule]]  # the rules that each can serve
+    block_size: int = 1  # tokens of a block of the cache
     tree_drafters: frozenset[str] = frozenset()  # those that make trees
     branch_drafters: frozenset[str] = frozenset()  # those that make branches
     grammar_engine: str = ""  # what compiles grammars there; empty where none is served
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)  # its own, under those of the operator
     row_costs: Mapping[int, int] = field(default_factory=dict)  # microseconds of its forwards, by their rows
     drafter_costs: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # of its drafters' models
+    address: str = ""
 
     def makes_branches(self, drafter: str, rule: Rule) -> bool:
         """Whether a drafter, or with an empty name the usual one of a rule, makes branches under it."""
         usual = next((name for name, rules in self.drafters.items() if rule in rules), "")
         return rule.runs_ahead and (drafter or usual) in self.branch_drafters
+
+
+@dataclass(slots=True)
+class Rollbacks:
+    """Calls of Rollback: their seconds, and the tokens that caches lost by them."""
+
+    seconds: Tally = field(default_factory=partial(Tally, ROLLBACK_S))
+    num_tokens: int = 0
 
 
 class ServicePeer:
@@ -119,12 +131,14 @@ class ServicePeer:
         tls: TlsFiles | None = None,
         defaults: OperatorDefaults | None = None,
         upkeep: Upkeep | None = None,
+        name: str = "",
     ) -> None:
         """Takes "draft" or "target", and a check that raises an OutriderError when the service does not fit. `defaults`
         count over those of its model.
 
         The link closes its channel, which is made from the address unless one is given, and again when the files of
-        `tls` have been replaced and the service is away.
+        `tls` have been replaced and the service is away. `name` is what certificates must say where that is not the
+        host of the address.
         """
         self.role = role
         self.address = address
@@ -132,20 +146,28 @@ class ServicePeer:
         self.refusal: TlsFailed | ClientRefused | None = None
         """Reason why there is no connection to a service that is there."""
         self.breaker = CircuitBreaker(*BREAKERS[role])
-        self.rollback_seconds = Tally(ROLLBACK_S)
-        self.rolled_back_tokens = 0  # that the service's cache lost by Rollback
+        self.rollbacks = Rollbacks()
         self.model_hash = ""
         """Model hash of the service when it was there last and did fit; empty before."""
         self.faults = 0  # of what it sent, that no service may send
+        self.book = LinkBook(asyncio.get_running_loop().time())
+        self.is_draining = False
+        """Whether it said last, however long ago, that it opens no sessions any more; those that it has go on."""
+        self.said: ServiceLoad | None = None
+        """What it said of its load last, where that could be."""
+        # Figures are scraped on other threads than the loop's.
+        self._clock_s = asyncio.get_running_loop().time
         self._info: ModelInfo | None = None
         self._instance_id = 0
         self._link: Link | None = None
+        self._former_links: list[Link] = []
         self._check = check
         self._defaults = defaults or OperatorDefaults()
         self._tls = tls
+        self._name = name
         # A channel that was given need not lead to the address, so no handshake is tried there.
         self._has_address = channel is None
-        self._use(channel or open_link_channel(address, tls, MAX_BYTES[role]))
+        self._use(channel or open_link_channel(address, tls, MAX_BYTES[role], name))
         self._probe: asyncio.Task[float | None] | None = None
         self._lost = asyncio.Event()
         self._settled = asyncio.Event()
@@ -159,6 +181,12 @@ class ServicePeer:
     def info(self) -> ModelInfo | None:
         """Facts of the service; None while it is away or does not fit."""
         return self._info if self._link is not None and self._link.end is None else None
+
+    @property
+    def load(self) -> ServiceLoad | None:
+        """How busy it is, as it said last; None where it has said nothing that can be, or not for some seconds."""
+        load = self.said
+        return load if load is not None and self._clock_s() - load.came_s <= LOAD_S and self.info is not None else None
 
     def present(self) -> ModelInfo:
         """Facts like those of `info`; raises PeerLost while the service is away, or the reason why it does not fit."""
@@ -178,6 +206,44 @@ class ServicePeer:
         if self._link is None:
             raise self.lost()
         return self._link
+
+    def figures(self, wish: PlaceWish, *, has_failed: bool = False) -> LinkFigures:
+        """What is known of it as a place for a session, which it has just lost or has not."""
+        now_s, link = asyncio.get_running_loop().time(), self._link
+        # A load says how many sessions there are, too.
+        is_recent = self.load is not None or (link is not None and now_s - link.heard_s < LOAD_S)
+        found = self.book.figures(self.address, wish, now_s, link.other_sessions if link and is_recent else 0)
+        found = replace(
+            found,
+            numerics_id=self._info.numerics_id if self._info is not None else "",
+            is_failing=self.breaker.is_open and self.breaker.rested_s() < TRIAL_S,
+            has_failed=has_failed,
+        )
+        info, load = self.info, self.load
+        if info is None or load is None:
+            return found
+        # What this gateway has sent counts at once, and what others have sent as the service said it last.
+        others = max(load.waiting_tokens - load.own_waiting_tokens, 0)
+        # Without a session nothing is held any more, whatever was a second ago.
+        free_tokens = load.free_blocks * info.block_size if found.session_count else info.kv_tokens
+        return replace(
+            found,
+            waiting_tokens=found.own_waiting_tokens + others,
+            owner_count=load.owner_count,
+            prompt_token_us=load.prefill_us_per_token or found.prompt_token_us,
+            free_tokens=free_tokens,
+            cache_share=1 - min(free_tokens / max(info.kv_tokens, 1), 1.0),
+        )
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether sessions are there, as far as they know."""
+        return any(link.has_sessions for link in (*self._former_links, *filter(None, [self._link])))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the service has answered, fitting or not, and was not lost since."""
+        return self._settled.is_set()
 
     def report_lost(self, link: Link) -> None:
         """Takes a session's report that it lost its service there; it counts as away until the next handshake."""
@@ -204,11 +270,11 @@ class ServicePeer:
         except grpc.aio.AioRpcError as error:
             raise error_from(error) from error
         finally:
-            self.rollback_seconds.add(clock_s() - started_s)
+            self.rollbacks.seconds.add(clock_s() - started_s)
         # None is how grpc.aio says that a message could not be parsed.
         if response is None or not 0 <= response.cached_len <= response.fence.base_len <= fence.base_len:
             raise ProtocolViolation(f"{self} says after a Rollback to {fence.base_len} tokens what cannot be left")
-        self.rolled_back_tokens += max(0, cached_len - response.cached_len)
+        self.rollbacks.num_tokens += max(0, cached_len - response.cached_len)
         return response
 
     async def stalled_s(self) -> float | None:
@@ -217,19 +283,20 @@ class ServicePeer:
         None when it takes no new calls. It may be draining, and finish what is under way; if it has ended, every stream
         says so itself.
         """
+
+        async def ask() -> float | None:
+            try:
+                answer = await self._models.GetModelInfo(pb.GetModelInfoRequest(), timeout=PROBE_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                log.info("service does not answer", service=self.role, address=self.address, status=error.code().name)
+                return None if error.code() is grpc.StatusCode.UNAVAILABLE else math.inf
+            is_same = answer is not None and answer.instance_id == self._instance_id
+            return answer.stalled_us / 1e6 if is_same else math.inf
+
         if self._probe is None or self._probe.done():
             # All sessions that begin to doubt at the same time share one question.
-            self._probe = asyncio.create_task(self._stalled_s(), name=f"{self.role} probe")
+            self._probe = asyncio.create_task(ask(), name=f"{self.role} probe")
         return await asyncio.shield(self._probe)
-
-    async def _stalled_s(self) -> float | None:
-        try:
-            answer = await self._models.GetModelInfo(pb.GetModelInfoRequest(), timeout=PROBE_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            log.info("service does not answer", service=self.role, address=self.address, status=error.code().name)
-            return None if error.code() is grpc.StatusCode.UNAVAILABLE else math.inf
-        is_same = answer is not None and answer.instance_id == self._instance_id
-        return answer.stalled_us / 1e6 if is_same else math.inf
 
     async def close(self) -> None:
         """Ends the watch, lets sessions that are ending say so, and closes the channel."""
@@ -289,7 +356,7 @@ class ServicePeer:
         except grpc.aio.AioRpcError as error:
             log.debug("service not reachable", service=self.role, address=self.address, status=error.code().name)
             tls = None if self._tls is None else self._tls.tls
-            refused = await refusal(error, self.address, tls) if self._has_address else None
+            refused = await refusal(error, self.address, tls, self._name) if self._has_address else None
             if refused is not None and str(refused) != str(self.refusal):
                 log.warning("service refused", service=self.role, address=self.address, reason=refused.message)
             self.refusal, self.mismatch = refused, None
@@ -302,13 +369,16 @@ class ServicePeer:
         if info.instance_id != self._instance_id:
             self._instance_id = info.instance_id
             self.breaker.renew()
+            self.book = LinkBook(asyncio.get_running_loop().time(), info.kv_tokens)
         link = self._link
         if link is None or link.end is not None or link.instance_id != info.instance_id:
             # One that works already is kept, with the sessions that it carries.
             if link is not None:
+                self._former_links = [each for each in (*self._former_links, link) if each.has_sessions]
                 await link.close()
-            max_unasked = MAX_UNASKED[self.role]
-            self._link = Link(self._begin(), self._frame_type, str(self), info.instance_id, max_unasked)
+            self.said, self.is_draining = None, False
+            hear, max_unasked = partial(_hear, self, info), MAX_UNASKED[self.role]
+            self._link = Link(self._begin(), self._frame_type, str(self), info.instance_id, max_unasked, hear)
         if self.model_hash not in {"", info.model_hash}:
             hashes = {"before": self.model_hash, "now": info.model_hash}
             log.warning("service has other weights", service=self.role, address=self.address, **hashes)
@@ -329,7 +399,7 @@ class ServicePeer:
         if self._tls is None or is_carrying or not self._tls.renew():
             return
         before = self.channel
-        self._use(open_link_channel(self.address, self._tls, MAX_BYTES[self.role]))
+        self._use(open_link_channel(self.address, self._tls, MAX_BYTES[self.role], self._name))
         # Calls that have begun there end within their own time.
         await before.close(ROLLBACK_TIMEOUT_S)
 
@@ -363,6 +433,7 @@ class ServicePeer:
             max_draft_count=answer.max_draft_count,
             unacknowledged_window=answer.unacknowledged_window,
             kv_tokens=answer.block_count * answer.block_size,
+            block_size=answer.block_size,
             drafters={offer.name: rules_from(offer.rules) for offer in answer.drafter_offers},
             tree_drafters=frozenset(offer.name for offer in answer.drafter_offers if offer.makes_trees),
             branch_drafters=frozenset(offer.name for offer in answer.drafter_offers if offer.makes_branches),
@@ -370,7 +441,23 @@ class ServicePeer:
             defaults=self._defaults.over(own),
             row_costs=_row_costs(answer.row_costs),
             drafter_costs={offer.name: _row_costs(offer.row_costs) for offer in answer.drafter_offers},
+            address=self.address,
         )
+
+
+def _hear(peer: ServicePeer, info: ModelInfo, message: types_pb2.ServiceLoad) -> None:
+    """Takes what a service says of its load; what none can say counts as a fault, and no session ends for it."""
+    facts = {"service": peer.role, "address": peer.address}
+    try:
+        said = load_from(message, info.kv_tokens // max(1, info.block_size), asyncio.get_running_loop().time())
+    except InvalidRequest as error:
+        if not peer.faults:
+            log.warning("load not believed", **facts, reason=error.message)
+        peer.said, peer.faults = None, peer.faults + 1
+        return
+    if said.is_draining and not peer.is_draining:
+        log.info("service is stopping", **facts, left_s=said.drain_left_ms / 1000)
+    peer.said, peer.is_draining = said, said.is_draining
 
 
 def _row_costs(costs: Iterable[types_pb2.RowCost]) -> dict[int, int]:

@@ -1,26 +1,37 @@
-"""The services of one role: which of them fits, and which a session goes to.
+"""The services of one role: which of them fit, and which a session goes to.
 
-Of several replicas the first that can be used is taken: this is failover, not balancing, so that the caches of a
-service stay warm and the figures that the policy learns are those of one machine. A gateway without any target takes no
-new clients, though requests that run wait for one. A missing draft changes nothing, because it only makes answers
-slower.
+Which there are may change while the gateway runs; see `discovery`. Replicas share the sessions, each where it costs the
+least; see `placement`. A gateway without any target takes no new clients, though requests that run wait for one. A
+missing draft changes nothing, because it only makes answers slower.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import structlog
 
-from gateway.sessions.peer import ModelInfo, ServicePeer
-from outrider.errors import OutriderError, PeerLost
-from outrider.rpc.channels import (
-    HEALTH_LOOK_S,
+from gateway.sessions.peer import ModelInfo, Rollbacks, ServicePeer
+from gateway.sessions.placement import (
+    NO_PREFIX,
+    NO_WISH,
+    USUAL_OUTPUT,
+    PlacedFor,
+    PlaceWish,
+    PromptPrefix,
+    choose,
 )
+from outrider.errors import OutriderError, PeerLost
+from outrider.estimates.row_costs import Average
+from outrider.grammar import ENGINE
+from outrider.parameters import SessionSpec
+from outrider.rpc.channels import HEALTH_LOOK_S
 
 # Links and breakers change with time and in several places, so who waits for them looks now and then.
 LOOK_S = 0.02
+STOPPING = "is stopping, and takes no new requests"
 
 log = structlog.get_logger()
 
@@ -41,16 +52,96 @@ class Need:
         )
 
 
-class Replicas:
-    """Links of one role, one or more."""
+def need_of(spec: SessionSpec, model_hash: str) -> Need:
+    """The need of a session that began with such weights."""
+    return Need(model_hash, spec.max_len, ENGINE if spec.grammar else "")
 
-    def __init__(self, peers: Sequence[ServicePeer]) -> None:
-        self.peers = tuple(peers)
+
+def wish_of(spec: SessionSpec, length: int, output: Average, prefix: PromptPrefix, numerics_id: str = "") -> PlaceWish:
+    """The wish of a session that has so many tokens now, where answers have so many."""
+    return PlaceWish(length, min(output.mean or USUAL_OUTPUT, spec.max_len - length), prefix, numerics_id)
+
+
+@dataclass(slots=True)
+class Placing:
+    """Where the sessions of one request go, which share what is cached of it."""
+
+    model_hash: str
+    """The weights with which the request began; no others go on with it."""
+    prefix: PromptPrefix = NO_PREFIX
+    numerics_id: str = ""
+    """Numerics that are wanted; empty for any."""
+    peer: ServicePeer | None = None
+    """The place of the first one."""
+
+
+class LinkSet:
+    """Links of one role, which come and go."""
+
+    def __init__(self, peers: Sequence[ServicePeer], role: str = "", places: str = "") -> None:
+        """Takes one link or more; or none, with the role, and words that say where its services are looked for."""
+        self.rollbacks = Rollbacks()
+        """Calls on all links that there ever were."""
+        self.peers: tuple[ServicePeer, ...] = ()
+        """Links to services that get new sessions."""
+        self.leaving: tuple[ServicePeer, ...] = ()
+        """Links that get none, and stay until the sessions that they carry have ended."""
+        self.change(peers)
+        self.role = peers[0].role if peers else role
+        self._places = places
+        self._closing: set[asyncio.Task[None]] = set()
+        self._following: asyncio.Task[None] | None = None
 
     def __str__(self) -> str:
         if len(self.peers) == 1:
             return str(self.peers[0])
-        return f"The {self.peers[0].role} services at {', '.join(peer.address for peer in self.peers)}"
+        return f"The {self.role} services at {', '.join(peer.address for peer in self.peers) or self._places}"
+
+    @property
+    def links(self) -> tuple[ServicePeer, ...]:
+        """All links, those that leave last; from any thread."""
+        return tuple(dict.fromkeys((*self.peers, *self.leaving)))
+
+    def follow(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begins what keeps the links those that there should be, until `close`."""
+        self._following = asyncio.create_task(work, name=f"{self.role} addresses")
+
+    def change(self, peers: Sequence[ServicePeer]) -> None:
+        """New sessions get these links alone, which may have been there before; the others leave."""
+        before, self.peers = self.links, tuple(peers)
+        self.leaving = tuple(peer for peer in before if peer not in peers)
+        for peer in peers:
+            peer.rollbacks = self.rollbacks
+
+    def see_off(self) -> None:
+        """Closes the links that leave and carry no session any more."""
+        for peer in [peer for peer in self.leaving if not peer.has_sessions]:
+            self.leaving = tuple(each for each in self.leaving if each is not peer)
+            closing = asyncio.create_task(peer.close(), name=f"{self.role} link closing")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait({self._following})
+        await asyncio.gather(*(peer.close() for peer in self.links), *self._closing)
+
+    @property
+    def address(self) -> str:
+        """Address of the first, or where it is looked for."""
+        return self.peers[0].address if self.peers else self._places
+
+
+class Replicas(LinkSet):
+    """Services of one role that share the sessions and stand in for each other."""
+
+    def __init__(self, peers: Sequence[ServicePeer], role: str = "", places: str = "") -> None:
+        super().__init__(peers, role, places)
+        self.placements = Counter(dict.fromkeys(PlacedFor, 0))
+        """How often sessions were given a place, by the reason for it."""
+        self.output = Average()
+        """Tokens of a session's answer."""
 
     @property
     def info(self) -> ModelInfo | None:
@@ -59,7 +150,7 @@ class Replicas:
 
     def fits(self, peer: ServicePeer) -> bool:
         """Whether new requests may go there."""
-        return peer.info is not None
+        return peer.info is not None and not peer.is_draining
 
     @property
     def left_out(self) -> list[str]:
@@ -90,22 +181,50 @@ class Replicas:
         return self.info
 
     def lost(self) -> PeerLost:
-        """Error that all are away, with the first reason that an operator has to mend."""
+        """Error that all are away or about to end, with the first reason that an operator has to mend."""
+        if any(peer.info and peer.is_draining for peer in self.peers):
+            return PeerLost(f"{self} {STOPPING}", address=self.peers[0].address)
         reason = "" if self.refusal is None else f": {self.refusal.message}"
-        return PeerLost(f"{self} cannot be reached{reason}", address=self.peers[0].address)
+        return PeerLost(f"{self} cannot be reached{reason}", address=self.address)
 
-    def pick(self, session: object, need: Need | None = None, failed: ServicePeer | None = None) -> ServicePeer | None:
-        """The first link that is present, meets the need, and is not blocked for the session by its breaker.
+    def takes(self, peer: ServicePeer, session: object, need: Need | None = None) -> bool:
+        """Whether a session may go to a link."""
+        return peer in self._meeting(need) and not peer.breaker.blocks(session)
 
-        The one that has just failed comes last: a service whose device hangs still answers a handshake.
+    def pick(
+        self,
+        session: object,
+        need: Need | None = None,
+        failed: ServicePeer | None = None,
+        wish: PlaceWish = NO_WISH,
+        *,
+        counts: bool = False,
+    ) -> ServicePeer | None:
+        """The best place for a session among links that are present, meet the need, and that no breaker keeps from it.
+
+        The one that has just failed comes last: a service whose device hangs still answers a handshake. It `counts`
+        where the session goes there at once.
         """
-        peers = sorted(self._meeting(need), key=lambda peer: peer is failed)
-        return next((peer for peer in peers if not peer.breaker.blocks(session)), None)
+        peers = {peer.address: peer for peer in self._meeting(need) if not peer.breaker.blocks(session)}
+        placement = choose([peer.figures(wish, has_failed=peer is failed) for peer in peers.values()], wish)
+        if placement is None:
+            return None
+        if counts:
+            self.placements[placement.reason] += 1
+            log.debug("session placed", place=str(placement))
+        return peers[placement.address]
 
-    async def wait(self, session: object, need: Need, until_s: float, failed: ServicePeer | None = None) -> ServicePeer:
+    async def wait(
+        self,
+        session: object,
+        need: Need,
+        until_s: float,
+        failed: ServicePeer | None = None,
+        wish: PlaceWish = NO_WISH,
+    ) -> ServicePeer:
         """Waits for the link that `pick` finds, at most until the loop's clock says so; raises PeerLost then."""
         loop = asyncio.get_running_loop()
-        while (peer := self.pick(session, need, failed)) is None:
+        while (peer := self.pick(session, need, failed, wish, counts=True)) is None:
             if loop.time() >= until_s:
                 raise self._reason(need)
             await asyncio.sleep(LOOK_S)
@@ -113,71 +232,73 @@ class Replicas:
 
     async def settled(self, timeout_s: float) -> bool:
         """Waits until a service has answered, fitting or not; returns whether one did in time."""
-        waits = {asyncio.create_task(peer.settled(timeout_s)) for peer in self.peers}
-        try:
-            while waits:
-                done, waits = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                if any(task.result() for task in done):
-                    return True
-            return False
-        finally:
-            for task in waits:
-                task.cancel()
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + timeout_s
+        while not any(peer.is_settled for peer in self.peers):
+            if loop.time() >= until_s:
+                return False
+            await asyncio.sleep(LOOK_S)
+        return True
 
     async def after_handshake(self, timeout_s: float) -> ModelInfo:
         """Facts like those of `present`, after a little wait for handshakes that are under way."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s
         while True:
-            if self.info or all(peer.mismatch for peer in self.peers) or loop.time() >= until_s:
+            is_hopeless = bool(self.peers) and all(peer.mismatch for peer in self.peers)
+            if self.info or is_hopeless or loop.time() >= until_s:
                 return self.present()
             await asyncio.sleep(LOOK_S)
 
-    async def close(self) -> None:
-        await asyncio.gather(*(peer.close() for peer in self.peers))
-
     def _meeting(self, need: Need | None) -> list[ServicePeer]:
-        return [peer for peer in self.peers if peer.info and (need is None or need.met_by(peer.info))]
+        present = [(peer, peer.info) for peer in self.peers if not peer.is_draining]
+        return [peer for peer, info in present if info and (need is None or need.met_by(info))]
 
     def _reason(self, need: Need) -> PeerLost:
         """Reason why there is none: all are away, none has the same weights, or room, or those that have hang."""
-        if not any(peer.info for peer in self.peers):
+        infos = [peer.info for peer in self.peers if not peer.is_draining]
+        if not any(infos):
             return self.lost()
-        if not any(peer.info and peer.info.model_hash == need.model_hash for peer in self.peers):
+        if not any(info and info.model_hash == need.model_hash for info in infos):
             return PeerLost(f"{self}: none has the model with which the request began", model_hash=need.model_hash)
         if not self._meeting(need):
             return PeerLost(f"{self}: none has room for the {need.max_len} tokens of the request", max_len=need.max_len)
-        return PeerLost(f"{self} does not answer requests", address=self.peers[0].address)
+        return PeerLost(f"{self} does not answer requests", address=self.address)
 
 
 class Targets(Replicas):
     """Replicas of one model, that of the first in the list which has been there, as it was then.
 
-    So what a seed says does not change when that one is gone. When it comes back with other weights, these count: it
-    was replaced by who names it first. Requests that run go on wherever their own weights are.
+    So what a seed says does not change when that one is away. When it comes back with other weights, these count: it
+    was replaced by who names it first. When it has left the list, those of the next one do. Requests that run go on
+    wherever their own weights are.
     """
 
     @property
     def mismatch(self) -> OutriderError | None:
         """Mismatch of any replicas, and that those which are there have other weights."""
-        strangers = self.left_out
-        if strangers and self.info is None:
-            return PeerLost(f"{self._first} cannot be reached, and {'; '.join(strangers)}", address=self._first.address)
+        strangers, first = self._strangers, self._first
+        if strangers and first is not None and self.info is None:
+            return PeerLost(f"{first} cannot be reached, and {'; '.join(strangers)}", address=first.address)
         return super().mismatch
 
     @property
     def left_out(self) -> list[str]:
-        """Sentences about the replicas with other weights."""
-        wanted = self._first.model_hash
+        """Sentences about the replicas with other weights, and those that are about to end."""
+        return [*self._strangers, *(f"{peer} {STOPPING}" for peer in self.peers if peer.info and peer.is_draining)]
+
+    @property
+    def _strangers(self) -> list[str]:
+        wanted = self._first.model_hash if self._first is not None else ""
         return [
             f"{peer} has other weights, with which no request begins (model hash {peer.info.model_hash}, not {wanted})"
             for peer in self.peers
-            if peer.info is not None and not self.fits(peer)
+            if peer.info is not None and peer.info.model_hash != wanted
         ]
 
     def fits(self, peer: ServicePeer) -> bool:
-        """Whether it has the weights of the first one."""
-        return peer.info is not None and peer.info.model_hash == self._first.model_hash
+        """Whether it has the weights of the first one, and takes requests."""
+        return super().fits(peer) and self._first is not None and peer.model_hash == self._first.model_hash
 
     async def tell_left_out(self) -> None:
         """Logs which of them are left out, when that changes; for ever."""
@@ -191,5 +312,5 @@ class Targets(Replicas):
             await asyncio.sleep(HEALTH_LOOK_S)
 
     @property
-    def _first(self) -> ServicePeer:
-        return next((peer for peer in self.peers if peer.model_hash), self.peers[0])
+    def _first(self) -> ServicePeer | None:
+        return next((peer for peer in self.peers if peer.model_hash), next(iter(self.peers), None))

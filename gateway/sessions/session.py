@@ -3,10 +3,14 @@
 A deadline is a multiple of the usual time, so that no machine needs a setting.
 """
 
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, Self, TypeVar
+from weakref import WeakKeyDictionary
 
 from gateway.rounds.round import TokenLog
+from gateway.sessions.peer import ServicePeer
+from gateway.sessions.placement import NO_PREFIX, LinkBook, PromptPrefix
 from gateway.sessions.replicas import Replicas
 from outrider.errors import OutriderError, PeerLost
 from outrider.parameters import SessionSpec
@@ -22,6 +26,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 class Opening(Protocol):
     """A session's part in one link, from an open to its close."""
 
+    book: LinkBook
+
     def end(self, fence: types_pb2.Fence) -> None:
         """Ends the session there; the fence has its newest epoch."""
 
@@ -32,7 +38,14 @@ OpeningT = TypeVar("OpeningT", bound=Opening)
 class RemoteSession(Generic[OpeningT]):
     """A session that outlives its openings; each begins an epoch. Leaving the context ends it on the service too."""
 
-    def __init__(self, replicas: Replicas, spec: SessionSpec, token_log: TokenLog, session_id: bytes) -> None:
+    def __init__(
+        self,
+        replicas: Replicas,
+        spec: SessionSpec,
+        token_log: TokenLog,
+        session_id: bytes,
+        prefix: PromptPrefix = NO_PREFIX,
+    ) -> None:
         self._replicas = replicas
         self._spec = spec
         self._log = token_log
@@ -40,19 +53,23 @@ class RemoteSession(Generic[OpeningT]):
         self._opening: OpeningT | None = None
         self._epoch = 0
         self._num_repairs = 0
+        self._prefix = prefix
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_exit: object) -> None:
-        for peer in self._replicas.peers:
+        for peer in self._replicas.links:
             peer.breaker.left(self._session_id)
+        if len(self._log) > self._spec.prompt_len:
+            self._replicas.output.add(len(self._log) - self._spec.prompt_len)
         self._forget()
 
     def _forget(self) -> None:
         """Ends the opening; what the service has cached of it may be found by the next one."""
         opening, self._opening = self._opening, None
         if opening is not None:
+            opening.book.closed(self._session_id, self._log.tokens() if self._prefix.chain else ())
             opening.end(self._fence())
 
     def _fence(self, base_len: int | None = None) -> types_pb2.Fence:
@@ -60,14 +77,27 @@ class RemoteSession(Generic[OpeningT]):
         return types_pb2.Fence(session_id=self._session_id, epoch=self._epoch, base_len=base_len)
 
 
-@dataclass(slots=True)
-class DraftDeadline:
+class PerLink:
+    """What is learnt of each link by itself, from a copy of this pattern on: one that is slow loosens no other's."""
+
+    _links: "WeakKeyDictionary[ServicePeer, Self]"
+
+    def of(self, link: ServicePeer) -> Self:
+        """What is learnt of one link."""
+        if link not in self._links:
+            self._links[link] = copy(self)
+        return self._links[link]
+
+
+@dataclass
+class DraftDeadline(PerLink):
     """Deadline of a draft's answer: factor times the moving average of its answers, between min_s and max_s."""
 
     min_s: float = 0.25
     max_s: float = 5.0
     factor: float = 20.0
     _mean_s: float | None = None
+    _links: "WeakKeyDictionary[ServicePeer, Self]" = field(default_factory=WeakKeyDictionary)
 
     def seconds(self, catch_up_count: int) -> float:
         """Time to wait for an answer for which the draft has to read catch_up_count tokens first."""
@@ -89,8 +119,8 @@ class DraftDeadline:
         self._mean_s = max_s if self._mean_s is None else max(self._mean_s, min(2 * self._mean_s, max_s))
 
 
-@dataclass(slots=True)
-class RoundDeadline:
+@dataclass
+class RoundDeadline(PerLink):
     """Time until the target is looked at: factor times the moving average of its answers, within bounds.
 
     Passing it costs one question and no request, so it may be short. `max_s` bounds what a slow start would teach.
@@ -100,6 +130,7 @@ class RoundDeadline:
     max_s: float = 30.0
     factor: float = 20.0
     _mean_s: float = 0.0
+    _links: "WeakKeyDictionary[ServicePeer, Self]" = field(default_factory=WeakKeyDictionary)
 
     def seconds(self) -> float:
         """Time to wait for a verdict before the target is looked at."""

@@ -24,11 +24,10 @@ from gateway.rounds.round import (
 )
 from gateway.sessions.link import Mailbox, opening_of
 from gateway.sessions.peer import ServicePeer
-from gateway.sessions.replicas import Need, Replicas
+from gateway.sessions.replicas import Placing, Replicas, need_of, wish_of
 from gateway.sessions.session import MAX_DRIFT_REPAIRS, RemoteSession, RetryBudget, TargetTimeouts
 from gateway.sessions.wait import Wait
 from outrider.errors import InvalidRequest, NotReady, OutriderError, PeerLost, ProtocolViolation
-from outrider.grammar import ENGINE
 from outrider.parameters import SessionSpec
 from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
@@ -69,7 +68,7 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         Raises PeerLost when the target is away.
         """
         super().__init__(peer.link(), str(peer), fence.session_id)
-        self.peer = peer
+        self.peer, self.book = peer, peer.book
         self.is_opening = True  # the open has no answer yet
         self._spec = spec
         self._log = token_log
@@ -91,7 +90,7 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
     def run_ahead(self, base_len: int, branches: types_pb2.Branches, asked: GuessRequest) -> None:
         """Hands branches on, with which the target may give the verdict after the one on a length."""
         self._ahead_len, self._ahead = base_len, asked
-        # How far it takes the target nobody has read; but it is one verdict, and no guess lies beyond the usual.
+        # How far it takes the target has not been read; but it is one verdict, and no guess lies beyond the usual.
         self._largest_limit = max(self._largest_limit, base_len + self._max_own_count + 2)
         message = pb.VerifyRequest(branches=branches)
         message.branches.plain_on_miss = asked.plain_on_miss
@@ -117,22 +116,23 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         """Tokens that the target may still commit unasked."""
         if self._log.finish_reason is not None:
             return 0
-        left = min(self._limit, self._spec.max_len) - len(self._log)
+        log_len = len(self._log)
+        left = min(self._limit, self._spec.max_len) - log_len
         # A verdict that is here already decides the next token, whatever is proposed.
-        return max(left, 0) or int(len(self._log) in self._early)
+        return left if left > 0 else int(log_len in self._early)
 
     def send_next(self, proposal: Proposal, plain_budget: int, own: GuessRequest) -> None:
         """Opens, steps, extends a stretch of unasked tokens, ends it for a proposal, or sends nothing within one."""
-        budget = min(plain_budget, self._max_budget)
-        if proposal.tree and self.outstanding and len(self._log) not in self._early:
+        budget, outstanding = min(plain_budget, self._max_budget), 0 if self.is_opening else self.outstanding
+        if outstanding and proposal.tree.token_ids and len(self._log) not in self._early:
             # Guesses that are worth more than the rest of a stretch end it.
             message = self._next_message(0)
             message.acknowledge.SetInParent()
             self.send(message)
             self.send_step(proposal, plain_budget, own)
-        elif self.is_opening or not self.outstanding:
+        elif not outstanding:
             self.send_step(proposal, plain_budget, own)
-        elif budget and 2 * self.outstanding <= budget and self._limit < self._spec.max_len:
+        elif budget and 2 * outstanding <= budget and self._limit < self._spec.max_len:
             message = self._next_message(budget)
             message.acknowledge.plain_budget = budget
             self._ask_own(message.acknowledge, own)
@@ -153,12 +153,11 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
             message.open.session.CopyFrom(session)
         self.send(*(pb.VerifyRequest(fence=message.fence, part=part) for part in parts), message)
 
-    async def receive(self, timeout_s: float) -> pb.VerifyResponse:
-        """The answer on the log's length. Raises TimeoutError, PeerLost, and what the target says."""
-        loop = asyncio.get_running_loop()
-        base_len, until_s = len(self._log), loop.time() + timeout_s
+    async def receive(self, until_s: float) -> pb.VerifyResponse:
+        """The answer on the log's length, by the loop's clock; raises TimeoutError, PeerLost, what the target says."""
+        base_len = len(self._log)
         while base_len not in self._early:
-            response = await self.read(max(0.0, until_s - loop.time()))
+            response = await self.read(until_s)
             fence = response.fence
             if fence.epoch == self._epoch and response.HasField("error"):
                 raise session_error_from(response.error)
@@ -232,19 +231,21 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         spec: SessionSpec,
         token_log: TokenLog,
         session_id: bytes,
-        model_hash: str,
+        placing: Placing,
         drafter: str = "",
         wait: Wait | None = None,
     ) -> None:
-        """`model_hash` names the weights with which the request began; no others go on with it.
+        """`placing` is where the request's sessions go.
 
         `drafter` guesses in the target's process wherever a target has it; `wait` hears how much of the prompt is read.
         """
-        super().__init__(replicas, spec, token_log, session_id)
+        super().__init__(replicas, spec, token_log, session_id, placing.prefix)
         self._wait = wait
         self._drafter = drafter
         self._timeouts = timeouts
-        self._need = Need(model_hash, spec.max_len, ENGINE if spec.grammar else "")
+        self._need = need_of(spec, placing.model_hash)
+        self._numerics_id = placing.numerics_id
+        self._home = placing.peer  # where it is opened again as long as nothing is wrong there
         self._failed: ServicePeer | None = None  # the target that served the session last, and no longer does
         self._has_drifted = False
         self._has_worked = False  # the target was found working since the session was opened on it
@@ -283,9 +284,11 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         is_left_out = num_refused >= MAX_REFUSED_GUESSES and bool(proposal.tree)
         if is_left_out:
             proposal = NOTHING
-        opening, response = await self._exchange(proposal, plain_budget, own)
+        opening, response = await self._exchange(proposal, plain_budget, own, started_s)
         wait_us = int(1e6 * (loop.time() - started_s))
         verdict, times = response.verdict, response.times
+        self._numerics_id = opening.link.numerics_id
+        opening.book.answered(self._session_id, len(self._log), verdict.prefix_len, times.compute_us)
         accepted_rows = tuple(verdict.accepted_rows[:])
         next_token_id = verdict.next_token_id if verdict.HasField("next_token_id") else None
         # After a verdict a target has cached all committed tokens but the last one.
@@ -312,7 +315,8 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
             row_count=times.row_count,
             prompt_row_count=times.prompt_row_count,
             session_count=opening.link.session_count,
-            numerics_id=opening.link.numerics_id,
+            numerics_id=self._numerics_id,
+            address=opening.peer.address,
             hop=HopCost(times.queue_us, wait_us, opening.take_bytes()),
             reopens=self._num_opens - opens,
             drift_repairs=self._num_repairs - repairs,
@@ -326,7 +330,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         )
 
     async def _exchange(
-        self, proposal: Proposal, plain_budget: int, own: GuessRequest
+        self, proposal: Proposal, plain_budget: int, own: GuessRequest, started_s: float
     ) -> tuple[TargetOpening, pb.VerifyResponse]:
         """The answer of the first target that gives a verdict, and the opening that it came by.
 
@@ -340,8 +344,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         5. The target refuses what was guessed, or what its own drafter is to guess, and with it the session, which is
            opened again without that. Whether it does depends on no token that a right drafter could have guessed.
         """
-        loop = asyncio.get_running_loop()
-        budget, num_budgets = RetryBudget(self._timeouts.rebuild_budget_s, loop.time()), 1
+        budget, num_budgets = RetryBudget(self._timeouts.rebuild_budget_s, started_s), 1
         num_refusals = 0
         while True:
             if self._has_drifted:
@@ -355,6 +358,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
                     return opening, response
             except (Unanswered, PeerLost, NotReady) as error:
                 self._abandon(error)
+                loop = asyncio.get_running_loop()
                 if self._has_worked and num_budgets < MAX_BUDGETS:
                     budget, num_budgets = RetryBudget(self._timeouts.rebuild_budget_s, loop.time()), num_budgets + 1
                 if not isinstance(error, Unanswered):  # 3
@@ -391,11 +395,16 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         return proposal, own
 
     async def _open(self, until_s: float) -> TargetOpening:
-        """An opening on the first target that can take the session; raises PeerLost when time is up."""
-        peer = await self._replicas.wait(self._session_id, self._need, until_s, self._failed)
+        """An opening on the request's target or else on the best that takes it; raises PeerLost when time is up."""
+        peer = self._home
+        if peer is None or not self._replicas.takes(peer, self._session_id, self._need):
+            wish = wish_of(self._spec, len(self._log), self._replicas.output, self._prefix, self._numerics_id)
+            peer = await self._replicas.wait(self._session_id, self._need, until_s, self._failed, wish)
+        self._home = peer
         peer.breaker.enter(self._session_id)
         self._epoch += 1
         self._opening = self._opened_on(peer)
+        self._opening.book.opened(self._session_id, len(self._log), self._prefix)
         self._num_opens += 1
         self._has_worked = False
         return self._opening
@@ -416,17 +425,19 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         3. It works, and may take its time, for a long prompt or in a full pool. After long enough a message must have
            been lost. Raises Unanswered, and PeerLost when that happens again and again.
         """
-        loop, peer, deadline_s = asyncio.get_running_loop(), opening.peer, self._timeouts.deadline.seconds()
-        started_s, was_opening = loop.time(), opening.is_opening
+        loop, peer, deadline = asyncio.get_running_loop(), opening.peer, self._timeouts.deadline.of(opening.peer)
+        deadline_s = deadline.seconds()
+        now_s = started_s = loop.time()
+        was_opening = opening.is_opening
         allowance_s = deadline_s + PROMPT_TOKEN_S * len(self._log) * was_opening
         ask_at_s, num_asked = started_s, 0
         while True:
             try:
-                if loop.time() >= ask_at_s:
+                if now_s >= ask_at_s:
                     send = opening.send_step if num_asked else opening.send_next
                     send(proposal, plain_budget, own)
-                    ask_at_s, num_asked = loop.time() + 2**num_asked * allowance_s, num_asked + 1
-                response = await opening.receive(min(deadline_s, max(ask_at_s - loop.time(), MIN_WAIT_S)))
+                    ask_at_s, num_asked = now_s + 2**num_asked * allowance_s, num_asked + 1
+                response = await opening.receive(now_s + min(deadline_s, max(ask_at_s - now_s, MIN_WAIT_S)))
             except TimeoutError:
                 waited_s, stalled_s = loop.time() - started_s, await peer.stalled_s()
                 if stalled_s is None:  # 1
@@ -447,10 +458,11 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
                         if self._num_unanswered > MAX_UNANSWERED:
                             raise PeerLost(f"{peer} works, but leaves the session without an answer") from None
                         raise Unanswered(f"{peer} left a request unanswered") from None
+                now_s = loop.time()
             else:
                 if num_asked == 1 and not was_opening:
                     # Prompts and repetitions say nothing about how long a round takes.
-                    self._timeouts.deadline.observe(loop.time() - started_s)
+                    deadline.observe(loop.time() - started_s)
                 return response
 
     async def _drop_cache(self) -> None:
@@ -470,7 +482,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
     def _abandon(self, error: OutriderError) -> None:
         self._log_event("target session lost", reason=error.message, log_len=len(self._log))
         if self._opening is not None:
-            self._failed = self._opening.peer
+            self._failed, self._home = self._opening.peer, None
         self._forget()
 
     def _log_event(self, event: str, **values: str | int) -> None:

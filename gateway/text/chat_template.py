@@ -184,7 +184,7 @@ class ChatTemplate:
 
         None where there is nothing to look for.
         """
-        if self.tool_format is None or not (tools or self.tool_format.reasoning):
+        if self.tool_format is None or not (tools or self.tool_format.reasoning or self.tool_format.has_channels):
             return None
         tail = prompt.rstrip()
         openers = (
@@ -315,7 +315,7 @@ class ChatTemplate:
     @property
     def _call_marks(self) -> tuple[str, str]:
         """What the model's family writes around a call in JSON."""
-        syntax = self.tool_format.calls[0] if self.tool_format is not None else None
+        syntax = self.tool_format.calls[0] if self.tool_format is not None and self.tool_format.calls else None
         if syntax is None or syntax.body is not Body.JSON or not syntax.close or not syntax.open:
             return "", ""
         return f"{syntax.open}\n", f"\n{syntax.close[0]}"

@@ -176,8 +176,10 @@ class Detokenizer:
             return ""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
-        partial_len = min(len(text) - len(text.rstrip(REPLACEMENT)), MAX_PARTIAL)
-        piece = text[self._emitted_len : len(text) - partial_len]
+        end = len(text)
+        if text.endswith(REPLACEMENT):
+            end -= min(end - len(text.rstrip(REPLACEMENT)), MAX_PARTIAL)
+        piece = text[self._emitted_len : end]
         self._emitted_len += len(piece)
         if len(self._window) >= self._limit:
             # The front of the window goes at the last place that is a boundary and has all its text out.

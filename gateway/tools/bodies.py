@@ -121,7 +121,7 @@ class JsonBody(CallBody):
                 if not is_call or (spelled is None and self._is_bare):
                     return None
                 call_id = call_id if isinstance(call_id, str) else ""
-                calls.append(ParsedCall(name, _strict_object(spelled or "null"), call_id))
+                calls.append(ParsedCall(name, strict_object(spelled or "null"), call_id))
         except (ValueError, RecursionError):
             return None
         return calls or None
@@ -160,7 +160,7 @@ class NamedBody(CallBody):
         if head is None or not self.is_whole:
             return None
         try:
-            return [ParsedCall(head["name"], _strict_object(arguments), head["call_id"] or "")]
+            return [ParsedCall(head["name"], strict_object(arguments), head["call_id"] or "")]
         except (ValueError, RecursionError):
             return None
 
@@ -352,7 +352,7 @@ def _members(text: str) -> dict[str, str]:
     return found
 
 
-def _strict_object(spelled: str) -> str:
+def strict_object(spelled: str) -> str:
     """Arguments as an object in JSON that every parser reads: as spelled wherever possible; raises ValueError."""
     value = _DECODER.decode(spelled)
     if isinstance(value, str):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gateway.tools.formats import Body
+from gateway.tools.formats import JSON, Body
 from gateway.tools.reader import Reading
 from gateway.tools.schemas import moved
 from gateway.tools.values import kinds_of
@@ -47,6 +47,12 @@ class CallRules:
     max_calls: int | None = None
 
 
+def fitting(reading: Reading, rules: CallRules) -> Reading:
+    """The reading for these rules: a grammar for calls knows no channels, and writes them as JSON without any."""
+    needs_grammar = rules.needs_call or any(tool.strict for tool in rules.tools)
+    return replace(reading, format=JSON) if reading.format.has_channels and needs_grammar else reading
+
+
 def answer_constraint(
     reading: Reading | None, rules: CallRules, added_tokens: Mapping[str, int], shape: Constraint | None = None
 ) -> Constraint | None:
@@ -60,6 +66,9 @@ def answer_constraint(
     if reading is None:
         return shape
     tools = rules.tools
+    if reading.format.has_channels:
+        # A call ends such an answer, and one that must be made or fit is written bare; see `fitting`.
+        return shape
     if tools and rules.needs_call:
         shape = None
     if shape is None:

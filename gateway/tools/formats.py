@@ -50,6 +50,8 @@ class ToolFormat:
     reasoning: tuple[tuple[str, str], ...] = ()
     calls_end_reasoning: bool = False
     call_id_len: int | None = None
+    has_channels: bool = False
+    """Whether an answer is messages with headers, which say what each is; see channels.py."""
 
     @property
     def markers(self) -> frozenset[str]:
@@ -80,12 +82,14 @@ _NAMED = (CallSyntax(Body.NAMED, "[TOOL_CALLS]"),)
 MISTRAL = ToolFormat("mistral", _NAMED, (BIG_THINK, THINK), call_id_len=9)
 MISTRAL_V3 = ToolFormat("mistral-v3", _NAMED, call_id_len=9)
 JSON = ToolFormat("json", (CallSyntax(Body.JSON),))
+HARMONY = ToolFormat("harmony", has_channels=True)
 FORMATS: Mapping[str, ToolFormat] = {
-    each.name: each for each in (HERMES, QWEN3_XML, LLAMA3_JSON, LLAMA_PYTHONIC, MISTRAL, MISTRAL_V3, JSON)
+    each.name: each for each in (HERMES, QWEN3_XML, LLAMA3_JSON, LLAMA_PYTHONIC, MISTRAL, MISTRAL_V3, JSON, HARMONY)
 }
 AUTO, OFF = "auto", "off"
 # What only the template of a family says, the most specific first; all of one line must be there.
 SIGNS: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
+    (HARMONY, ("<|channel|>", "<|message|>")),
     (QWEN3_XML, ("<function=", "<parameter=")),
     (MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),
     (MISTRAL_V3, ("[TOOL_CALLS]",)),

@@ -90,7 +90,7 @@ class AnswerReader:
         if attempt is not None and not is_told:
             self._restore(attempt)
         rest, self._held = self._held, ""
-        if is_cut and (marker_len := _begun_len(rest, self._text_markers())):
+        if is_cut and (marker_len := begun_len(rest, self._text_markers())):
             rest = rest[:-marker_len].rstrip()
         if self.is_reasoning:
             self._say(rest.rstrip())
@@ -144,7 +144,7 @@ class AnswerReader:
             before, _, after = text.partition(marker)
             self._mark(marker, before)
             return after
-        said = text[: len(text) - _begun_len(text, self._text_markers())]
+        said = text[: len(text) - begun_len(text, self._text_markers())]
         if self._syntaxes or self.is_reasoning or self._is_at_start:
             said = said.rstrip()
         self._held = text[len(said) :]
@@ -287,7 +287,7 @@ def joined(deltas: Collection[Delta]) -> tuple[Delta, ...]:
     return tuple(found)
 
 
-def _begun_len(text: str, markers: Collection[str]) -> int:
+def begun_len(text: str, markers: Collection[str]) -> int:
     """Length of the end of a text that may be the beginning of a marker."""
     beginnings = (marker[:length] for marker in markers for length in range(1, len(marker)))
     return max((len(each) for each in beginnings if text.endswith(each)), default=0)

@@ -7,13 +7,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
+from outrider.errors import InvalidRequest
 from training.heads import HeadShape
 
 ARCHITECTURES = {
@@ -37,6 +39,42 @@ class HeadFiles:
     target: str
     """Name that the target goes by."""
     target_config: LlamaConfig | Qwen3Config
+
+    @classmethod
+    def read(cls, folder: Path, target_config: LlamaConfig | Qwen3Config) -> Self:
+        """Files of an eagle3 head as they were written. Raises InvalidRequest about any that are others than these."""
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            layer, named = config["transformer_layer_config"], config["speculators_config"]
+            with safe_open(folder / "model.safetensors", "pt") as file:
+                knows_all = "d2t" not in file.keys()  # noqa: SIM118 - what it opens is no mapping
+                offsets = torch.zeros(target_config.vocab_size, dtype=torch.int64)
+                offsets = offsets if knows_all else file.get_tensor("d2t")
+            shape = HeadShape(
+                hidden_size=layer["hidden_size"],
+                num_heads=layer["num_attention_heads"],
+                num_kv_heads=layer["num_key_value_heads"],
+                head_dim=layer["head_dim"],
+                intermediate_size=layer["intermediate_size"],
+                steps_ahead=named["proposal_methods"][0]["speculative_tokens"],
+                norm_epsilon=layer["rms_norm_eps"],
+                rope_theta=layer["rope_theta"],
+                context_len=layer["max_position_embeddings"],
+            )
+            taps, name = tuple(config["eagle_aux_hidden_state_layer_ids"]), named["verifier"]["name_or_path"]
+        except (OSError, SafetensorError, ValueError, TypeError, LookupError) as error:
+            limit = f"an eagle3 head as models/train_head.py writes it: {error!r}"
+            raise InvalidRequest("--head", str(folder), limit) from error
+        draft_ids = offsets + torch.arange(len(offsets))
+        files = cls(
+            method="eagle3", shape=shape, taps=taps, draft_ids=draft_ids, target=name, target_config=target_config
+        )
+        written = files.config
+        other = next((key for key in {**written, **config} if written.get(key) != config.get(key)), None)
+        if other is not None:
+            limit = f"an eagle3 head of this target, as models/train_head.py writes it, whose {other} differs"
+            raise InvalidRequest("--head", str(folder), limit)
+        return files
 
     @property
     def config(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Only the ids of the draft vocabulary are in it, so what they have together count
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -12,7 +13,7 @@ from typing import Self
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from transformers import LlamaForCausalLM
 
 from training.data import IGNORED
@@ -29,39 +30,48 @@ SCALE_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """All texts of a folder's shards, as one list of rows of one length."""
+    """All texts of some shards, as one list of rows of one length; past the ends of shorter ones nothing is learnt."""
 
     token_ids: Tensor
     """Ids [R, L] int64."""
     is_answer: Tensor
     """[R, L]: which tokens the target drew for an answer."""
-    files: tuple[Path, ...]
-    rows_per_file: int
+    places: tuple[tuple[Path, int], ...]
+    """File of each row, and its place there."""
 
     @classmethod
     def read(cls, folder: Path, count: int) -> Self:
         """The first shards; states stay on disk until they are wanted."""
-        files = tuple(shard_path(folder, number) for number in range(count))
+        return cls.of([shard_path(folder, number) for number in range(count)])
+
+    @classmethod
+    def of(cls, files: Sequence[Path]) -> Self:
+        """Shards of any lengths, at least one."""
         parts: list[tuple[Tensor, Tensor]] = []
+        places: list[tuple[Path, int]] = []
         for path in files:
             with safe_open(path, "pt") as file:
                 parts.append((file.get_tensor("token_ids"), file.get_tensor("is_answer")))
-        token_ids, is_answer = (torch.cat(each) for each in zip(*parts, strict=True))
-        return cls(token_ids, is_answer, files, len(parts[0][0]))
+            places += ((path, place) for place in range(len(parts[-1][0])))
+        length = max(part.shape[1] for part, _ in parts)
+        padded = [[pad(each, (0, length - each.shape[1])) for each in part] for part in zip(*parts, strict=True)]
+        return cls(torch.cat(padded[0]), torch.cat(padded[1]), tuple(places))
 
     def states(self, name: str, rows: Tensor) -> Tensor:
-        """`taps` or `normed` [B, L, ...] float32 of these rows [B]."""
+        """`taps` or `normed` [B, L, ...] float32 of these rows [B]; zeros past their ends."""
         found: list[Tensor] = []
         for row in rows.tolist():
-            number, place = divmod(row, self.rows_per_file)
-            with safe_open(self.files[number], "pt") as file:
+            path, place = self.places[row]
+            with safe_open(path, "pt") as file:
                 found.append(file.get_slice(name)[place])
-        return torch.stack(found).float()
+        length = self.token_ids.shape[1]
+        return torch.stack([pad(each, (0, 0, 0, length - len(each))) for each in found]).float()
 
     def feature_scale(self) -> Tensor:
         """The root of the mean square of each feature [F] at the taps, over the first texts."""
-        taps = self.states("taps", torch.arange(min(SCALE_ROWS, len(self.token_ids))))
-        return taps.pow(2).mean((0, 1)).sqrt().clamp_min(1e-6)
+        taps = self.states("taps", torch.arange(min(SCALE_ROWS, len(self.token_ids)))).flatten(0, 1)
+        read = taps[taps.any(1)]
+        return read.pow(2).mean(0).sqrt().clamp_min(1e-6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +133,10 @@ def head_loss(teacher: StoredTeacher, *, overlap: bool) -> Loss:
         rows, texts, columns, laws = teacher.lesson(inputs, targets, temperature)
         total, weights = torch.zeros(()), 0.0
         with torch.autocast("cpu", torch.bfloat16):
-            features = teacher.material.states("taps", rows) / teacher.feature_scale
-            for step, states in enumerate(head.normed_states(features, teacher.material.token_ids[rows])):
+            # Nothing is learnt after the last column, nor does anything before it see what is there.
+            end = int(columns.max()) + 1 if len(columns) else 1 + head.steps_ahead
+            features = teacher.material.states("taps", rows)[:, :end] / teacher.feature_scale
+            for step, states in enumerate(head.normed_states(features, teacher.material.token_ids[rows, :end])):
                 # Row m of a step guesses the distribution at row m + 1 + step.
                 logits = head.lm_head(states[texts, columns - 1 - step]).float()
                 weight = STEP_WEIGHT**step

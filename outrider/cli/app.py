@@ -29,7 +29,7 @@ from outrider.model_service.settings import Dtype, KvDtype, available_cpus, chec
 from outrider.process.children import HOST
 from outrider.process.options import grouped, listed, options_of, refuse_together
 from outrider.process.streams import unfailing
-from outrider.rpc.channels import check_address
+from outrider.rpc.wire import check_address
 
 # What is about the draft service, and about the draft, only.
 SERVICE_OPTIONS = ("draft_dtype", "top_n", "cascade", "cascade_depth")
@@ -256,12 +256,11 @@ def _stack(
     machine.check_doors()
     OperatorDefaults.parse("--generation-defaults", machine.generation_defaults or "")
     named, head, defaults = (models.target, models.draft), hosted.head, machine.generation_defaults or ""
-    dtype = models.dtype
     if models.target is None:
         pair = choose_pair(models.pair, fetches=fetches)
         if pair.reason and fetches:
             note(f"Serving the embedded pair that tells tales: {pair.reason}")
-        named, dtype = (pair.target, models.draft or pair.draft), dtype or Dtype(pair.dtype)
+        named = (pair.target, models.draft or pair.draft)
         head = head or (pair.head if has_draft else None)
         defaults = ",".join(filter(None, (pair.generation_defaults, defaults)))
     target, draft = choose_models(*named, no_draft=not has_draft)
@@ -285,7 +284,7 @@ def _stack(
         kv_tokens=models.kv_tokens,
         kv_dtype=models.kv_dtype or KvDtype.AUTO,
         context_len=models.context_len,
-        dtype=dtype or Dtype.AUTO,
+        dtype=models.dtype or Dtype.AUTO,
         device=machine.device,
         draft_device=machine.draft_device or machine.device,
         threads=machine.threads or available_cpus(),

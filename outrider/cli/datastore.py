@@ -1,6 +1,6 @@
 """`outrider datastore`: texts to look up in, in a process of its own, because building needs numpy.
 
-The options are declared in `outrider.datastore.command`; here they only pass through.
+The options are declared in `gateway.lookup.datastore.command`; here they only pass through.
 """
 
 import typer
@@ -8,7 +8,7 @@ import typer
 from outrider.cli.bench.command import PASSING_ON
 from outrider.cli.modules import Extra, run_module
 
-COMMAND = "outrider.datastore.command"
+COMMAND = "gateway.lookup.datastore.command"
 
 app = typer.Typer(help="Makes datastores to look up in, and shows what is in them.", no_args_is_help=True)
 

@@ -12,6 +12,7 @@ import grpc
 from outrider.client.calls import unreadable
 from outrider.errors import InvalidRequest, VocabularyMismatch
 from outrider.model_files.digests import VocabularyDigests
+from outrider.model_files.gguf.header import BLOCK_DTYPES
 from outrider.model_files.model_names import SIM_DRAFT, embedded_model, parse, parse_simulated
 from outrider.model_service.settings import SHARED_MEMORY_SHARE, check_model
 from outrider.process.children import HOST, Launch, ServiceFailed, Supervisor, family_of
@@ -93,8 +94,8 @@ class Stack:
 
     @property
     def dtype_of_draft(self) -> str:
-        """That of the target unless it has one of its own; a draft beside a file's own bits need not be such a file."""
-        return self.draft_dtype or ("auto" if self.dtype == "file" else self.dtype)
+        """The target's, unless the draft has one of its own; beside a file's own bits it need not be such a file."""
+        return self.draft_dtype or ("auto" if self.dtype in BLOCK_DTYPES else self.dtype)
 
     @property
     def shares_device(self) -> bool:

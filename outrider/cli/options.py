@@ -31,9 +31,9 @@ from outrider.parameters import (
 )
 from outrider.process.children import HOST, MAX_WORKERS
 from outrider.process.options import between, flag_of, grouped, listed, options_of, refuse_together
-from outrider.rpc.channels import check_address, is_loopback
 from outrider.rpc.messages.tree import MAX_BRANCHES, MAX_SUPPORT
 from outrider.rpc.tls import Tls
+from outrider.rpc.wire import check_address, is_loopback
 
 DEFAULTS_VARIABLE = "OUTRIDER_GENERATION_DEFAULTS"
 REST_PORT, GATEWAY_PORT, DRAFT_PORT, TARGET_PORT = 8080, 50050, 50051, 50052
@@ -561,6 +561,9 @@ class TurnOptions:
             metavar="TEXT",
             callback=_text,
         ),
+    ] = None
+    unrecorded: Annotated[
+        Switch, _answer("--unrecorded", help="A target that records answers leaves this one out.", show_default=False)
     ] = None
     temperature: Annotated[
         Number,

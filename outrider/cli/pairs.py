@@ -19,9 +19,6 @@ PAIR_VARIABLE = "OUTRIDER_PAIR"
 FETCH_LIMIT_S = 900
 # By the card of SmolLM2-135M-Instruct; at temperature 1 it talks nonsense.
 ASSISTANT_DEFAULTS = "temperature=0.2,top_p=0.9"
-# Its file's own bits would take half the time, but inputs in eight bits are too coarse for so small a model: it forgets
-# the capital of France, as it does in llama.cpp, which rounds them too.
-ASSISTANT_DTYPE = "bfloat16"
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*")
 
 
@@ -41,8 +38,6 @@ class PairModels:
     head: str | None = None
     generation_defaults: str = ""
     """Defaults that the authors recommend and the files do not state, as a gateway's option."""
-    dtype: str = "auto"
-    """Type of the target's weights, where the user asks for none."""
     reason: str = ""
     """Reason why it is not the assistant, where the user asked for no other pair."""
 
@@ -87,7 +82,7 @@ def _assistant(*, fetches: bool) -> PairModels:
         found = _weights(place)
     if found is None:
         raise ModelRefused(f"the assistant's package {package} is not installed in {place} yet", package=package)
-    return PairModels(str(found), draft, head, ASSISTANT_DEFAULTS, ASSISTANT_DTYPE)
+    return PairModels(str(found), draft, head, ASSISTANT_DEFAULTS)
 
 
 def _weights(folder: Path) -> Path | None:

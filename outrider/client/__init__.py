@@ -6,7 +6,7 @@
             print(piece, end="", flush=True)
 
 Everything that a caller needs is here; the modules of this package are its own business.
-docs/client.md is the reference.
+docs/clients/client.md is the reference.
 """
 
 from outrider.answer import (

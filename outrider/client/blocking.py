@@ -17,8 +17,9 @@ from outrider.client.requests import (
     chat_request,
     generate_request,
 )
-from outrider.rpc.channels import channel_options, open_blocking_channel
+from outrider.rpc.channels import open_blocking_channel
 from outrider.rpc.tls import Tls
+from outrider.rpc.wire import channel_options
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 CallIterator = Any

@@ -8,9 +8,9 @@ import grpc
 
 from outrider.client.requests import GenerationOptions, Metadata, Pairs, key_pairs, pairs
 from outrider.errors import InvalidRequest, OutriderError, PeerLost
-from outrider.rpc.channels import check_address
 from outrider.rpc.errors import error_from, said_by_peer
 from outrider.rpc.tls import Tls, TlsFailed, TlsFiles, has_no_connection, why_refused
+from outrider.rpc.wire import check_address
 
 # What gRPC says when a server of plain HTTP answers it, without TLS and with it.
 HTTP_1 = ("http1.x server", "missing selected ALPN")

@@ -12,8 +12,8 @@ from google.protobuf.message import Message as Protobuf
 from outrider.beams import BeamSearch
 from outrider.errors import Field, InvalidRequest, PromptTooLong
 from outrider.parameters import Rule
-from outrider.rpc.channels import MAX_MESSAGE_BYTES
 from outrider.rpc.messages.rules import RULES
+from outrider.rpc.wire import MAX_MESSAGE_BYTES
 from outrider.token_tree import TreeShape
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
@@ -131,6 +131,8 @@ class GenerationOptions(TypedDict, total=False):
     """Whether the prompt's tokens and log-probabilities come too; needs logprob_count."""
     cache_salt: str | None
     """Only requests with the same salt share what is cached of equal beginnings of prompts."""
+    unrecorded: bool | None
+    """Whether a target that records what it answered leaves this request out."""
     speculation: Speculation | None
     """Whether and how to speculate."""
     json_schema: str | Mapping[str, object] | None

@@ -19,7 +19,7 @@ from outrider.engine.runner import Allocate, ModelRunner, reserve
 from outrider.engine.sampling.beams import select
 from outrider.engine.sampling.draw import DrawInput
 from outrider.engine.session import Session
-from outrider.engine.sharing import Pace
+from outrider.engine.sharing import ForwardPace
 from outrider.errors import OutriderError
 from outrider.estimates.timing import Meter
 from outrider.parameters import SessionSpec
@@ -110,7 +110,7 @@ class BeamDrafter:
         """See outrider.drafters.model_drafter.ModelDrafter."""
         self._runner = runner
         self._with_room = with_room
-        self._pace = Pace(clock)
+        self._pace = ForwardPace(clock)
 
     def advance(self, tasks: Sequence[BeamDraftTask]) -> bool:
         """Makes one forward over all beams of all tasks, and a step of each whose tokens are cached; none waits."""

@@ -5,20 +5,22 @@ Such guesses cost no message: a round takes one hop, and none where it is unaske
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 import structlog
 import torch
+from torch import Tensor
 
 from outrider.drafters.drafter import NO_PROPOSAL, DrafterProposal, DrafterSession, GuessLimits
+from outrider.drafters.masked import as_wanted
 from outrider.drafters.model_drafter import MODEL, DraftTask, Learn, ModelDrafter, noise_of
 from outrider.drafters.scales import Experience
-from outrider.drafters.tree_drafter import as_tree
 from outrider.engine.batching import MAX_STEP_TOKENS
 from outrider.engine.cache import KVCache
 from outrider.engine.devices import send
+from outrider.engine.heads.block_head import BlockHead
 from outrider.engine.heads.fused import FusedHead, head_decoder
 from outrider.engine.heads.head import Head
 from outrider.engine.models.decoder import Decoder
@@ -40,31 +42,38 @@ COPIED_ROWS = 512
 
 
 class FeatureCopy:
-    """Makes states of a head from what the target has stored of its tokens."""
+    """Makes states of a head, or keys and values of one without, from what the target has stored of its tokens."""
 
     def __init__(self, target: KVCache, head: Head, decoder: Decoder) -> None:
         """`target` taps all boundaries that the head reads; `decoder` computes it."""
         self._target = target
         self.head = head
         self._fused = decoder if isinstance(decoder, FusedHead) else None
-        size = target.features.shape[1] // len(target.taps)
-        places = [target.taps.index(tap) * size for tap in head.facts.taps]
-        columns = np.concatenate([np.arange(place, place + size) for place in places])
-        # Mostly there are no other taps.
-        is_whole = len(columns) == target.features.shape[1] and (columns == np.arange(len(columns))).all()
-        self._columns = None if is_whole else send(columns, target.features.device)
+
+    @cached_property
+    def _columns(self) -> Tensor | None:
+        """What the head reads of a slot's features, None for all; others may tap more until there is the first one."""
+        columns = self._target.columns(self.head.facts.taps)
+        is_whole = len(columns) == self._target.features.shape[1] and (columns == np.arange(len(columns))).all()
+        return None if is_whole else send(columns, self._target.features.device)
 
     def __call__(self, source: Session, session: Session, start: int, end: int) -> None:
-        """Writes the states of tokens [start, end), which the target has cached in `source`, into `session`."""
+        """Writes what is made of tokens [start, end), which the target has cached in `source`, into `session`."""
         own = session.table.cache.features
         for first in range(start, end, COPIED_ROWS):
             last = min(first + COPIED_ROWS, end)
             places = source.table.slots(first, last), session.table.slots(first, last)
-            fused = self._fused if self._columns is None else None
-            if fused is not None and fused.copy_states(self._target.features, places[0], own, places[1]):
+            features, rows = self._target.features, places[0]
+            if self._columns is not None:
+                features = features.index_select(0, send(rows, own.device)).index_select(1, self._columns)
+                rows = np.arange(last - first)
+            if self._fused is not None and self._fused.copy_states(features, rows, own, places[1]):
                 continue
-            features = self._target.features.index_select(0, send(places[0], own.device)).float()
-            states = self.head.states_of(features if self._columns is None else features.index_select(1, self._columns))
+            features = features.index_select(0, send(rows, own.device)).float()
+            if isinstance(self.head, BlockHead):
+                self.head.keep(features, first, places[1], session.table.cache)
+                continue
+            states = self.head.states_of(features)
             # No guesses follow a committed token.
             states = torch.cat((states, states.new_zeros(len(states), 1)), 1).to(own.dtype)
             own.index_copy_(0, send(places[1], own.device), states)
@@ -141,12 +150,17 @@ class HostedDraft(TaskDraft):
         room = min(self._spec.max_len - 1, self._runner.context_len) - len(token_ids)
         if room < 0:
             return
-        draft_count = min(limits.draft_count, room)
         if self._copy is not None:
-            draft_count = min(draft_count, self._copy.head.facts.max_draft_count or draft_count)
-            if not draft_count:
-                # What it would read is kept by the target, and read when a guess is wanted.
-                return
+            # A head has weights for so many guesses one after the other, of which a tree may have several side by side.
+            room = min(room, self._copy.head.facts.max_draft_count or room)
+        masks = self._runner.config.masks
+        if masks is not None and len(token_ids) + masks.count(1) > self._runner.context_len:
+            # A block of fewer rows would be another guess.
+            room = 0
+        draft_count = min(limits.draft_count, room)
+        if self._copy is not None and not draft_count:
+            # What it would read is kept by the target, and read when a guess is wanted.
+            return
         own = self._follow(token_ids)
         if self._copy is not None:
             try:
@@ -167,9 +181,8 @@ class HostedDraft(TaskDraft):
             # Of the last token a head knows its own guess of a state only, until the target has read it.
             num_private=1 if self._copy is not None else 0,
         )
-        if limits.shape is not None and draft_count:
-            task = as_tree(task, limits.shape, limits.draft_count, min(room, limits.max_depth), self._known)
-        self.task = task
+        room = min(room, limits.max_depth)
+        self.task = as_wanted(task, masks, limits.shape, limits.draft_count, room, self._known)
 
     def _done(self, caught_up_count: int, task: DraftTask) -> None:
         tree = task.proposal
@@ -203,6 +216,9 @@ class HostedDraft(TaskDraft):
         own.table.reserve(len(own), min(own.next_position, self._stated_len))
         copy(session, own, self._stated_len, end)
         self._stated_len = end
+        if copy.head.facts.masks is not None:
+            # Keys and values are there, of all but the last token.
+            own.advance(end, EMPTY)
 
     def truncate(self, length: int) -> None:
         self._end()
@@ -230,6 +246,7 @@ class HostedModel:
     """
 
     rules = frozenset(Rule)
+    makes_trees = True
 
     def __init__(
         self, runner: ModelRunner, top_n: int = DEFAULT_TOP_N, copy: FeatureCopy | None = None, name: str = HOSTED
@@ -238,7 +255,6 @@ class HostedModel:
         self.name = name
         self.runner = runner
         self.copy = copy
-        self.makes_trees = copy is None
         self._known = Experience()
         self._drafter = ModelDrafter(runner, without_room, top_n)
 

@@ -27,7 +27,7 @@ from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, DraftDist
 from outrider.engine.sampling.draw import DrawInput, draw_each, row_contexts, rows_of, scores_behind
 from outrider.engine.sampling.transforms import index, transform
 from outrider.engine.session import Session
-from outrider.engine.sharing import Pace
+from outrider.engine.sharing import ForwardPace
 from outrider.engine.walk import walk
 from outrider.errors import InvalidRequest, NoTokenLeft, OutriderError
 from outrider.estimates.timing import Meter
@@ -227,7 +227,7 @@ class ModelDrafter:
         those that it would find without, one by one.
         """
         self._runner = runner
-        self._pace = Pace(clock, STEPS_A_ROUND)
+        self._pace = ForwardPace(clock, STEPS_A_ROUND)
         self._with_room = with_room
         self._top_n = top_n
         self._ahead = ahead

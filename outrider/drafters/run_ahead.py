@@ -33,7 +33,7 @@ from outrider.parameters import DraftDistribution
 from outrider.token_tree import Branch, TokenTree
 
 LEAST_RATE = 1e-3
-"""In the place of the chance of a guess that ends the request, behind which there is no outcome."""
+"""In the place of the chance of a guess that ends the request, after which there is no outcome."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -142,7 +142,7 @@ def drawn_each(
     found = zip(owners, drawn.tolist(), laws.probs(drawn), ranked, strict=True)
     guesses = [task.guess(token_id, prob, law) for (task, _), token_id, prob, law in found]
     if any(task.ranked is not task.spec for task in tasks):
-        # At temperature 0 a law has one token, and the second best is wanted.
+        # At temperature 0 a distribution has one token, and the second best is wanted.
         inputs = [DrawInput(task.draw_input.feed, task.ranked) for task in tasks]
         ranked = quantise(drawable_scores(runner, rows, inputs), OUTCOME_CHILDREN, runner.ops).distributions()
     level = iter(

@@ -244,6 +244,12 @@ class KVCache:
         self.features = self.features.new_empty(self.features.shape[0], size)
         self.taps = taps
 
+    def columns(self, taps: Sequence[int]) -> NDArray[np.int64]:
+        """Columns of the features that these taps have, side by side in this order."""
+        size = self.features.shape[1] // len(self.taps)
+        places = [self.taps.index(tap) * size for tap in taps]
+        return np.concatenate([np.arange(place, place + size) for place in places])
+
     def store_tap(self, boundary: int, slots: Tensor, rows: Tensor) -> None:
         """Stores rows [R, H] of a boundary at slots [R], wherever it is among the taps."""
         size = rows.shape[1]

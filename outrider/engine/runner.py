@@ -23,13 +23,14 @@ from outrider.engine.models.config import DecoderFacts
 from outrider.engine.models.decoder import MEMORY_SHARE, Decoder, TappedDecoder
 from outrider.engine.models.fused import fused
 from outrider.engine.models.transformer import Transformer
-from outrider.engine.models.weights import AUTO, DTYPES, KV_DTYPES, PACKED_BITS
+from outrider.engine.models.weights import AUTO, DTYPES, KV_DTYPES, NUMERICS, PACKED_BITS
 from outrider.engine.ops import Ops, choose_ops
 from outrider.engine.ops.blocks import first_rows
 from outrider.engine.ops.native import MAX_HEAD_DIM, MAX_THREADS, NativeOps
 from outrider.engine.session import Session
 from outrider.engine.sharing import share_rows
 from outrider.errors import CacheFull, Field, InvalidRequest, ModelRefused, PromptTooLong
+from outrider.model_files.gguf.header import BLOCK_DTYPES
 from outrider.token_tree import EMPTY
 
 log = structlog.get_logger()
@@ -40,6 +41,10 @@ Compute = Callable[[RowPlan, KVCache, Tensor], Tensor]
 MAX_ROWS = 512
 # Rows of the smallest piece of a prompt that is tried where a device is out of memory.
 MIN_PIECE_ROWS = 16
+# Rows of prompts from which a forward shows what reading costs where there is much to read.
+MIN_READING_ROWS = 64
+# Of what such a forward has shown a row to cost, is believed.
+READING_MOVES = 0.25
 # 64 MiB of float32, beyond those after which tokens are drawn.
 MAX_PREFIX_LOGITS = 1 << 24
 
@@ -53,10 +58,25 @@ class ForwardCounts:
     """Seconds for which the device was busy with them, and with the draws after them."""
     batch_sizes: dict[int, int] = field(default_factory=dict)
     """Number of forwards by their number of sessions."""
+    last: tuple[float, int] = 0.0, 0
+    """Seconds and rows of the last forward."""
+    reading_row_s: float = 0.0
+    """Seconds of a row where prompts are read in large pieces, lately; 0 before the first of these."""
+    _begun: tuple[int, int] = 0, 0
 
-    def add(self, num_sessions: int, num_rows: int) -> None:
+    def add(self, num_sessions: int, num_rows: int, num_prompt_rows: int = 0) -> None:
         self.num_rows += num_rows
         self.batch_sizes[num_sessions] = self.batch_sizes.get(num_sessions, 0) + 1
+        self._begun = num_rows, num_prompt_rows
+
+    def end(self, seconds: float) -> None:
+        """Counts the time of the forward that was added last."""
+        num_rows, num_prompt_rows = self._begun
+        self.busy_s += seconds
+        self.last = seconds, num_rows
+        if num_prompt_rows >= max(MIN_READING_ROWS, num_rows / 2):
+            row_s = seconds / num_rows
+            self.reading_row_s += (READING_MOVES if self.reading_row_s else 1.0) * (row_s - self.reading_row_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +159,6 @@ class ModelRunner:
         context_len: int | None = None,
     ) -> None:
         """Without a context_len sessions may be as long as the model reads."""
-        self.model: Decoder = fused(model) if isinstance(model, Transformer) else model
         self.identity = identity
         self.max_rows = max_rows
         self.context_len = context_len or model.config.context_len
@@ -148,6 +167,9 @@ class ModelRunner:
         config = model.config
         self.pool = BlockPool(-(-kv_tokens // BLOCK_SIZE))
         num_slots = self.pool.num_blocks * BLOCK_SIZE
+        # A position has a slot.
+        longest = min(self.context_len, num_slots)
+        self.model: Decoder = fused(model, longest) if isinstance(model, Transformer) else model
         self.cache = KVCache(
             config.num_layers, num_slots, config.num_kv_heads, config.head_dim, model.cache_dtype, self.device
         )
@@ -175,8 +197,9 @@ class ModelRunner:
     ) -> Self:
         """Loads a folder, a hub id, a sized or simulated model (model_names.py), or what find_checkpoint found.
 
-        dtype, "bfloat16", "float32", or on the CPU "int8", "int4" or "file", is that of the weights in memory, whatever
-        the files hold; "file" keeps those of a GGUF file as they are, and "auto" is that, or bfloat16 elsewhere.
+        dtype, "bfloat16", "float32", or on the CPU "int8", "int4" or one of BLOCK_DTYPES, is that of the weights in
+        memory, whatever the files hold; the last keep those of a GGUF file as they are, and "auto" is the one that
+        suits such a file, or bfloat16 elsewhere.
         kv_dtype, "float32" or "bfloat16", is that of keys and values on the CPU, by default float32.
         kv_tokens is the size of the cache in tokens, context_len the most tokens of a session; by default what
         Decoder.fit_cache finds, on CUDA in kv_memory_share, in (0, 1], of what is free beside the weights.
@@ -185,20 +208,11 @@ class ModelRunner:
         """
         torch_device = checked_device(device)
         _check_types(dtype, kv_dtype, torch_device)
-        packed_bits, is_file = PACKED_BITS.get(dtype), dtype == "file"
         if not 1 <= num_threads <= MAX_THREADS:
             raise InvalidRequest("num_threads", num_threads, f"in [1, {MAX_THREADS}]")
-        if kv_tokens is not None and kv_tokens < 1:
-            raise InvalidRequest("kv_tokens", kv_tokens, "at least 1")
-        if kv_memory_share is not None:
-            _check_share(kv_memory_share, kv_tokens, torch_device)
+        _check_memory(kv_tokens, kv_memory_share, torch_device)
         checkpoint = find_checkpoint(model) if isinstance(model, str) else model
-        if packed_bits is not None and checkpoint.modelling:
-            message = f"{checkpoint.name}: dtype is {dtype}, but only models of our own families are quantised"
-            raise ModelRefused(message, dtype=dtype)
-        if is_file and not checkpoint.has_blocks:
-            message = f"{checkpoint.name}: dtype is {dtype}, which is for GGUF files with quantised weights"
-            raise ModelRefused(message, dtype=dtype)
+        _check_quantised(checkpoint, dtype)
         config = checkpoint.config
         if context_len is not None and not 1 <= context_len <= config.context_len:
             reads = f"in [1, {config.context_len}], which is what {checkpoint.name} reads"
@@ -207,10 +221,11 @@ class ModelRunner:
         if not 1 <= known <= config.vocab_size:
             message = f"{checkpoint.name}: the tokenizer knows {known} ids, but the model embeds {config.vocab_size}"
             raise ModelRefused(message, vocabulary_size=known, vocab_size=config.vocab_size)
-        ops = choose_ops(torch_device, num_threads, packed_bits, kernels)
+        input_bits = BLOCK_DTYPES.get(checkpoint.block_dtype if dtype == AUTO else dtype, 8)
+        ops = choose_ops(torch_device, num_threads, PACKED_BITS.get(dtype), kernels, input_bits)
         if dtype == AUTO:
-            dtype = "file" if checkpoint.has_blocks and isinstance(ops, NativeOps) else "bfloat16"
-        elif is_file and not isinstance(ops, NativeOps):
+            dtype = checkpoint.block_dtype if checkpoint.block_dtype and isinstance(ops, NativeOps) else "bfloat16"
+        elif dtype in BLOCK_DTYPES and not isinstance(ops, NativeOps):
             raise InvalidRequest("dtype", dtype, "another one here: the compiled kernels are missing")
         if isinstance(ops, NativeOps) and config.head_dim > MAX_HEAD_DIM:
             message = f"{checkpoint.name} has heads of {config.head_dim}, but at most {MAX_HEAD_DIM} fit the kernels"
@@ -238,15 +253,17 @@ class ModelRunner:
     def tap(self, boundaries: Sequence[int]) -> None:
         """Lets every forward from now on store the residuals at these boundaries too; see KVCache.taps.
 
-        Raises InvalidRequest for boundaries outside [0, N], and ValueError after a forward.
+        Raises InvalidRequest for boundaries outside [0, N], and ValueError for new ones after a forward.
         """
-        if self._num_forwards:
-            raise ValueError("what has been computed already has no features")
         stray = next((each for each in boundaries if not 0 <= each <= self.config.num_layers), None)
         if stray is not None:
             raise InvalidRequest("taps", stray, f"in [0, {self.config.num_layers}]")
         # After those that there are, whose places others know.
         taps = tuple(dict.fromkeys((*self.cache.taps, *sorted(boundaries))))
+        if taps == self.cache.taps:
+            return
+        if self._num_forwards:
+            raise ValueError("what has been computed already has no such features")
         self.cache.keep_features(len(taps) * self.model.embedding.shape[1], taps)
 
     @property
@@ -278,7 +295,8 @@ class ModelRunner:
         """Name of everything that may change the last bit of a logit, for instance "cpu-bfloat16-native-v4"."""
         doubt = "variant" if "triton" in self.ops.name and not self.is_row_invariant else ""
         cached = "kv16" if self.identity.kv_dtype == "bfloat16" else ""
-        parts = (self.device.type, self.identity.dtype, cached, self.identity.modelling, self.ops.name, doubt)
+        dtype = NUMERICS.get(self.identity.dtype, self.identity.dtype)
+        parts = (self.device.type, dtype, cached, self.identity.modelling, self.ops.name, doubt)
         return "-".join(filter(None, parts))
 
     @property
@@ -337,7 +355,7 @@ class ModelRunner:
         if logits is None:
             return self.forward(feeds, max_prompt_rows)
         self._num_forwards += 1
-        self.forward_counts.add(sum(map(bool, grants)), sum(grants))
+        self.forward_counts.add(sum(map(bool, grants)), sum(grants), num_prompt_rows)
         for feed, grant, rows in zip(feeds, grants, batch.ranges, strict=True):
             if grant:
                 session, finished = feed.session, rows is not None
@@ -371,7 +389,7 @@ class ModelRunner:
     def finish(self) -> None:
         """Counts the time of the last forward, after which its tokens have been drawn and read; idempotent."""
         if self._started_s is not None:
-            self.forward_counts.busy_s += self.model.finish(self._started_s)
+            self.forward_counts.end(self.model.finish(self._started_s))
             self._started_s = None
 
     def check(self, feed: Feed) -> None:
@@ -411,15 +429,29 @@ def _check_types(dtype: str, kv_dtype: str, device: torch.device) -> None:
         raise InvalidRequest("kv_dtype", kv_dtype, f"one of {', '.join(KV_DTYPES)}")
     if device.type == "cpu":
         return
-    if dtype in PACKED_BITS or dtype == "file":
+    if dtype in PACKED_BITS or dtype in BLOCK_DTYPES:
         raise InvalidRequest("dtype", dtype, f"bfloat16 or float32 on {device}: integers are for the CPU")
     if kv_dtype != "auto":
         raise InvalidRequest("kv_dtype", kv_dtype, f"auto on {device}: keys and values are there as weights are")
 
 
-def _check_share(share: float, kv_tokens: int | None, device: torch.device) -> None:
-    """Raises InvalidRequest about a share of memory that is none, or that means nothing here."""
+def _check_quantised(checkpoint: Checkpoint, dtype: str) -> None:
+    """Raises ModelRefused for a type of quantised weights that this checkpoint cannot have."""
+    if dtype in PACKED_BITS and checkpoint.modelling:
+        message = f"{checkpoint.name}: dtype is {dtype}, but only models of our own families are quantised"
+        raise ModelRefused(message, dtype=dtype)
+    if dtype in BLOCK_DTYPES and not checkpoint.block_dtype:
+        message = f"{checkpoint.name}: dtype is {dtype}, which is for GGUF files and MXFP4, where weights are quantised"
+        raise ModelRefused(message, dtype=dtype)
+
+
+def _check_memory(kv_tokens: int | None, share: float | None, device: torch.device) -> None:
+    """Raises InvalidRequest about a cache without tokens, and a share of memory that is none, or means nothing here."""
     name = "kv_memory_share"
+    if kv_tokens is not None and kv_tokens < 1:
+        raise InvalidRequest("kv_tokens", kv_tokens, "at least 1")
+    if share is None:
+        return
     if not 0 < share <= 1:
         raise InvalidRequest(name, share, "above 0 and at most 1")
     if kv_tokens is not None:

@@ -77,7 +77,7 @@ def share_rows(
     return grants
 
 
-class Pace:
+class ForwardPace:
     """Says how many rows of prompts a step may have, so that those who run keep their pace.
 
     Belongs to the device thread, and measures from `begin` to `end`.

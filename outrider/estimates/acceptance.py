@@ -103,6 +103,11 @@ class AcceptanceRates:
         """Tests of a first guess that are remembered."""
         return self._depths[0].tested
 
+    @property
+    def tested_depth(self) -> int:
+        """Depth of the deepest guess that was ever tested."""
+        return max((depth for depth, each in enumerate(self._depths, start=1) if each.tested), default=0)
+
     def hoped(self) -> list[float]:
         """Tokens as in `tokens`, if each rate were a standard error higher."""
         tokens, reached = [1.0], 1.0

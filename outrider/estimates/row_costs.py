@@ -5,7 +5,7 @@ rows that was seen is an average of its own; between two numbers lies a straight
 one for each row gets a line through all. Estimates move, and no outlier rules them, not even a first one.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ OUTLIER = 4.0  # a sample counts as so many times what was expected at most
 NUM_SAMPLES = 5  # of the latest, a median counts: two that a busy machine made slow say nothing
 SLOPE_WEIGHT = 0.5  # of what is believed of the cost of a row before there are two entries, in squared rows
 DRIFT = 0.02  # how much of a sample's surprise about one number of rows is believed of all others
+FORGET_STEPS = 300  # a number of rows that none of so many steps had is unknown: the machine may have been busier
 EXACT_ROWS = 32  # larger numbers of rows share an entry with their neighbours
 LEAST_SPREAD = 0.5  # of numbers of rows, in squared rows, with which a step's fixed part is distinguished from its rows
 
@@ -131,8 +132,8 @@ class Metering:
     number of rows is known by its own samples alone, and a larger step is like the largest that was seen."""
     unknown: float = 0.0
     """Cost before the first sample."""
-    forget_steps: int | None = None
-    """Steps after which the number of rows that was seen longest ago counts as unknown; None keeps all."""
+    forget_steps: int = FORGET_STEPS
+    """Steps after which a number of rows that none of them had counts as unknown."""
 
 
 # Of a device that others share, where what slows a step slows every other one too.
@@ -153,6 +154,7 @@ class RowCosts:
         self._metering = metering
         self._rows: list[int] = []
         self._entries: dict[float, CostEstimate] = {}
+        self._seen: dict[float, int] = {}  # the step that had so many rows last
         self._scale = 1.0
         # Through all entries, without the scale.
         self._line = Line()
@@ -197,10 +199,12 @@ class RowCosts:
         self.known = self.known or entry.known
         self._line.move(key, entry.mean - before)
         self._num_steps += 1
-        if self._metering.forget_steps is not None and self._num_steps % self._metering.forget_steps == 0:
-            oldest = next(iter(self._entries))
+        self._seen[key] = self._num_steps
+        oldest = next(iter(self._entries))
+        if self._seen.get(oldest, 0) <= self._num_steps - self._metering.forget_steps:
             self._line.add(oldest, self._entries.pop(oldest).mean, -1.0)
             self._rows.remove(int(oldest))
+            self._seen.pop(oldest, None)
 
     def at(self, rows: float) -> float:
         """Expected cost of a step."""
@@ -214,16 +218,34 @@ class RowCosts:
         below = self._rows[max(index - 1, 0)]
         cost_above, cost_below = self._scale * self._entries[above].mean, self._scale * self._entries[below].mean
         if rows >= above:
-            return cost_above + self._row_cost() * (rows - above)
+            return cost_above + self._further_row_cost() * (rows - above)
         if rows <= below:
             return max(cost_below - self._row_cost() * (below - rows), 0.1 * cost_below)
         return cost_below + (cost_above - cost_below) * (rows - below) / (above - below)
+
+    @property
+    def table(self) -> dict[int, float]:
+        """Costs of the numbers of rows that were seen."""
+        return {rows: self.at(rows) for rows in self._rows}
 
     @property
     def row_share(self) -> float:
         """Cost of one more row, as a share of a step."""
         mean_cost = self._scale * self._line.means[1]
         return self._row_cost() / mean_cost if mean_cost > 0 else 0.1
+
+    def _further_row_cost(self) -> float:
+        """Cost of one more row than the most that were seen: at most what the last ones cost.
+
+        That may be less than on the whole: of a model with experts further rows read hardly any that are new.
+        """
+        row_cost, last = self._row_cost(), self._rows[-1]
+        index = bisect_right(self._rows, last / 2) - 1
+        if index < 0:
+            return row_cost
+        rows = self._rows[index]
+        change = self._scale * (self._entries[last].mean - self._entries[rows].mean)
+        return min(row_cost, max(0.0, change / (last - rows)))
 
     def _row_cost(self) -> float:
         """Cost of one more row, on the whole."""

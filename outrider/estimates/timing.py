@@ -1,4 +1,4 @@
-"""Cost of an answer: the times and rows of its forwards."""
+"""What a service says of its time: what an answer cost, and how busy the service is."""
 
 import time
 from dataclasses import dataclass, field
@@ -13,6 +13,24 @@ class ComputeTimes(NamedTuple):
     forward_count: int = 0
     row_count: int = 0
     prompt_row_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLoad:
+    """Plain form of the message."""
+
+    waiting_tokens: int = 0
+    own_waiting_tokens: int = 0
+    owner_count: int = 1
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    step_us: int = 0
+    step_rows: int = 0
+    prefill_us_per_token: float = 0.0
+    is_draining: bool = False
+    drain_left_ms: int = 0
+    came_s: float = 0.0
+    """When it came, on the clock of the loop that has heard it."""
 
 
 @dataclass(slots=True)

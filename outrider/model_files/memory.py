@@ -9,7 +9,7 @@ from outrider.errors import InvalidRequest, ModelRefused
 # What a cache takes where it may, though one context be less; and the share of what is free that it takes by itself:
 # of two services on one machine each sees the same memory, and each needs some for its steps.
 DEFAULT_KV_BYTES, CPU_MEMORY_SHARE = 512 << 20, 0.4
-# Whole blocks of a cache, and fewer tokens than these serve nobody.
+# Whole blocks of a cache, and fewer tokens than these serve no request.
 BLOCK_TOKENS, LEAST_TOKENS = 16, 256
 ROOT = Path("/")
 
@@ -34,7 +34,7 @@ def fit_cache(
 ) -> CacheSize:
     """The size of a cache whose tokens take so many bytes, of a model that reads model_len tokens.
 
-    free_bytes is what is free beside the weights, None where nobody knows. kv_tokens and context_len are what was asked
+    free_bytes is what is free beside the weights, None if unknown. kv_tokens and context_len are what was asked
     for: it is taken as long as there is any room. Else the cache has room for one context, or 512 MiB, within a share
     of what is free, and a context is no longer than the cache. Raises InvalidRequest for what has no room, and
     ModelRefused where nothing has.

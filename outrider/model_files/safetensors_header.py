@@ -15,6 +15,8 @@ from typing import Any
 from outrider.errors import ModelRefused, shown
 from outrider.model_files.stamp import Stamp
 
+# Experts in MXFP4: two weights of four bits a byte, and their powers of two, in tensors of these endings.
+MXFP4, BLOCKS, SCALES = "MXFP4", "_blocks", "_scales"
 # At most this long in the format's own reader.
 MAX_HEADER_BYTES = 100_000_000
 # Bits of a number, of all types that the format knows.
@@ -39,7 +41,7 @@ class StoredTensor:
     start: int
     size: int
     stamp: Stamp
-    """Of the file, when its header was read."""
+    """Stamp of the file when its header was read."""
 
     def refuse(self, fault: str) -> ModelRefused:
         return ModelRefused(f"{self.file}: {self.name} {fault}", file=self.file, tensor=self.name)

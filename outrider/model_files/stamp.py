@@ -9,7 +9,7 @@ from outrider.errors import NotReady
 
 
 class Stamp(NamedTuple):
-    """Tells a file, wherever it lies now, from another one, and from itself with other bytes and another time."""
+    """Distinguishes a file, wherever it lies now, from another one, and itself with other bytes and another time."""
 
     device: int
     inode: int

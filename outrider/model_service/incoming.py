@@ -22,8 +22,8 @@ from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.sessions import SessionStore
 from outrider.parameters import MAX_SALT_BYTES
-from outrider.rpc.channels import MAX_OF_SESSION
 from outrider.rpc.fencing import Fence, check_fence
+from outrider.rpc.wire import MAX_OF_SESSION
 from outrider.v1.draft_service_pb2 import ProposeRequest
 from outrider.v1.target_service_pb2 import VerifyRequest
 from outrider.v1.types_pb2 import OpenPart

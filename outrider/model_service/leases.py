@@ -115,6 +115,7 @@ class LeaseTable(Generic[StateT]):
         """Frees a session because its link says so; an older epoch has no say, nor has a link that lost it."""
         held = self._held.get(fence.session_id)
         if held is not None and held.owner is owner and fence.epoch >= held.epoch:
+            held.closed()
             self.drop(fence.session_id)
 
     def drop(self, session_id: bytes) -> None:

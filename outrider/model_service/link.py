@@ -27,15 +27,16 @@ from outrider.estimates.timing import ComputeTimes
 from outrider.grammar import Grammar, GrammarEngine
 from outrider.model_service.incoming import Arrived, Incoming, Job, Jobs, RequestT
 from outrider.model_service.leases import IDLE_S
+from outrider.model_service.load import LinkLoad, LoadMeter
 from outrider.model_service.outbox import MAX_UNSENT_OF_SESSION, PONG, Outbox, Outboxes, SessionAnswer
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.sessions import SessionStore
 from outrider.process.upkeep import Upkeep
 from outrider.rpc import channels
-from outrider.rpc.channels import FRAME_BYTES, MAX_OF_SESSION
 from outrider.rpc.errors import session_error
 from outrider.rpc.messages.round import fence_from, write_fence, write_times
 from outrider.rpc.tls import client_name
+from outrider.rpc.wire import FRAME_BYTES, MAX_OF_SESSION
 from outrider.v1.draft_service_pb2 import (
     DraftServiceLinkRequest,
     DraftServiceLinkResponse,
@@ -94,7 +95,8 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         self._outboxes = outboxes
         self._observe = observe
         # In the order in which something was heard of them last.
-        self._links: dict[Outbox, None] = {}
+        self._links: dict[Outbox, LinkLoad] = {}
+        self.load = LoadMeter(facts, sessions)
         self._sweep_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -128,10 +130,10 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         # Else the head would go with the first frame, and while that waits for its reader gRPC cannot end the call.
         await context.send_initial_metadata(())
         outbox: Outbox = Outbox(self._outboxes, client_name(context))
-        self._links[outbox] = None
+        load = self._links[outbox] = LinkLoad(self.load, outbox)
         self._sweep_after(IDLE_S)
-        reader = asyncio.create_task(self._read(_begun(request_iterator), outbox))
-        writer = asyncio.create_task(self._write(context.write, outbox))
+        reader = asyncio.create_task(self._read(_begun(request_iterator), outbox, load))
+        writer = asyncio.create_task(self._write(context.write, outbox, load))
         ends: set[asyncio.Future[Any]] = {reader, writer, outbox.overflow}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -147,6 +149,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
             # Once cancelled, the reader queues no more jobs, so leases begin after its last one.
             reader.cancel()
             writer.cancel()
+            load.end()
             self._links.pop(outbox, None)
             ends = {reader, writer}
             # Queued at once, because a handler may be cancelled a second time. A service that has stopped has freed
@@ -174,14 +177,19 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
             message = f"another gateway needs the place of this link, which is the idlest of {MAX_LINKS}"
             idlest.overflow.set_result(Overloaded(message, limit=MAX_LINKS))
 
-    def drain(self) -> None:
-        """Takes no more sessions, and ends each link as soon as it has none; may be called more than once."""
+    def drain(self, grace_s: float) -> None:
+        """Takes no more sessions, says so, and ends each link as soon as it has none; what is left ends after grace_s.
+
+        May be called more than once, with less time.
+        """
         self._sessions.is_draining = True
-        for outbox in self._links:
+        self.load.drain_ends_s = min(self.load.drain_ends_s, self.load.clock() + grace_s)
+        for outbox, load in self._links.items():
+            load.hurry()
             with suppress(NotReady):
                 self._device.post(partial(self._end_if_idle, outbox))
 
-    async def _read(self, frames: AsyncIterator[Any], outbox: Outbox) -> None:
+    async def _read(self, frames: AsyncIterator[Any], outbox: Outbox, load: LinkLoad) -> None:
         run, num_frames = partial(self._run, outbox), 0
         link = Incoming(outbox, self._facts, self._sessions, self._device, self.job, self.compiled, run)
         try:
@@ -190,6 +198,8 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
                 # Not of one that has lost its place and is about to end.
                 if outbox in self._links:
                     self._links[outbox] = self._links.pop(outbox)
+                if frame.reads_load:
+                    load.begin()
                 counts: dict[bytes, int] = {}
                 jobs: Jobs = []
                 for request in frame.requests:
@@ -238,10 +248,13 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         if not self._sessions.table.owns_any(outbox):
             outbox.end()
 
-    async def _write(self, write: Callable[[AnswerFrame], Awaitable[None]], outbox: Outbox) -> None:
-        while answers := await outbox.take():
+    async def _write(self, write: Callable[[AnswerFrame], Awaitable[None]], outbox: Outbox, load: LinkLoad) -> None:
+        while (answers := await outbox.take()) is not None:
             for frame in self._frames(answers):
-                await write(frame)
+                load.write(frame)
+                # A nudge may come just after its load has left with answers.
+                if frame.responses or frame.HasField("load"):
+                    await write(frame)
             for answer in answers:
                 self._observe(answer.times)
 

@@ -4,7 +4,7 @@ What a forward costs for this is three additions; sessions, cache and device are
 of jobs are sorted into buckets as they come, where answers are sent and not where they are computed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client.metrics_core import (
@@ -18,6 +18,7 @@ from prometheus_client.metrics_core import (
 from outrider.engine.device_thread import DeviceWorker
 from outrider.engine.runner import ForwardCounts
 from outrider.estimates.timing import ComputeTimes
+from outrider.model_service.load import reading_row_s
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.sessions import ServiceCounts
 from outrider.process.metrics import ProcessFigures, Tally, new_registry, tally_of
@@ -39,11 +40,12 @@ class ServiceMetrics:
         self,
         facts: ServiceFacts,
         counts: Callable[[], ServiceCounts],
+        unread: Callable[[], Mapping[Any, int]],
         forwards: ForwardCounts,
         device: DeviceWorker[Any],
     ) -> None:
         self._facts = facts
-        self._counts = counts
+        self._counts, self._unread = counts, unread
         self._forwards = forwards
         self._device = device
         self._queue_s, self._compute_s, self._rollback_s = Tally(JOB_S), Tally(JOB_S), Tally(ROLLBACK_S)
@@ -64,6 +66,7 @@ class ServiceMetrics:
     def collect(self) -> Iterator[Metric]:
         facts, counts, num_blocks = self._facts, self._counts(), self._facts.block_count
         used = (num_blocks - counts.free_block_count) / max(1, num_blocks)
+        backlog_s = sum(self._unread().values()) * reading_row_s(facts, self._forwards)
         stalled_s = self._device.stalled_us / 1e6
         batches = tally_of(dict(self._forwards.batch_sizes), BATCH_SIZES)
         model = {name: getattr(facts, name) for name in ("model_name", "model_hash", "numerics_id", "device")}
@@ -77,6 +80,7 @@ class ServiceMetrics:
             ("sessions", "Sessions that are held.", counts.session_count),
             ("leased_sessions", "Of these, sessions whose stream is gone.", counts.leased_session_count),
             ("waiting_jobs", "Jobs that wait for the device.", self._device.num_waiting),
+            ("backlog_seconds", "How long reading takes of prompts, and texts that were lost.", backlog_s),
             ("device_stalled_seconds", "For how long the device has had work, none done.", stalled_s),
         )
         counters = (

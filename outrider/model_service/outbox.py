@@ -66,7 +66,7 @@ class Outbox:
         self._answers: list[SessionAnswer[Any]] = []
         self._counts: dict[bytes, int] = {}
         self._has_ended = False
-        self._is_waking = False
+        self._is_waking = self._is_nudged = False
         self._wanted: asyncio.Future[None] | None = None
         self._flooded: set[bytes] = set()
         self.overflow: asyncio.Future[Overloaded] = self._loop.create_future()
@@ -94,6 +94,11 @@ class Outbox:
             self._answers.append(SessionAnswer(fence, PONG, 0, 0, ComputeTimes()))
         self._wake()
 
+    def nudge(self) -> None:
+        """Lets `take` return, with whatever answers there are; on the loop."""
+        self._is_nudged = True
+        self._wake()
+
     def end(self) -> None:
         """Ends the link after the answers so far."""
         self._has_ended = True
@@ -106,15 +111,16 @@ class Outbox:
             self._is_waking = True
             self._loop.call_soon_threadsafe(self._wake)
 
-    async def take(self) -> list[SessionAnswer[Any]]:
-        """Takes all answers there are, at least one; none at the end of the link."""
-        while not self._answers and not self._has_ended:
+    async def take(self) -> list[SessionAnswer[Any]] | None:
+        """Takes all answers there are, at least one unless it was nudged; None at the end of the link."""
+        while not (self._answers or self._has_ended or self._is_nudged):
             self._wanted = self._loop.create_future()
             await self._wanted
+        self._is_nudged = False
         with self._lock:
             answers, self._answers = self._answers, []
             self._counts.clear()
-        return answers
+        return answers or (None if self._has_ended else answers)
 
     def _wake(self) -> None:
         # Before the looking, so that whatever is put from now on wakes again.

@@ -16,21 +16,28 @@ BUDGET_S = 0.4
 MOST_ROWS = 128
 TURNS = 3
 """Forwards of each number of rows, of which the fastest counts: what else runs makes some slower, and none faster."""
+LEAST_SIZES = 2
+"""Numbers of rows that are tried however long they take: one alone does not say what a row more costs, and of a model
+with experts that is almost all that the first one cost."""
 
 
 def measure_rows(runner: ModelRunner, budget_s: float = BUDGET_S) -> dict[int, int]:
     """Microseconds of a forward by its rows: 1, 2, 4 and so on, as far as they fit the model and the time.
 
-    Runs on the calling thread, before the model serves. Leaves no session, and forwards that are not counted.
+    All rows are different tokens, which choose different experts where a model has these, as guesses in life do. Runs
+    on the calling thread, before the model serves. Leaves no session, and forwards that are not counted.
     """
     torch.set_num_threads(runner.torch_threads)
     found: dict[int, int] = {}
-    began_s, num_rows = time.perf_counter(), 1
+    end_s, num_rows = time.perf_counter() + budget_s, 1
     most = min(MOST_ROWS, runner.context_len, runner.max_rows, runner.pool.num_blocks * runner.pool.block_size)
     token_ids = [(101 * number) % runner.vocabulary_size for number in range(most)]
-    while num_rows <= most and time.perf_counter() - began_s < budget_s:
+    least_sizes = LEAST_SIZES if budget_s > 0 else 0
+    while num_rows <= most and (time.perf_counter() < end_s or len(found) < least_sizes):
         # The first forward of all touches every weight for the first time.
-        times_us = [_forward_us(runner, token_ids[:num_rows]) for _ in range(TURNS + (num_rows == 1))]
+        times_us = [_forward_us(runner, token_ids[:num_rows]) for _ in range(1 + (num_rows == 1))]
+        while len(times_us) < TURNS + (num_rows == 1) and time.perf_counter() < end_s:
+            times_us.append(_forward_us(runner, token_ids[:num_rows]))
         found[num_rows] = max(1, min(times_us))
         num_rows *= 2
     runner.forward_counts = ForwardCounts()

@@ -84,6 +84,8 @@ class RunningModelService:
     servicer: LinkServicer[Any, Any]
     tasks: tuple[asyncio.Task[None], ...]
     metrics: RunningMetrics | None = None
+    at_end: Callable[[], object] = bool
+    """What is to be done when the device has ended; it may write to disks."""
 
     @property
     def further_addresses(self) -> Mapping[str, str]:
@@ -95,7 +97,7 @@ class RunningModelService:
         Idempotent; a second call may shorten the grace of the first. Raises OutriderError when the device does not
         come to an end within DEVICE_PATIENCE_S after the grace; what is left then ends as soon as the device answers.
         """
-        self.servicer.drain()
+        self.servicer.drain(grace_s)
         # gRPC cancels the calls and does not wait for their handlers, each of which waits for the device.
         await self.server.stop(grace_s)
         try:
@@ -115,6 +117,7 @@ class RunningModelService:
         with suppress(NotReady):
             await self.worker.call(self.table.clear)
         await self.worker.close()
+        await asyncio.to_thread(self.at_end)
 
 
 def load_model(settings: ModelServiceSettings) -> LoadedModel:
@@ -215,7 +218,7 @@ async def serve_model(
 
     `serving` makes the service beside ModelService, given what takes note of the cost of answers.
     """
-    metrics = ServiceMetrics(facts, sessions.counts, model.runner.forward_counts, worker)
+    metrics = ServiceMetrics(facts, sessions.counts, sessions.unread, model.runner.forward_counts, worker)
     servicer = serving(metrics.observe)
     upkeep = servicer.upkeep
     for collector in (LoopTasks(), LostLines(), upkeep):

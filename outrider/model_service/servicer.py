@@ -20,7 +20,7 @@ from outrider.parameters import GenerationDefaults, Rule
 from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
 from outrider.rpc import channels
-from outrider.rpc.fencing import check_fence
+from outrider.rpc.fencing import PROTOCOL_VERSION, check_fence
 from outrider.rpc.messages.round import fence_from, fence_message
 from outrider.rpc.messages.rules import RULES
 from outrider.rpc.tls import client_name
@@ -121,7 +121,7 @@ class ModelServicer(ModelServiceServicer):
             del described[name]
         return pb.GetModelInfoResponse(
             **described,
-            protocol_version=channels.PROTOCOL_VERSION,
+            protocol_version=PROTOCOL_VERSION,
             max_draft_count=MAX_DRAFT_COUNT,
             stalled_us=self._device.stalled_us,
             drafter_offers=[facts.offer(name) for name in facts.drafters],

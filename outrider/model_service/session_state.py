@@ -99,6 +99,9 @@ class SessionState(ABC, Generic[TaskT]):
         self.trace.add(answer.times)
         self.owner.put(answer)
 
+    def closed(self) -> None:
+        """Takes note that its link has ended it, before it is freed."""
+
     @abstractmethod
     def free_parts(self) -> None:
         """Gives back what it has beside the blocks of its tokens."""

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
-from outrider.engine.runner import ModelRunner, reopen
+from outrider.engine.runner import ForwardCounts, ModelRunner, reopen
 from outrider.errors import OutriderError
 from outrider.estimates.timing import ComputeTimes
 from outrider.grammar import Grammar
@@ -132,6 +132,10 @@ class SessionStore(Generic[StateT]):
         was_stopped = is_newer and self._rewind(held, fence.epoch, min(fence.base_len, held.committed_len))
         return RolledBack(Fence(fence.session_id, held.epoch, held.committed_len), held.cached_len, was_stopped)
 
+    @property
+    def forward_counts(self) -> ForwardCounts:
+        return self._runner.forward_counts
+
     def counts(self) -> ServiceCounts:
         """Numbers for an observer, from any thread; a forward old at most."""
         return ServiceCounts(
@@ -146,6 +150,18 @@ class SessionStore(Generic[StateT]):
             evicted_session_count=self.table.num_evicted,
             expired_lease_count=self.table.num_expired,
         )
+
+    def unread(self) -> dict[Outbox, int]:
+        """Tokens that jobs have yet to read, all but the last of a text, by the links that have some.
+
+        From any thread, a forward old at most.
+        """
+        counts: dict[Outbox, int] = {}
+        for held in self.table:
+            num_unread = len(held.session) - 1 - held.session.cached_len
+            if held.task is not None and num_unread > 0:
+                counts[held.owner] = counts.get(held.owner, 0) + num_unread
+        return counts
 
     def _classify_open(self, fence: Fence, owner: Outbox) -> tuple[MessageStatus, StateT | None]:
         """Status of an open, and the session if there is one."""

@@ -78,6 +78,7 @@ class Dtype(StrEnum):
 
     AUTO = "auto"
     FILE = "file"
+    FILE_A15 = "file-a15"
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
     INT8 = "int8"
@@ -110,8 +111,9 @@ class ModelServiceSettings(ProcessSettings):
     dtype: Annotated[
         Dtype,
         Setting(
-            "Type of the weights in memory. `file` keeps the quantised weights of a GGUF file as they are, on the CPU; "
-            "`auto` is that for such files there, and bfloat16 elsewhere."
+            "Type of the weights in memory. `file` and `file-a15` keep quantised weights, of GGUF or MXFP4, as they "
+            "are, on the CPU, and multiply them with activations of 8 or 15 bits; `auto` is `file-a15` for GGUF files "
+            "of up to 500 million parameters, `file` for others with such weights, and bfloat16 elsewhere."
         ),
     ] = Dtype.AUTO
     kernels: Annotated[

@@ -12,8 +12,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.errors import InvalidRequest
-from outrider.rpc.channels import check_address, open_blocking_channel
+from outrider.rpc.channels import open_blocking_channel
 from outrider.rpc.tls import Tls, TlsFiles, why_refused
+from outrider.rpc.wire import check_address
 
 TIMEOUT_S = 3.0
 USAGE_EXIT_CODE, UNAVAILABLE_EXIT_CODE = 64, 69

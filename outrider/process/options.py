@@ -13,10 +13,12 @@ import errno
 import inspect
 import math
 import os
+import re
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
 from typing import Annotated, Any, ClassVar, NoReturn, Protocol, Self, get_args, get_type_hints, runtime_checkable
@@ -25,7 +27,7 @@ import typer
 
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.process.streams import ERRORS, hold_descriptors
-from outrider.rpc.channels import check_address
+from outrider.rpc.wire import ADDRESS, MAX_PORT, check_address
 
 USAGE_EXIT_CODE = 64
 IO_EXIT_CODE = 74
@@ -38,6 +40,9 @@ FULL_OUTPUT = "The output cannot be written: the disk or the quota is full."
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What the system says of a file or a folder that is none, not ours, or on what cannot be written.
 UNUSABLE = FULL | {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+# Every address of a name. A host may be called `dns`, so this has a colon more than an address.
+DNS_PLACE = re.compile(r"dns:(?P<name>[^\s:/\[\]]+):(?P<port>[0-9]{1,5})", re.ASCII)
+FILE_PLACE = "file:"
 # What values are checked with begins so, which says nothing to the user who typed the value.
 CHECKER_WORDS = {": Value error, ": ": ", ": Input should be ": ": it must be "}
 
@@ -97,17 +102,55 @@ def above(bound: float) -> Limit:
 
 
 def addresses(*, min_port: int = 1, needed: bool = True, several: bool = False, named: bool = False) -> Limit:
-    """HOST:PORT, or several with commas, each perhaps as NAME=HOST:PORT; empty where none is needed."""
-    words = "NAME=" * named + "HOST:PORT" + ", or several with commas" * several + (", or empty" if not needed else "")
+    """HOST:PORT, or several places with commas, each perhaps as NAME=PLACE; empty where none is needed."""
+    words = "HOST:PORT" + ", dns:NAME:PORT or file:PATH, or several with commas" * several
+    words += ", each after NAME= or not" * named + ", or empty" * (not needed)
 
     def check(flag: str, text: str) -> None:
-        entries = listed(text) if several else tuple(filter(None, [text]))
-        if named:
-            entries = tuple(each for group in named_addresses(text).values() for each in group)
-        for entry in entries or ([""] if needed else []):
-            check_address(flag.removeprefix("--").replace("-", "_"), entry, min_port=min_port)
+        field = flag.removeprefix("--").replace("-", "_")
+        groups = named_places(text).values() if named else [listed(text)]
+        entries = [each for group in groups for each in group] if several else [text] * bool(text)
+        for entry in entries or [""] * needed:
+            if several:
+                ServicePlace.of(field, entry)
+            else:
+                check_address(field, entry, min_port=min_port)
 
     return Limit(words, check)
+
+
+@dataclass(frozen=True, slots=True)
+class ServicePlace:
+    """Where services are: at one address, at every address of a name with a port, or at those that a file lists."""
+
+    words: str
+    """Text of the option that names it."""
+    name: str = ""
+    port: int = 0
+    path: str = ""
+
+    @classmethod
+    def of(cls, field: str, words: str) -> Self:
+        """Place that words name; raises InvalidRequest about those that name none."""
+        found = DNS_PLACE.fullmatch(words)
+        if found is not None and 1 <= int(found["port"]) <= MAX_PORT:
+            with suppress(UnicodeError):
+                # What cannot be written so is no name, and no look-up would take it.
+                found["name"].encode("idna")
+                return cls(words, name=found["name"], port=int(found["port"]))
+        # A host may be called `file`.
+        if words.startswith(FILE_PLACE) and words != FILE_PLACE and not ADDRESS.fullmatch(words):
+            return cls(words, path=words.removeprefix(FILE_PLACE))
+        try:
+            return cls(check_address(field, words))
+        except InvalidRequest:
+            limit = f"HOST:PORT or dns:NAME:PORT with a port in [1, {MAX_PORT}], or file:PATH"
+            raise InvalidRequest(field, words, limit) from None
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether there may be other addresses later."""
+        return bool(self.name or self.path)
 
 
 def listed(text: str) -> tuple[str, ...]:
@@ -115,12 +158,15 @@ def listed(text: str) -> tuple[str, ...]:
     return tuple(entry.strip() for entry in text.split(",") if entry.strip())
 
 
-def named_addresses(text: str) -> dict[str, tuple[str, ...]]:
-    """Addresses by the names before them, in the order of the names; those without one have the empty name."""
+def named_places(text: str) -> dict[str, tuple[str, ...]]:
+    """Places by the names before them, in the order of the names; those without one have the empty name."""
     found: dict[str, tuple[str, ...]] = {}
     for entry in listed(text):
-        name, _, address = entry.rpartition("=")
-        found[name.strip()] = (*found.get(name.strip(), ()), address.strip())
+        name, is_named, place = entry.partition("=")
+        # After a colon it is a part of a path.
+        if not is_named or ":" in name:
+            name, place = "", entry
+        found[name.strip()] = (*found.get(name.strip(), ()), place.strip())
     return found
 
 
@@ -141,6 +187,8 @@ class Setting:
     sentence: str
     limit: Limit | None = None
     default: str = ""
+    is_secret: bool = False
+    """Whether it may have a password, which no list of processes must show."""
 
 
 class Group(Protocol):
@@ -204,15 +252,28 @@ def settings_of(settings: type[Group]) -> list[Option]:
 
 
 def words_of(settings: Group) -> list[str]:
-    """The command line that makes the same settings."""
+    """The command line that makes the same settings, beside the variables of `secrets_of`."""
     words: list[str] = []
     for option in settings_of(type(settings)):
         value = getattr(settings, option.name)
+        if option.setting.is_secret:
+            continue
         if not isinstance(value, bool):
             words += [option.flag, str(value)] if value is not None else []
         elif value is not option.default:
             words.append(option.flags.split("/")[-1])
     return words
+
+
+def secrets_of(settings: Group) -> dict[str, str]:
+    """Variables of the environment that make the same settings, of what is in no command line."""
+    secret = [option for option in settings_of(type(settings)) if option.setting.is_secret]
+    return {option.variable: str(getattr(settings, option.name)) for option in secret}
+
+
+def without_password(url: str) -> str:
+    """A URL, or what was to be one, without user and password, for sentences and log lines."""
+    return re.sub("//.*@", "//***@", url)
 
 
 def check_settings(settings: Group) -> None:

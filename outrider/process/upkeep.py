@@ -27,7 +27,17 @@ class Upkeep(Collector):
         return tuple(self._failing)
 
     async def keep(self, name: str, work: Callable[[], Awaitable[object]]) -> None:
-        """Does work that has no end, until it is cancelled: again after a pause, whatever it raises or returns."""
+        """Does work that has no end, until it is cancelled: again after a pause, whatever it raises or returns.
+
+        Then its figures have gone with it.
+        """
+        try:
+            await self._repeat(name, work)
+        finally:
+            self._failing.pop(name, None)
+            self._failures.pop(name, None)
+
+    async def _repeat(self, name: str, work: Callable[[], Awaitable[object]]) -> None:
         loop, pause_s = asyncio.get_running_loop(), FIRST_S
         proven: asyncio.TimerHandle | None = None
         task = asyncio.current_task()

@@ -1,4 +1,4 @@
-"""Channels and servers, all with the same options, and HOST:PORT addresses checked before anything is started.
+"""Channels and servers, all with the same options, and sockets that listen where they should.
 
 A peer that is frozen or cut off is noticed by transport pings within seconds; how long an answer may take is for the
 caller to say, because a process that hangs still answers pings.
@@ -6,8 +6,6 @@ caller to say, because a process that hangs still answers pings.
 
 import asyncio
 import errno
-import ipaddress
-import re
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,28 +19,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import InvalidRequest, OutriderError
-from outrider.rpc import guard
 from outrider.rpc.crowd import Crowd, max_connections
 from outrider.rpc.guard import Accounts, Guard
 from outrider.rpc.tls import TlsFiles
-
-MAX_PORT = 65_535
-# Brackets hold an IPv6 address, whose colons would look like the one before the port.
-ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})", re.ASCII)
+from outrider.rpc.wire import MAX_MESSAGE_BYTES, OPTIONS, Options, channel_options, check_address
 
 # What the name means, whatever else a machine calls so.
 LOCALHOST = ((socket.AF_INET, ("127.0.0.1",)), (socket.AF_INET6, ("::1",)))
 PORT_TRIES = 8
-
-# Of a link's frame: larger ones would make small messages wait. A single message may be larger.
-FRAME_BYTES = 256 << 10
-# Messages of one session in a frame to a service, and those that wait for a grammar there.
-MAX_OF_SESSION = 16
-# Of the messages between gateway and services; both sides need the same.
-PROTOCOL_VERSION = 3
-# Under 20 % packet loss a ping timeout of 2 s cuts healthy connections; 5 s does not.
-PING_TIMEOUT_MS = 5_000
-MAX_MESSAGE_BYTES = guard.MAX_MESSAGE_BYTES
 DRAIN_S = 30.0
 HEALTH_LOOK_S = 0.25
 # Calls of a connection that run at once, far more than a gateway lets in; others wait in the client.
@@ -52,30 +36,8 @@ GREETING_MS = 10_000
 
 log = structlog.get_logger()
 
-Options = Sequence[tuple[str, int]]
 Services = Mapping[str, Callable[[grpc.aio.Server], None]]
 """Full names of services, and what adds each to a server."""
-
-
-def check_address(field: str, address: str, *, min_port: int = 1) -> str:
-    """Returns the address; raises InvalidRequest when it is not HOST:PORT. A port to listen on may be 0, any free one.
-
-    gRPC would take a port that is too large modulo 65,536, a bare host with the port of HTTPS, and an empty address
-    with lines of its own on stderr.
-    """
-    found = ADDRESS.fullmatch(address)
-    if found is None or not min_port <= int(found["port"]) <= MAX_PORT:
-        raise InvalidRequest(field, address, f"HOST:PORT with a port in [{min_port}, {MAX_PORT}]")
-    return address
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches what listens on a checked HOST:PORT; of a name other than localhost, never."""
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class AddressTaken(OutriderError):
@@ -160,30 +122,9 @@ def hold(listen: str) -> tuple[str, ExitStack]:
     return f"{listen.rpartition(':')[0]}:{sockets[0].getsockname()[1]}", holding
 
 
-# Of every channel and every server. Without the ping timeout a frozen peer goes unnoticed for a minute.
-OPTIONS: Options = (
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
-    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-)
-
 # Bytes of a stream that may be on their way to a reader. With gRPC's own, which grow, a service that is faster than its
 # gateway has hundreds of small frames there, and each session waits for all of them.
 UNREAD_OPTIONS: Options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16 << 10))
-
-
-def channel_options() -> Options:
-    """Options that every channel has."""
-    return (
-        *OPTIONS,
-        ("grpc.max_reconnect_backoff_ms", 2_000),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        # Channels to one address share their connections, and a new one its elders' failure: it would not even try.
-        ("grpc.use_local_subchannel_pool", 1),
-    )
 
 
 def server_options(*, shares_port: bool = False) -> Options:
@@ -217,13 +158,15 @@ def open_blocking_channel(address: str, tls: TlsFiles | None = None, options: Op
 
 
 def open_link_channel(
-    address: str, tls: TlsFiles | None = None, max_bytes: int = MAX_MESSAGE_BYTES
+    address: str, tls: TlsFiles | None = None, max_bytes: int = MAX_MESSAGE_BYTES, name: str = ""
 ) -> grpc.aio.Channel:
     """A channel for a link: its service sends little that has not been read, and puts the rest into larger frames.
 
-    A message of more than max_bytes ends its call.
+    A message of more than max_bytes ends its call. `name` is what the service's certificate must say, where that is not
+    the host of the address.
     """
-    return open_channel(address, tls, (*UNREAD_OPTIONS, ("grpc.max_receive_message_length", max_bytes)))
+    named: Options = (("grpc.ssl_target_name_override", name),) if name and tls is not None else ()
+    return open_channel(address, tls, (*named, *UNREAD_OPTIONS, ("grpc.max_receive_message_length", max_bytes)))
 
 
 class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]

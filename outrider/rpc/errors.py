@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from outrider.errors import Field, InvalidRequest, OutriderError, PeerLost, ProtocolViolation
+from outrider.errors import Field, InvalidRequest, OutriderError, PeerLost, ProtocolViolation, error_classes
 from outrider.v1 import types_pb2
 
 DOMAIN = "outrider.v1"
@@ -92,7 +92,7 @@ def _received(reason: str, message: str, sent: Mapping[str, str]) -> OutriderErr
         # JSON may have half a character, which nothing can write out.
         "".join(part for _, part in pairs).encode()
         parts = [Field(part) if is_field else part for is_field, part in pairs]
-    return _classes().get(reason, OutriderError).received(parts or [message], metadata)
+    return error_classes().get(reason, OutriderError).received(parts or [message], metadata)
 
 
 def said_by_peer(error: grpc.RpcError) -> bool:
@@ -109,11 +109,3 @@ def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
         # Somebody between the processes has changed the status, or it was never one; what gRPC says is all there is.
         return None
     return info if found and info.domain == DOMAIN else None
-
-
-def _classes(kind: type[OutriderError] = OutriderError) -> dict[str, type[OutriderError]]:
-    """Error classes by the reason that each states itself, those included that other modules define."""
-    found = {kind.reason: kind} if "reason" in vars(kind) else {}
-    for child in kind.__subclasses__():
-        found |= _classes(child)
-    return found

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from outrider.errors import InvalidRequest
 
+# Of the messages between a service and who uses it; both sides need the same.
+PROTOCOL_VERSION = 3
 SESSION_ID_LEN = 16
 
 

@@ -26,6 +26,7 @@ from outrider.rpc.crowd import Crowd
 from outrider.rpc.errors import UNEXPECTED_TEXT, status_of
 from outrider.rpc.memory import SHORT_BYTES, STRANGERS, RequestMemory
 from outrider.rpc.tls import check_client
+from outrider.rpc.wire import MAX_MESSAGE_BYTES
 from outrider.v1 import model_service_pb2
 
 log = structlog.get_logger()
@@ -41,8 +42,6 @@ MAX_FIELDS = 50_000
 MAX_NUMBER_BITS = 70
 # For how long a caller may send its message, for which there has to be room; and where others wait for that room.
 MESSAGE_WAIT_S, HURRIED_WAIT_S = 10.0, 0.25
-# A prompt of a million tokens takes 4 bytes for each of them at most.
-MAX_MESSAGE_BYTES = 4 << 20
 # What a message holds while its call lasts, in its own lengths: as bytes, as they are in gRPC, and as fields.
 HELD_TIMES = 3
 # How the methods begin that need neither a name nor a key.

@@ -334,19 +334,20 @@ def check_client(context: Context, allowed: Collection[str]) -> None:
         raise ClientRefused(message, client=name)
 
 
-def why_refused(address: str, tls: Tls | None) -> str:
+def why_refused(address: str, tls: Tls | None, name: str = "") -> str:
     """Reason why a server that is there takes no connection, as one sentence; empty where it is not about TLS.
 
-    Tries a handshake, and blocks: for seconds where there is no answer.
+    `name` is what its certificate must say, where that is not the host of the address. Tries a handshake, and blocks:
+    for seconds where there is no answer.
     """
     try:
-        return _why_refused(address, tls)
+        return _why_refused(address, tls, name)
     except InvalidRequest as error:
         # One of the files has gone, or is being replaced.
         return f"{error.message}."
 
 
-def _why_refused(address: str, tls: Tls | None) -> str:
+def _why_refused(address: str, tls: Tls | None, name: str) -> str:
     is_heard, alert = False, ""
     try:
         host, _, port = address.rpartition(":")
@@ -358,7 +359,7 @@ def _why_refused(address: str, tls: Tls | None) -> str:
         context.set_alpn_protocols(["h2"])
         with (
             socket.create_connection((host.strip("[]"), int(port)), PROBE_S) as connection,
-            context.wrap_socket(connection, server_hostname=host.strip("[]")) as secure,
+            context.wrap_socket(connection, server_hostname=name or host.strip("[]")) as secure,
         ):
             # A server of gRPC speaks first, unless it refuses the certificate of its client.
             is_heard = tls is not None and bool(secure.recv(1))
@@ -379,12 +380,14 @@ def _why_refused(address: str, tls: Tls | None) -> str:
     return f"{address} does not accept the certificate in {tls.cert}: {_own_fault(tls)}."
 
 
-async def refusal(error: grpc.RpcError, address: str, tls: Tls | None) -> TlsFailed | ClientRefused | None:
+async def refusal(
+    error: grpc.RpcError, address: str, tls: Tls | None, name: str = ""
+) -> TlsFailed | ClientRefused | None:
     """Error about certificates for a failed call, looked into with `why_refused`; None where that is not the reason."""
     raised = error_from(error)
     if isinstance(raised, ClientRefused):
         return raised
-    sentence = await asyncio.to_thread(why_refused, address, tls) if has_no_connection(error) else ""
+    sentence = await asyncio.to_thread(why_refused, address, tls, name) if has_no_connection(error) else ""
     return TlsFailed(sentence, address=address) if sentence else None
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import types_pb2 as outrider_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1foutrider/v1/draft_service.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\"H\n\x17\x44raftServiceLinkRequest\x12-\n\x08requests\x18\x01 \x03(\x0b\x32\x1b.outrider.v1.ProposeRequest\"\x8c\x01\n\x18\x44raftServiceLinkResponse\x12/\n\tresponses\x18\x01 \x03(\x0b\x32\x1c.outrider.v1.ProposeResponse\x12\x13\n\x0binstance_id\x18\x02 \x01(\x06\x12\x13\n\x0bnumerics_id\x18\x03 \x01(\t\x12\x15\n\rsession_count\x18\x04 \x01(\x05\"\x9e\x02\n\x0eProposeRequest\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.outrider.v1.Fence\x12&\n\x04open\x18\x02 \x01(\x0b\x32\x16.outrider.v1.DraftOpenH\x00\x12,\n\x07\x61\x64vance\x18\x03 \x01(\x0b\x32\x19.outrider.v1.DraftAdvanceH\x00\x12*\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x19.outrider.v1.CloseSessionH\x00\x12!\n\x04ping\x18\x08 \x01(\x0b\x32\x11.outrider.v1.PingH\x00\x12%\n\x04part\x18\t \x01(\x0b\x32\x15.outrider.v1.OpenPartH\x00\x42\x08\n\x06\x61\x63tionJ\x04\x08\x05\x10\x08R\rbranch_budget\"\xb8\x01\n\tDraftOpen\x12)\n\x07session\x18\x01 \x01(\x0b\x32\x18.outrider.v1.OpenSession\x12\x13\n\x0b\x64raft_count\x18\x02 \x01(\x05\x12\x0f\n\x07\x64rafter\x18\x03 \x01(\t\x12%\n\x05shape\x18\x04 \x01(\x0b\x32\x16.outrider.v1.TreeShape\x12%\n\x05\x62\x65\x61ms\x18\x05 \x01(\x0b\x32\x16.outrider.v1.LiveBeams\x12\x0c\n\x04lane\x18\x06 \x01(\x05\"\xab\x01\n\x0c\x44raftAdvance\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x13\n\x0b\x64raft_count\x18\x02 \x01(\x05\x12%\n\x05shape\x18\x03 \x01(\x0b\x32\x16.outrider.v1.TreeShape\x12%\n\x05\x62\x65\x61ms\x18\x04 \x01(\x0b\x32\x16.outrider.v1.LiveBeams\x12\x14\n\x0c\x62ranch_count\x18\x05 \x01(\x05\x12\x0f\n\x07went_on\x18\x06 \x01(\x08\"\xdc\x02\n\x0fProposeResponse\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.outrider.v1.Fence\x12*\n\x08proposal\x18\x02 \x01(\x0b\x32\x16.outrider.v1.TokenTreeH\x00\x12\x32\n\rtokens_wanted\x18\x03 \x01(\x0b\x32\x19.outrider.v1.TokensWantedH\x00\x12!\n\x04pong\x18\n \x01(\x0b\x32\x11.outrider.v1.PongH\x00\x12*\n\x05\x65rror\x18\x0b \x01(\x0b\x32\x19.outrider.v1.SessionErrorH\x00\x12)\n\x08\x62ranches\x18\x0c \x01(\x0b\x32\x15.outrider.v1.BranchesH\x00\x12\x12\n\ncached_len\x18\x04 \x01(\x05\x12(\n\x05times\x18\x06 \x01(\x0b\x32\x19.outrider.v1.ComputeTimesB\x08\n\x06\x61nswerJ\x04\x08\x07\x10\n2g\n\x0c\x44raftService\x12W\n\x04Link\x12$.outrider.v1.DraftServiceLinkRequest\x1a%.outrider.v1.DraftServiceLinkResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1foutrider/v1/draft_service.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\"\\\n\x17\x44raftServiceLinkRequest\x12-\n\x08requests\x18\x01 \x03(\x0b\x32\x1b.outrider.v1.ProposeRequest\x12\x12\n\nreads_load\x18\x02 \x01(\x08\"\xb4\x01\n\x18\x44raftServiceLinkResponse\x12/\n\tresponses\x18\x01 \x03(\x0b\x32\x1c.outrider.v1.ProposeResponse\x12\x13\n\x0binstance_id\x18\x02 \x01(\x06\x12\x13\n\x0bnumerics_id\x18\x03 \x01(\t\x12\x15\n\rsession_count\x18\x04 \x01(\x05\x12&\n\x04load\x18\x05 \x01(\x0b\x32\x18.outrider.v1.ServiceLoad\"\x9e\x02\n\x0eProposeRequest\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.outrider.v1.Fence\x12&\n\x04open\x18\x02 \x01(\x0b\x32\x16.outrider.v1.DraftOpenH\x00\x12,\n\x07\x61\x64vance\x18\x03 \x01(\x0b\x32\x19.outrider.v1.DraftAdvanceH\x00\x12*\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x19.outrider.v1.CloseSessionH\x00\x12!\n\x04ping\x18\x08 \x01(\x0b\x32\x11.outrider.v1.PingH\x00\x12%\n\x04part\x18\t \x01(\x0b\x32\x15.outrider.v1.OpenPartH\x00\x42\x08\n\x06\x61\x63tionJ\x04\x08\x05\x10\x08R\rbranch_budget\"\xb8\x01\n\tDraftOpen\x12)\n\x07session\x18\x01 \x01(\x0b\x32\x18.outrider.v1.OpenSession\x12\x13\n\x0b\x64raft_count\x18\x02 \x01(\x05\x12\x0f\n\x07\x64rafter\x18\x03 \x01(\t\x12%\n\x05shape\x18\x04 \x01(\x0b\x32\x16.outrider.v1.TreeShape\x12%\n\x05\x62\x65\x61ms\x18\x05 \x01(\x0b\x32\x16.outrider.v1.LiveBeams\x12\x0c\n\x04lane\x18\x06 \x01(\x05\"\xab\x01\n\x0c\x44raftAdvance\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x13\n\x0b\x64raft_count\x18\x02 \x01(\x05\x12%\n\x05shape\x18\x03 \x01(\x0b\x32\x16.outrider.v1.TreeShape\x12%\n\x05\x62\x65\x61ms\x18\x04 \x01(\x0b\x32\x16.outrider.v1.LiveBeams\x12\x14\n\x0c\x62ranch_count\x18\x05 \x01(\x05\x12\x0f\n\x07went_on\x18\x06 \x01(\x08\"\xdc\x02\n\x0fProposeResponse\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.outrider.v1.Fence\x12*\n\x08proposal\x18\x02 \x01(\x0b\x32\x16.outrider.v1.TokenTreeH\x00\x12\x32\n\rtokens_wanted\x18\x03 \x01(\x0b\x32\x19.outrider.v1.TokensWantedH\x00\x12!\n\x04pong\x18\n \x01(\x0b\x32\x11.outrider.v1.PongH\x00\x12*\n\x05\x65rror\x18\x0b \x01(\x0b\x32\x19.outrider.v1.SessionErrorH\x00\x12)\n\x08\x62ranches\x18\x0c \x01(\x0b\x32\x15.outrider.v1.BranchesH\x00\x12\x12\n\ncached_len\x18\x04 \x01(\x05\x12(\n\x05times\x18\x06 \x01(\x0b\x32\x19.outrider.v1.ComputeTimesB\x08\n\x06\x61nswerJ\x04\x08\x07\x10\n2g\n\x0c\x44raftService\x12W\n\x04Link\x12$.outrider.v1.DraftServiceLinkRequest\x1a%.outrider.v1.DraftServiceLinkResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,17 +33,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.draft_service_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DRAFTSERVICELINKREQUEST']._serialized_start=73
-  _globals['_DRAFTSERVICELINKREQUEST']._serialized_end=145
-  _globals['_DRAFTSERVICELINKRESPONSE']._serialized_start=148
-  _globals['_DRAFTSERVICELINKRESPONSE']._serialized_end=288
-  _globals['_PROPOSEREQUEST']._serialized_start=291
-  _globals['_PROPOSEREQUEST']._serialized_end=577
-  _globals['_DRAFTOPEN']._serialized_start=580
-  _globals['_DRAFTOPEN']._serialized_end=764
-  _globals['_DRAFTADVANCE']._serialized_start=767
-  _globals['_DRAFTADVANCE']._serialized_end=938
-  _globals['_PROPOSERESPONSE']._serialized_start=941
-  _globals['_PROPOSERESPONSE']._serialized_end=1289
-  _globals['_DRAFTSERVICE']._serialized_start=1291
-  _globals['_DRAFTSERVICE']._serialized_end=1394
+  _globals['_DRAFTSERVICELINKREQUEST']._serialized_end=165
+  _globals['_DRAFTSERVICELINKRESPONSE']._serialized_start=168
+  _globals['_DRAFTSERVICELINKRESPONSE']._serialized_end=348
+  _globals['_PROPOSEREQUEST']._serialized_start=351
+  _globals['_PROPOSEREQUEST']._serialized_end=637
+  _globals['_DRAFTOPEN']._serialized_start=640
+  _globals['_DRAFTOPEN']._serialized_end=824
+  _globals['_DRAFTADVANCE']._serialized_start=827
+  _globals['_DRAFTADVANCE']._serialized_end=998
+  _globals['_PROPOSERESPONSE']._serialized_start=1001
+  _globals['_PROPOSERESPONSE']._serialized_end=1349
+  _globals['_DRAFTSERVICE']._serialized_start=1351
+  _globals['_DRAFTSERVICE']._serialized_end=1454
 # @@protoc_insertion_point(module_scope)

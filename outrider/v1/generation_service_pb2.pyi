@@ -375,6 +375,7 @@ class GenerateRequest(_message.Message):
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     BEAM_SEARCH_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
+    UNRECORDED_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text, encoded with the target's tokenizer. Must not be empty."""
     max_tokens: _builtins.int
@@ -401,6 +402,10 @@ class GenerateRequest(_message.Message):
     cache_salt: _builtins.str
     """Only requests with the same salt share what is cached of equal beginnings of prompts. At most 64 bytes in UTF-8."""
     prediction_text: _builtins.str
+    unrecorded: _builtins.bool
+    """Whether a target that records what it answered (--record) leaves this request out; those with a cache_salt, a
+    constraint or an API key are left out anyway.
+    """
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
         """Token ids, taken as they are."""
@@ -464,10 +469,11 @@ class GenerateRequest(_message.Message):
         prediction_token_ids: _types_pb2.TokenIds | None = ...,
         beam_search: Global___BeamSearch | None = ...,
         constraint: Global___Constraint | None = ...,
+        unrecorded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_sample_count", b"_sample_count", "_seed", b"_seed", "beam_search", b"beam_search", "constraint", b"constraint", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sample_count", b"sample_count", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_sample_count", b"_sample_count", "_seed", b"_seed", "banned_words", b"banned_words", "beam_search", b"beam_search", "cache_salt", b"cache_salt", "constraint", b"constraint", "echo", b"echo", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sample_count", b"sample_count", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_max_tokens", b"_max_tokens", "_sample_count", b"_sample_count", "_seed", b"_seed", "banned_words", b"banned_words", "beam_search", b"beam_search", "cache_salt", b"cache_salt", "constraint", b"constraint", "echo", b"echo", "logprob_count", b"logprob_count", "max_tokens", b"max_tokens", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_token_ids", b"prediction_token_ids", "prompt", b"prompt", "sample_count", b"sample_count", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids", "unrecorded", b"unrecorded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob_count: _TypeAlias = _typing.Literal["logprob_count"]  # noqa: Y015
     _WhichOneofArgType__logprob_count: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count"]  # noqa: Y015

@@ -26,6 +26,9 @@ class TargetServiceLinkRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUESTS_FIELD_NUMBER: _builtins.int
+    READS_LOAD_FIELD_NUMBER: _builtins.int
+    reads_load: _builtins.bool
+    """Whether the gateway reads `load`; in any frame of the link, and best in the first. Without it none is sent."""
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifyRequest]:
         """Of any sessions, each session's in order."""
@@ -34,10 +37,11 @@ class TargetServiceLinkRequest(_message.Message):
         self,
         *,
         requests: _abc.Iterable[Global___VerifyRequest] | None = ...,
+        reads_load: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reads_load", b"reads_load", "requests", b"requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -53,6 +57,7 @@ class TargetServiceLinkResponse(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     NUMERICS_ID_FIELD_NUMBER: _builtins.int
     SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.int
     """Incarnation of the service; see GetModelInfoResponse."""
     numerics_id: _builtins.str
@@ -63,6 +68,12 @@ class TargetServiceLinkResponse(_message.Message):
     def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifyResponse]:
         """Of any sessions, each session's in order."""
 
+    @_builtins.property
+    def load(self) -> _types_pb2.ServiceLoad:
+        """How busy the service is: at most every 50 ms, and at least once a second, in a frame without responses where there is
+        no other. Absent in the frames between, and to a gateway that does not read it.
+        """
+
     def __init__(
         self,
         *,
@@ -70,10 +81,11 @@ class TargetServiceLinkResponse(_message.Message):
         instance_id: _builtins.int = ...,
         numerics_id: _builtins.str = ...,
         session_count: _builtins.int = ...,
+        load: _types_pb2.ServiceLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "numerics_id", b"numerics_id", "responses", b"responses", "session_count", b"session_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "load", b"load", "numerics_id", b"numerics_id", "responses", b"responses", "session_count", b"session_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

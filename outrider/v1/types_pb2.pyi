@@ -559,6 +559,7 @@ class OpenSession(_message.Message):
     TRACE_CONTEXT_FIELD_NUMBER: _builtins.int
     PART_LEN_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    UNRECORDED_FIELD_NUMBER: _builtins.int
     prompt_len: _builtins.int
     """How many of them are the prompt, in [1, base_len]."""
     seed: _builtins.int
@@ -588,6 +589,8 @@ class OpenSession(_message.Message):
     masked by what may stand behind its own prefix, before any other transform. Refused by a service without a
     grammar_engine, and for a beam search.
     """
+    unrecorded: _builtins.bool
+    """Whether a target that records what it answered (--record) leaves this session out. A draft ignores it."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All committed tokens: the prompt, then the output so far; together with those of the OpenParts before, if there were
@@ -640,10 +643,11 @@ class OpenSession(_message.Message):
         trace_context: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         part_len: _builtins.int = ...,
         grammar: _builtins.str = ...,
+        unrecorded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "acceptance", b"acceptance", "logprob_count", b"logprob_count", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "acceptance", b"acceptance", "banned_sequences", b"banned_sequences", "cache_salt", b"cache_salt", "draft_logprobs", b"draft_logprobs", "eos_token_ids", b"eos_token_ids", "grammar", b"grammar", "logprob_count", b"logprob_count", "max_len", b"max_len", "part_len", b"part_len", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "rule", b"rule", "sampling", b"sampling", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "trace_context", b"trace_context"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "acceptance", b"acceptance", "banned_sequences", b"banned_sequences", "cache_salt", b"cache_salt", "draft_logprobs", b"draft_logprobs", "eos_token_ids", b"eos_token_ids", "grammar", b"grammar", "logprob_count", b"logprob_count", "max_len", b"max_len", "part_len", b"part_len", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "rule", b"rule", "sampling", b"sampling", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "trace_context", b"trace_context", "unrecorded", b"unrecorded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob_count: _TypeAlias = _typing.Literal["logprob_count"]  # noqa: Y015
     _WhichOneofArgType__logprob_count: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count"]  # noqa: Y015
@@ -938,6 +942,61 @@ class RowCost(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RowCost: _TypeAlias = RowCost  # noqa: Y015
+
+@_typing.final
+class ServiceLoad(_message.Message):
+    """How busy a service is, for a gateway that chooses where a session goes. Nothing that it says can change a token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    OWN_WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    OWNER_COUNT_FIELD_NUMBER: _builtins.int
+    FREE_BLOCKS_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    STEP_US_FIELD_NUMBER: _builtins.int
+    STEP_ROWS_FIELD_NUMBER: _builtins.int
+    PREFILL_US_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    IS_DRAINING_FIELD_NUMBER: _builtins.int
+    DRAIN_LEFT_MS_FIELD_NUMBER: _builtins.int
+    waiting_tokens: _builtins.int
+    """Tokens that wait to be read, of prompts and of texts whose cache was lost: those of all links, and of this one."""
+    own_waiting_tokens: _builtins.int
+    owner_count: _builtins.int
+    """Links that share what is read in a step: those with such tokens, and this one in any case."""
+    free_blocks: _builtins.int
+    """Blocks of the cache that no session holds, and those among them that still keep a prefix."""
+    cached_blocks: _builtins.int
+    step_us: _builtins.int
+    """Microseconds and rows of the last forward, with the draws after it; 0 before the first."""
+    step_rows: _builtins.int
+    prefill_us_per_token: _builtins.float
+    """Microseconds that a token takes where many are read at once; 0 where that is not known yet."""
+    is_draining: _builtins.bool
+    """Whether the service is about to end: it opens no session any more, and those that it has may end."""
+    drain_left_ms: _builtins.int
+    """Milliseconds until it ends all the same."""
+    def __init__(
+        self,
+        *,
+        waiting_tokens: _builtins.int = ...,
+        own_waiting_tokens: _builtins.int = ...,
+        owner_count: _builtins.int = ...,
+        free_blocks: _builtins.int = ...,
+        cached_blocks: _builtins.int = ...,
+        step_us: _builtins.int = ...,
+        step_rows: _builtins.int = ...,
+        prefill_us_per_token: _builtins.float = ...,
+        is_draining: _builtins.bool = ...,
+        drain_left_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "drain_left_ms", b"drain_left_ms", "free_blocks", b"free_blocks", "is_draining", b"is_draining", "own_waiting_tokens", b"own_waiting_tokens", "owner_count", b"owner_count", "prefill_us_per_token", b"prefill_us_per_token", "step_rows", b"step_rows", "step_us", b"step_us", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServiceLoad: _TypeAlias = ServiceLoad  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):

@@ -30,7 +30,7 @@ def test_the_page_is_what_is_declared() -> None:
 def test_an_option_is_an_entry() -> None:
     """With its flag, its variable, its default, its range and its sentence."""
     assert entries(Settings).splitlines() == [
-        "- `--peer` (`OUTRIDER_PEER`; required; HOST:PORT, or several with commas):",
+        "- `--peer` (`OUTRIDER_PEER`; required; HOST:PORT, dns:NAME:PORT or file:PATH, or several with commas):",
         "  Who is asked.",
         "- `--max-places` (`OUTRIDER_MAX_PLACES`; default all; in [1, 9]):",
         "  Places.",

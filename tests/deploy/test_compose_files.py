@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from outrider.process.options import ServicePlace
+
 FOLDER = Path(__file__).parents[2] / "deploy"
 SERVICES = ("gateway", "target", "draft")
 
@@ -132,3 +134,13 @@ def test_a_start_may_take_as_long_as_loading() -> None:
     assert float(gateway["OUTRIDER_TARGET_WAIT_SECONDS"]) >= periods_s["target"]
     budget = gateway["OUTRIDER_REBUILD_BUDGET_SECONDS"].partition(":-")[2].removesuffix("}")
     assert float(budget) >= periods_s["target"]
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_a_service_can_have_replicas(name: str) -> None:
+    """It has nothing that can be there only once: no name, no port of the host; a gateway finds all by the service."""
+    services = yaml.safe_load((FOLDER / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    once = {"container_name", "hostname", "ports", "networks", "network_mode", "mac_address", "scale", "deploy"}
+    assert services[name].keys() & once == set()
+    found = ServicePlace.of(name, services["gateway"]["environment"][f"OUTRIDER_{name.upper()}"])
+    assert (found.name, str(found.port)) == (name, services[name]["environment"]["OUTRIDER_LISTEN"].rpartition(":")[2])

@@ -1,5 +1,7 @@
 """The manifests of deploy/kubernetes, as kustomize makes them: schemas take them, and what they name is there."""
 
+import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -7,6 +9,7 @@ from copy import deepcopy
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import Mock
 
@@ -27,7 +30,9 @@ from target_service.server import TargetSettings
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 # The least one in which a preStop hook may sleep without a switch, and a newer one.
 VERSIONS = ("1.30", "1.34")
-OVERLAYS = ("base", "gpu", "example")
+# Components are named in an overlay of the operator's: here one of the base.
+COMPONENTS = ("autoscale/hpa", "autoscale/keda")
+OVERLAYS = ("base", "gpu", "example", *COMPONENTS)
 SETTINGS: dict[str, type[ProcessSettings]] = {
     "gateway": GatewaySettings,
     "target": TargetSettings,
@@ -44,7 +49,14 @@ def rendered(overlay: str) -> list[Resource]:
     command = next((words for words in tools if words[0]), None)
     if command is None:
         pytest.skip("NO KUSTOMIZE, NO KUBECTL: the manifests for Kubernetes are not tested on this machine")
-    made = subprocess.run([*command, FOLDER / overlay], check=True, capture_output=True, text=True)
+    with TemporaryDirectory() as folder:
+        path = FOLDER / overlay
+        if overlay in COMPONENTS:
+            path = Path(folder)
+            base, component = (os.path.relpath(FOLDER / each, path.resolve()) for each in ("base", overlay))
+            named = {"namespace": "outrider", "resources": [base], "components": [component]}
+            (path / "kustomization.yaml").write_text(yaml.safe_dump(named), encoding="utf-8")
+        made = subprocess.run([*command, path], check=True, capture_output=True, text=True)
     return list(yaml.safe_load_all(made.stdout))
 
 
@@ -54,9 +66,47 @@ def resources(request: pytest.FixtureRequest) -> list[Resource]:
     return deepcopy(rendered(request.param))
 
 
+def as_autoscaler(resource: Resource) -> Resource:
+    """A ScaledObject as the autoscaler that KEDA makes of it, which has a schema; any other resource itself."""
+    if resource["kind"] != "ScaledObject":
+        return resource
+    assert resource["apiVersion"] == "keda.sh/v1alpha1"
+    spec = dict(resource["spec"])
+    triggers = spec.pop("triggers")
+    assert {each["type"] for each in triggers} == {"prometheus"}
+    assert all(each["metadata"].keys() == {"serverAddress", "query", "threshold"} for each in triggers)
+    assert 0 < spec.pop("pollingInterval") <= 30
+    metrics = [
+        {
+            "type": "External",
+            "external": {
+                "metric": {"name": each["metadata"]["query"]},
+                "target": {"type": "AverageValue", "averageValue": each["metadata"]["threshold"]},
+            },
+        }
+        for each in triggers
+    ]
+    (advanced,) = spec.pop("advanced").items()
+    assert advanced[0] == "horizontalPodAutoscalerConfig"
+    scaled = {"apiVersion": "apps/v1", "kind": "Deployment", **spec.pop("scaleTargetRef")}
+    bounds = {"minReplicas": spec.pop("minReplicaCount"), "maxReplicas": spec.pop("maxReplicaCount")}
+    return {
+        **resource,
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "spec": {**spec, **bounds, **advanced[1], "scaleTargetRef": scaled, "metrics": metrics},
+    }
+
+
 def of_kind(resources: list[Resource], kind: str) -> dict[str, Resource]:
     """The resources of a kind, by name."""
     return {each["metadata"]["name"]: each for each in resources if each["kind"] == kind}
+
+
+def replicas_of(resources: list[Resource], name: str) -> int | None:
+    """How many pods a deployment asks for; None where that is an autoscaler's to say."""
+    replicas: int | None = of_kind(resources, "Deployment")[name]["spec"].get("replicas")
+    return replicas
 
 
 def pods_of(resources: list[Resource]) -> dict[str, Resource]:
@@ -121,7 +171,7 @@ def test_the_schemas_take_every_resource(resources: list[Resource], version: str
     listed = yaml.safe_load((FOLDER / "base" / "kustomization.yaml").read_text(encoding="utf-8"))["resources"]
     assert sorted(["kustomization.yaml", *listed]) == sorted(path.name for path in (FOLDER / "base").iterdir())
     for each in resources:
-        kubernetes_validate.validate(each, version, strict=True)
+        kubernetes_validate.validate(as_autoscaler(each), version, strict=True)
     (namespace,) = of_kind(resources, "Namespace")
     assert {each["metadata"].get("namespace", namespace) for each in resources} == {namespace}
     with pytest.raises(kubernetes_validate.ValidationError, match="replica"):
@@ -173,15 +223,49 @@ def test_pods_are_found(resources: list[Resource], name: str) -> None:
     if name != "gateway":
         (port,) = (each["port"] for each in service["ports"])
         assert service["clusterIP"] == "None"
-        assert variables_of(pods["gateway"])[f"OUTRIDER_{name.upper()}"] == f"{name}:{port}"
+        assert variables_of(pods["gateway"])[f"OUTRIDER_{name.upper()}"] == f"dns:{name}:{port}"
 
 
 def test_a_node_can_be_emptied(resources: list[Resource]) -> None:
-    """One gateway stays, of more than one; those that are not ready block nothing."""
-    ((name, budget),) = of_kind(resources, "PodDisruptionBudget").items()
-    assert chosen(budget["spec"]["selector"], pods_of(resources)) == {name} == {"gateway"}
-    assert 1 <= budget["spec"]["minAvailable"] < of_kind(resources, "Deployment")[name]["spec"]["replicas"]
-    assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    """One gateway stays, of more than one; services that are scaled go one at a time; the unready block nothing."""
+    autoscalers = of_kind([as_autoscaler(each) for each in resources], "HorizontalPodAutoscaler")
+    budgets = of_kind(resources, "PodDisruptionBudget")
+    assert budgets.keys() == (autoscalers or {"gateway": None}).keys()
+    for name, budget in budgets.items():
+        assert chosen(budget["spec"]["selector"], pods_of(resources)) == {name}
+        assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    least = autoscalers["gateway"]["spec"]["minReplicas"] if autoscalers else replicas_of(resources, "gateway")
+    assert 1 <= budgets.pop("gateway")["spec"]["minAvailable"] < least
+    assert all(budget["spec"]["maxUnavailable"] == 1 for budget in budgets.values())
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_load_says_how_many_there_are(component: str) -> None:
+    """Gateways by CPU, targets by backlog and cache, drafts by busy time; doubled in seconds, one less in minutes."""
+    resources = rendered(component)
+    autoscalers = of_kind([as_autoscaler(each) for each in resources], "HorizontalPodAutoscaler")
+    assert autoscalers.keys() == SETTINGS.keys()
+    # Another test holds that it has all metrics that are exported, and no others.
+    documented = (FOLDER.parents[1] / "docs" / "observability.md").read_text(encoding="utf-8")
+    asked = re.findall(r"outrider_\w+", str([autoscalers[name]["spec"]["metrics"] for name in ("target", "draft")]))
+    rules = yaml.safe_load((FOLDER / "autoscale" / "hpa" / "adapter.yaml").read_text(encoding="utf-8"))["rules"][
+        "custom"
+    ]
+    made = {rule["name"]["as"]: rule["name"]["matches"] for rule in rules if "name" in rule}
+    assert len(asked) == 3
+    for name in (made.get(each, each) for each in asked):
+        assert f"| `{name}` |" in documented
+        assert any(re.fullmatch(rule["seriesQuery"].split('"')[1], name) for rule in rules)
+    for name, autoscaler in autoscalers.items():
+        assert replicas_of(resources, name) is None
+        spec = autoscaler["spec"]
+        assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": name}
+        assert 1 + (name != "draft") <= spec["minReplicas"] < spec["maxReplicas"]
+        up, down = spec["behavior"]["scaleUp"], spec["behavior"]["scaleDown"]
+        assert 15 <= up["stabilizationWindowSeconds"] <= 30
+        assert [(each["type"], each["value"]) for each in up["policies"]] == [("Percent", 100)]
+        assert 300 <= down["stabilizationWindowSeconds"] <= 600
+        assert [(each["type"], each["value"]) for each in down["policies"]] == [("Pods", 1)]
 
 
 def test_nobody_talks_to_anybody_else(resources: list[Resource]) -> None:

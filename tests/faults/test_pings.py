@@ -8,7 +8,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.basics import eventually
 from support.network import ChaosProxy
 
-from outrider.rpc import channels
+from outrider.rpc import channels, wire
 
 PING_BYTES = 17  # an HTTP/2 frame of 8 bytes
 NUM_PINGS = 5  # the third that comes too soon, and so the fourth of all, ends a connection
@@ -16,7 +16,7 @@ HASTE = 50
 INTERVALS = {"channel": "grpc.keepalive_time_ms", "server": "grpc.http2.min_ping_interval_without_data_ms"}
 
 
-def hasty(options: channels.Options, interval: str) -> channels.Options:
+def hasty(options: wire.Options, interval: str) -> wire.Options:
     """Our options with the interval between pings shortened; gRPC itself sends none within a second."""
     return [(name, value // HASTE if name == interval else value) for name, value in options]
 
@@ -25,7 +25,7 @@ def hasty(options: channels.Options, interval: str) -> channels.Options:
 async def test_an_idle_stream_is_not_cut_for_its_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call on which nothing is said for many keepalive intervals stays up."""
     server_options = hasty(channels.server_options(), INTERVALS["server"])
-    channel_options = hasty(channels.channel_options(), INTERVALS["channel"])
+    channel_options = hasty(wire.channel_options(), INTERVALS["channel"])
     monkeypatch.setattr(channels, "server_options", lambda shares_port: server_options)
     monkeypatch.setattr(channels, "channel_options", lambda: channel_options)
     server = await channels.serve("127.0.0.1:0", {})
@@ -41,8 +41,8 @@ async def test_an_idle_stream_is_not_cut_for_its_pings(monkeypatch: pytest.Monke
         await server.stop(0)
 
 
-@pytest.mark.parametrize("options", [channels.channel_options(), channels.server_options()], ids=["channel", "server"])
-def test_grpc_knows_every_option(options: channels.Options) -> None:
+@pytest.mark.parametrize("options", [wire.channel_options(), channels.server_options()], ids=["channel", "server"])
+def test_grpc_knows_every_option(options: wire.Options) -> None:
     """gRPC ignores options that it does not know without a word, so each has to be found in its library."""
     library = Path(cygrpc.__file__).read_bytes()
     assert [name for name, _ in options if f"{name}\0".encode() not in library] == []

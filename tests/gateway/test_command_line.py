@@ -18,13 +18,16 @@ async def refusal(*flags: str) -> tuple[int, str, list[str]]:
     return failure.value.code, failure.value.message, lines
 
 
+PLACES = "HOST:PORT or dns:NAME:PORT with a port in [1, 65535], or file:PATH"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
         (("--max-requests", "0"), "--max-requests is 0, but must be at least 1"),
-        (("--draft", "host"), "draft is 'host', but must be HOST:PORT with a port in [1, 65535]"),
-        (("--target", ""), "target is '', but must be HOST:PORT with a port in [1, 65535]"),
+        (("--draft", "host"), f"draft is 'host', but must be {PLACES}"),
+        (("--target", ""), f"target is '', but must be {PLACES}"),
     ],
 )
 async def test_wrong_values_are_one_sentence(flags: tuple[str, ...], sentence: str) -> None:

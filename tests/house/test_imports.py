@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("outrider", "draft_service", "target_service", "gateway", "bench", "models")
 HEAVY = ("torch", "transformers", "safetensors", "outrider.engine")
 # Who may have numpy, which takes a seventh of a second, but no torch.
-WITH_NUMPY = ("gateway", "outrider.datastore")
+WITH_NUMPY = ("gateway", "outrider.drafting.rows", "outrider.drafting.vllm")
 # Who may compile grammars without torch. Client and command line pass them on as text.
 WITH_LLGUIDANCE = ("gateway", "outrider.grammar")
 PROTOBUF = ("outrider.v1", "google.protobuf")
@@ -68,7 +68,6 @@ RULES = (
     Rule("outrider.parameters", ("outrider.errors",)),
     Rule("outrider.model_files", ("outrider.errors", "outrider.parameters")),
     Rule("outrider.token_tree", ("outrider.errors", "outrider.parameters")),
-    Rule("outrider.datastore", (*SHARED, "outrider.process")),
     Rule("outrider.beams", ("outrider.errors", "outrider.token_tree")),
     Rule("outrider.constraint", ("outrider.errors",)),
     Rule("outrider.grammar", ("outrider.errors", "outrider.constraint")),
@@ -82,6 +81,7 @@ RULES = (
     Rule("outrider.drafters", (*SHARED, "outrider.engine", "outrider.estimates"), torch=True),
     Rule("outrider.model_service", (*SHARED, *PLUMBING, "outrider.engine"), torch=True, protobuf=True),
     Rule("outrider.model_service.settings", (*SHARED, *PLUMBING)),
+    Rule("outrider.drafting", ("outrider.errors", "outrider.model_files.digests", "outrider.rpc"), protobuf=True),
     Rule("outrider.client", (*SHARED, "outrider.rpc"), protobuf=True),
     Rule("outrider.cli", (*SHARED, *PLUMBING, *COMMANDS), protobuf=True),
     Rule("outrider.cli.bench", (*SHARED, *PLUMBING, "outrider.cli", *COMMANDS), protobuf=True),
@@ -96,11 +96,12 @@ RULES = (
     Rule("target_service", (*SERVICE, "outrider.estimates"), torch=True),
     Rule("target_service.servicer", ("target_service", *SERVICE), torch=True, protobuf=True),
     Rule("gateway.rounds", (*SHARED, "outrider.estimates")),
-    Rule("gateway.lookup", (*SHARED, "outrider.datastore", "outrider.estimates", "gateway.rounds")),
+    Rule("gateway.lookup", (*SHARED, "outrider.estimates", "gateway.rounds")),
+    Rule("gateway.lookup.datastore", (*SHARED, "outrider.process")),
     Rule("gateway.tools", SHARED),
     Rule("gateway.keys", SHARED),
     Rule("gateway.text", (*SHARED, "gateway.tools")),
-    Rule("gateway.sessions", (*SHARED, *PLUMBING, "gateway.rounds"), protobuf=True),
+    Rule("gateway.sessions", (*SHARED, *PLUMBING, "outrider.estimates", "gateway.rounds"), protobuf=True),
     Rule("gateway.speculation", (*SHARED, "gateway.rounds", "gateway.lookup", "gateway.sessions")),
     Rule("gateway.beams", (*SHARED, *PLUMBING, "gateway.rounds", "gateway.sessions"), protobuf=True),
     Rule(
@@ -138,7 +139,7 @@ RULES = (
         ),
     ),
     Rule("gateway.settings", (*SHARED, *PLUMBING, "gateway.lookup", "gateway.tools")),
-    Rule("gateway", (*SHARED, *PLUMBING, "outrider.datastore")),
+    Rule("gateway", (*SHARED, *PLUMBING)),
 )
 # They stand outside the house and may look at all of it.
 FREE = ("bench", "models")
@@ -148,9 +149,10 @@ PROGRAMS = {
     "outrider.cli.app": (),
     "outrider.cli.bench.load.__main__": (),
     "outrider.cli.bench.timeline": (),
-    "outrider.datastore.command": ("gateway",),
+    "gateway.lookup.datastore.command": ("gateway",),
     "gateway.__main__": ("gateway",),
     "gateway.server": ("gateway",),
+    "gateway.keys.store": ("redis",),
     "gateway.worker_process": ("gateway",),
     "outrider.cli.doctor.models": ("gateway",),
     "draft_service.__main__": ("engine",),

@@ -102,6 +102,14 @@ class Process:
         await self.server.guarded()
         self._network.listen(self.address, self.server)
 
+    async def held(self) -> tuple[int, int, int]:
+        """Sessions that are held, those of them that are leased, and active tasks.
+
+        Counted by the device, between two jobs: seen from outside, a sweep of leases at that very instant is work.
+        """
+        table, device = self.table, self.device
+        return await device.call(lambda: (len(table), table.num_leased, device.num_active))
+
     def strike(self, fault: Fault) -> None:
         """Lets a fault of a process happen, and end after its duration."""
         if not self._is_up:
@@ -117,7 +125,7 @@ class Process:
         elif fault.kind is Kind.DRAIN:
             self.server.accepts = False
             self._is_draining = True
-            self.servicer.drain()
+            self.servicer.drain(min(fault.duration_s, GRACE_S))
             self._network.go_away(self.address)
             self._later(min(fault.duration_s, GRACE_S), partial(self._kill_if, self._num_starts, fault.duration_s))
         elif fault.kind is Kind.CUT:

@@ -36,13 +36,13 @@ from gateway.rounds.choice import Choice
 from gateway.rounds.costs import SessionEstimates
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import ANY_DRAFT
-from gateway.sessions.breaker import BREAKERS, CircuitBreaker
 from gateway.sessions.peer import ServicePeer
 from gateway.sessions.replicas import Replicas, Targets
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.text.chat_template import ChatTemplate
 from outrider.model_service.leases import IDLE_S
 from outrider.parameters import Rule
+from outrider.rpc.breaker import BREAKERS, CircuitBreaker
 from outrider.rpc.errors import error_from
 from outrider.rpc.messages.rules import RULES
 from outrider.v1 import generation_service_pb2 as pb
@@ -289,9 +289,9 @@ class World:
                 hold(len(process.table) == 0, f"{address} holds {process.table} though nothing went wrong")
         await asyncio.sleep(SETTLE_S)
         for address, process in self._processes.items():
-            table, device = process.table, process.device
-            hold(len(table) == table.num_leased, f"{address} holds {table}, of which not all are leased")
-            hold(not device.num_active and not device.num_waiting, f"the device of {address} is busy")
+            num_held, num_leased, num_active = await process.held()
+            hold(num_held == num_leased, f"{address} holds {process.table}, of which not all are leased")
+            hold(not num_active, f"the device of {address} is busy")
             num_links = 0 if self._gateway_died else 1
             hold(len(process.server.calls) == num_links, f"{address} serves {len(process.server.calls)} calls")
 

@@ -15,7 +15,7 @@ import torch
 from support.basics import grid
 from support.drafting.rules import Floats, chance
 from support.heads.kangaroo import write_kangaroo
-from support.heads.tiny_heads import eagle1, pass_embeddings
+from support.heads.tiny_heads import dflash, eagle1, pass_embeddings
 from support.models.engine_cases import native
 from support.models.tiny_gguf import DYNAMIC, Metadata, Tensors, write_gguf
 from support.models.tiny_models import write_tiny_model
@@ -29,6 +29,7 @@ from outrider.engine.noise import Purpose, first_uniforms, round_key
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 from outrider.errors import NoTokenLeft
+from outrider.model_files.gguf.header import BLOCK_DTYPES
 from outrider.parameters import DraftDistribution
 from outrider.token_tree import TokenTree
 from outrider.v1 import generation_service_pb2 as pb
@@ -38,6 +39,8 @@ from target_service import acceptance
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 16
+# A GGUF file's own bits, with activations of eight bits.
+FILE = "file"
 AT_A_TIME = 32
 PROMPT = [5, 9, 2, 11]
 # The first token is plain decoding. The next two come of a round with two drafts, or of two when one is refused.
@@ -60,11 +63,12 @@ LOW, HIGH = range(1, 7), range(7, NUM_TOKENS)
 TURNS = r"(?:[!-&]['-/]){2}|(?:['-/][!-&]){2}"
 
 
-def distribution_of_two(model: Path, *, takes_turns: bool = False) -> Floats:
+def distribution_of_two(model: Path, *, takes_turns: bool = False, stored: str = FILE) -> Floats:
     """The joint distribution [V, V] of the second and the third token after the prompt."""
-    first = probs_behind(model, [PROMPT])[0]
-    second = probs_behind(model, [[*PROMPT, one] for one in range(NUM_TOKENS)])
-    third = probs_behind(model, [[*PROMPT, one, two] for one in range(NUM_TOKENS) for two in range(NUM_TOKENS)])
+    first = probs_behind(model, [PROMPT], stored)[0]
+    second = probs_behind(model, [[*PROMPT, one] for one in range(NUM_TOKENS)], stored)
+    pairs = [[*PROMPT, one, two] for one in range(NUM_TOKENS) for two in range(NUM_TOKENS)]
+    third = probs_behind(model, pairs, stored)
     if takes_turns:
         # [V, V]: whether the second of two tokens may follow the first.
         legal = np.zeros((NUM_TOKENS, NUM_TOKENS))
@@ -77,10 +81,10 @@ def distribution_of_two(model: Path, *, takes_turns: bool = False) -> Floats:
     return distribution
 
 
-def probs_behind(model: Path, prefixes: list[list[int]]) -> Floats:
-    """Probabilities [N, V] after prefixes of one length, float64; of a GGUF file at its own bits."""
+def probs_behind(model: Path, prefixes: list[list[int]], stored: str) -> Floats:
+    """Probabilities [N, V] after prefixes of one length, float64; of a GGUF file with weights of the `stored` type."""
     if model.is_file():
-        runner, rows = ModelRunner.load(str(model), kv_tokens=1024), []
+        runner, rows = ModelRunner.load(str(model), dtype=stored, kv_tokens=1024), []
         for prefix in prefixes:
             session = runner.open(prefix, 1)
             rows.append(runner.forward([Feed(session)]).logits.clone())
@@ -102,24 +106,29 @@ async def chance_of_answers(
     takes_turns: bool = False,
     drafters: Sequence[str] = (),
     further_drafts: Mapping[str, str] | None = None,
+    stored: str = FILE,
+    shape: types_pb2.TreeShape | None = None,
 ) -> tuple[float, float]:
     """Asks with the seeds 0, 1, 2, ..., some at a time; how likely the answers are by the target's distribution and the
     draft's.
 
     The draft is a service; with `own` options of the target, what guesses in the target's process. `drafters` are asked
-    by name where the draft has several, or is one of several.
+    by name where the draft has several, or is one of several. GGUF files are served, and compared, with weights of the
+    `stored` type. With a shape guesses are trees of it.
     """
     number = getattr(types_pb2, f"ACCEPTANCE_RULE_{rule.upper()}")
     slots = asyncio.Semaphore(AT_A_TIME)
     # The columns of a window need room in front of the end.
     fields: dict[str, Any] = FIELDS | ({"max_tokens": 12} if own and "lookahead" in own else {})
+    if shape is not None:
+        fields |= {"shape": shape, "draft_count": 4}
     if drafters:
         fields["drafters"] = drafters
     if takes_turns:
         fields = {**fields, "ignore_eos": False, "constraint": pb.Constraint(regex=TURNS)}
     target, draft = map(str, pair)
-    stored = {"dtype": "file"} if pair[0].is_file() else {}
-    services = {"target_options": stored | dict(own or {}), "further_drafts": further_drafts}
+    weights = {"dtype": stored} if pair[0].is_file() else {}
+    services = {"target_options": weights | dict(own or {}), "further_drafts": further_drafts}
     async with running_stack(target, None if own else draft, dtype="float32", **services) as stack:
 
         async def answer(seed: int) -> Answer:
@@ -128,7 +137,9 @@ async def chance_of_answers(
 
         answers = await asyncio.gather(*(answer(seed) for seed in range(num_requests)))
     tokens = torch.tensor([each.token_ids[1:3] for each in answers])
-    target_distribution, draft_distribution = (distribution_of_two(each, takes_turns=takes_turns) for each in pair)
+    target_distribution, draft_distribution = (
+        distribution_of_two(each, takes_turns=takes_turns, stored=stored) for each in pair
+    )
     drafted, accepted = (
         sum(getattr(each.completion.speculation, name) for each in answers)
         for name in ("draft_tokens", "accepted_tokens")
@@ -138,10 +149,15 @@ async def chance_of_answers(
 
 
 async def check_requests(
-    pair: tuple[Path, Path], rule: str, num_requests: int, own: Mapping[str, Any] | None = None
+    pair: tuple[Path, Path],
+    rule: str,
+    num_requests: int,
+    own: Mapping[str, Any] | None = None,
+    *,
+    stored: str = FILE,
 ) -> None:
     """Compares the answers with both distributions; the draft's own must not pass for the target's."""
-    by_target, by_draft = await chance_of_answers(pair, rule, num_requests, own)
+    by_target, by_draft = await chance_of_answers(pair, rule, num_requests, own, stored=stored)
     assert by_target > 1e-4
     assert by_draft < 1e-6
 
@@ -151,7 +167,7 @@ async def check_requests(
 @pytest.mark.parametrize(
     "drafter",
     [
-        *("service", "hosted", "head"),
+        *("service", "masks", "hosted", "head", "block"),
         *grid("layers", "adapter", "pass", "lookahead"),
     ],
 )
@@ -161,10 +177,15 @@ async def test_served_tokens_follow_the_distribution_of_the_target(
     """A thousand requests under each exact rule: chi-square of two tokens, p > 1e-4. The draft is bad at it."""
     # With small weights it hesitates, and is right now and then.
     head = eagle1(tmp_path / "head", vocab=NUM_TOKENS, scale=0.3)
+    if drafter == "masks":
+        # The mask is a token like any other, for which nothing was trained.
+        pair = pair[0], write_tiny_model(tmp_path / "masks", "llama", NUM_TOKENS, 1, pard_token=3)
     own: dict[str, Mapping[str, Any] | None] = {
         "service": None,
+        "masks": None,
         "hosted": {"draft_model": str(pair[1])},
         "head": {"head": str(head)},
+        "block": {"head": str(block_of_sixteen(tmp_path / "block"))},
         "layers": {"exit_layer": 1},
         "adapter": {"head": str(write_kangaroo(tmp_path / "adapter", NUM_TOKENS, exit_layer=1))},
         "pass": {"head": str(pass_embeddings(tmp_path / "pass"))},
@@ -173,7 +194,27 @@ async def test_served_tokens_follow_the_distribution_of_the_target(
     await check_requests(pair, rule, 1000, own[drafter])
 
 
-async def test_served_tokens_follow_the_distribution_of_a_files_own_bits(tmp_path: Path) -> None:
+def block_of_sixteen(folder: Path) -> Path:
+    """A block drafter for the target, with weights so small that it hesitates."""
+    return dflash(folder, vocab=NUM_TOKENS, ids=(0,), mask=3, scale=0.3)
+
+
+@pytest.mark.parametrize("rule", [*grid("ratio"), "block"])
+@pytest.mark.parametrize("kind", ["eagle1", "dflash"])
+async def test_tokens_of_a_head_s_trees_follow_the_distribution_of_the_target(
+    pair: tuple[Path, Path], tmp_path: Path, rule: str, kind: str
+) -> None:
+    """Two siblings that are drawn one after the other, and a child of each; of a block both children are one row's."""
+    folder = tmp_path / "head"
+    own = {"head": str(eagle1(folder, vocab=NUM_TOKENS, scale=0.3) if kind == "eagle1" else block_of_sixteen(folder))}
+    shape = types_pb2.TreeShape(expansions=[2, 1])
+    by_target, by_draft = await chance_of_answers(pair, rule, 1000, own, shape=shape)
+    assert by_target > 1e-4
+    assert by_draft < 1e-6
+
+
+@pytest.mark.parametrize("stored", BLOCK_DTYPES)
+async def test_served_tokens_follow_the_distribution_of_a_files_own_bits(tmp_path: Path, stored: str) -> None:
     """Three types of matrices in queries, keys and values, and others elsewhere; the draft is two bits of the same."""
 
     def spell(metadata: Metadata, _: Tensors) -> None:
@@ -185,7 +226,7 @@ async def test_served_tokens_follow_the_distribution_of_a_files_own_bits(tmp_pat
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
     model = write_tiny_model(tmp_path / "tiny", "llama", NUM_TOKENS, **sizes)
     target, draft = (write_gguf(model, tmp_path / f"{mix}.gguf", mix, spell) for mix in (DYNAMIC, "Q2_K"))
-    await check_requests((target, draft), "ratio", 1000)
+    await check_requests((target, draft), "ratio", 1000, stored=stored)
 
 
 @pytest.mark.parametrize("rule", [*grid("match", "ratio"), "block"])

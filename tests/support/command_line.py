@@ -30,8 +30,8 @@ from outrider.client import (
 )
 from outrider.errors import InvalidRequest
 from outrider.parameters import TokenLogprob
-from outrider.rpc.channels import MAX_MESSAGE_BYTES
 from outrider.rpc.errors import error_from, status_of
+from outrider.rpc.wire import MAX_MESSAGE_BYTES
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server

@@ -4,6 +4,8 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from gateway.keys.tenant import Tenant
+
 
 def key_of(name: str) -> str:
     """The key of a name."""
@@ -25,3 +27,8 @@ def write_keys(path: Path, **names: Mapping[str, int | bool]) -> str:
 def bearer(name: str) -> dict[str, str]:
     """The header that carries a name's key."""
     return {"authorization": f"Bearer {key_of(name)}"}
+
+
+async def samples_of(tenant: Tenant) -> int:
+    """Number of samples of a key that run or wait."""
+    return await tenant.usage.change(tenant.key, lambda account: account.samples + account.other_samples)

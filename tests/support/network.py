@@ -101,8 +101,10 @@ class ChaosProxy:
         self._slice_bytes = num_bytes
 
     def limit_data(self, num_bytes: int) -> None:
-        """Resets all connections when so many more bytes of replies have gone through."""
-        self._reply_bytes_left = num_bytes
+        """Resets all connections when so many more bytes of replies have gone through, what was kept back first."""
+        self._holds_replies, self._reply_bytes_left = False, num_bytes
+        for way in self._replies:
+            self._send(way)
 
     @property
     def has_hit_limit(self) -> bool:

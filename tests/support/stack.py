@@ -96,6 +96,7 @@ class RunningStack:
     draft: Any = None
     gateway: RunningGateway | None = None
     further_drafts: dict[str, Any] = field(default_factory=dict)
+    further_targets: list[Any] = field(default_factory=list)
     certificates: Path | None = None
     """Folder of `support.certificates`, for gateway, target, draft and client; None for plaintext."""
     channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
@@ -106,6 +107,11 @@ class RunningStack:
         """Where the gateway answers over gRPC."""
         assert self.gateway is not None
         return self.gateway.address
+
+    @property
+    def targets(self) -> list[Any]:
+        """All targets, of which `target` is the first."""
+        return [self.target, *self.further_targets]
 
     @property
     def client(self) -> AsyncClient:
@@ -143,7 +149,7 @@ class RunningStack:
 
     async def quiet(self) -> None:
         """Waits until no service that is running holds a session or a block, and checks that their pools are whole."""
-        for service in filter(None, (self.target, self.draft, *self.further_drafts.values())):
+        for service in filter(None, (self.draft, *self.targets, *self.further_drafts.values())):
             await until_quiet(self.channel(service.address))
             pool = service.runner.pool
             await service.worker.call(pool.check_integrity)
@@ -172,7 +178,7 @@ class RunningStack:
         """Ends everything, the gateway first."""
         for open_one in (*self.channels.values(), *self.clients):
             await open_one.close()
-        for running in filter(None, (self.gateway, self.target, self.draft, *self.further_drafts.values())):
+        for running in filter(None, (self.gateway, self.draft, *self.targets, *self.further_drafts.values())):
             await running.stop(0)
 
 
@@ -203,11 +209,12 @@ async def running_stack(
     draft_options: Mapping[str, Any] | None = None,
     target_options: Mapping[str, Any] | None = None,
     further_drafts: Mapping[str, str] | None = None,
+    further_targets: int = 0,
     certificates: Path | None = None,
 ) -> AsyncIterator[RunningStack]:
     """Starts a stack and stops it again. The options override settings of the one process each; further drafts are
-    models by the names that the gateway gives their services. With certificates everybody speaks TLS, and the services
-    with the gateway alone.
+    models by the names that the gateway gives their services, and further targets are like the first one. With
+    certificates everybody speaks TLS, and the services with the gateway alone.
 
     At the end of a test that has not failed, both services must have come to rest, with nothing held and pools whole.
     """
@@ -220,13 +227,17 @@ async def running_stack(
     )
     try:
         stack.target = await start_target(stack.target_settings)
+        for _ in range(further_targets):
+            stack.further_targets.append(await start_target(stack.target_settings))
         if draft is not None:
             await stack.start_draft()
         for name, model in (further_drafts or {}).items():
             stack.further_drafts[name] = await start_draft(DraftSettings(model, **common))
         named = [f"{name}={each.address}" for name, each in stack.further_drafts.items()]
         address = ",".join([*([stack.draft.address] if stack.draft else []), *named])
-        settings = GatewaySettings(stack.target.address, target, address, listen="127.0.0.1:0", rest_listen="")
+        settings = GatewaySettings(
+            ",".join(each.address for each in stack.targets), target, address, listen="127.0.0.1:0", rest_listen=""
+        )
         stack.gateway = await start_gateway(replace(settings, **secured["gateway"] | dict(gateway or {})))
         yield stack
         await stack.quiet()
@@ -257,9 +268,10 @@ class HaltedTarget:
     Jobs run all the same, so that it can be stopped. A target that is started in its place is not halted.
     """
 
-    def __init__(self, stack: RunningStack, num_forwards: int = 0) -> None:
+    def __init__(self, stack: RunningStack, num_forwards: int = 0, target: Any = None) -> None:
+        """Halts the first of several targets, unless another one is given."""
         self._left, self._is_free = num_forwards, False
-        worker = stack.target.worker
+        worker = (target or stack.target).worker
         advance = worker._advance
 
         def advance_unless_halted(tasks: Sequence[Any]) -> bool:

@@ -87,6 +87,8 @@ async def conversation(body: ChatRequest, frontend: Frontend, settings: RestSett
         found,
         max_tokens=older if newer is None else newer,
         logprob_count=(body.top_logprobs or 0) if body.logprobs else None,
+        # Who says so wants nothing of it kept, whatever it is kept for.
+        unrecorded=body.store is False,
     )
     return ChatPrompt(request, tuple(dict.fromkeys((*ignored, *_ignored(body, template), *request.ignored))))
 

@@ -37,7 +37,7 @@ class DialectFields(Parameters):
 
 
 # Those that chat calls the same.
-SHARED = {"model", "temperature", "top_p", "seed", "cache_salt", "speculation"}
+SHARED = {"model", "temperature", "top_p", "seed", "cache_salt", "speculation", "store"}
 
 
 @dataclass(slots=True)

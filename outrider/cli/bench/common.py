@@ -28,7 +28,7 @@ from outrider.model_service.settings import MAX_THREADS, Dtype, KvDtype, availab
 from outrider.parameters import SamplingParameters, SessionSpec
 from outrider.process.children import Supervisor
 from outrider.process.options import between, options_of, refuse_together, run_app
-from outrider.rpc.channels import check_address
+from outrider.rpc.wire import check_address
 from outrider.token_tree import TreeShape
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -302,11 +302,10 @@ def stack_of(models: MeasuredModels, cpus: ComputeThreads, hosted: options.Hoste
     """
     check_installed(*Extra)
     refuse_together("--target", models.target, {"--pair": models.pair})
-    target, draft, head, dtype = models.target, models.draft, None, models.dtype
+    target, draft, head = models.target, models.draft, None
     if target is None:
         named = pairs.choose_pair(models.pair or pairs.Pair.TALES, fetches=True)
         target, draft, head = named.target, draft or named.draft, named.head
-        dtype = dtype or Dtype(named.dtype)
     target, draft = choose_models(target, draft, no_draft=False)
     threads = cpus.draft_threads or 1
     return Stack(
@@ -316,7 +315,7 @@ def stack_of(models: MeasuredModels, cpus: ComputeThreads, hosted: options.Hoste
         draft_flags=models.draft_flags(),
         # Only what a measurement says counts, whatever its model recommends.
         gateway_flags={"--generation-defaults": NONE},
-        dtype=(dtype or Dtype.AUTO).value,
+        dtype=(models.dtype or Dtype.AUTO).value,
         kv_tokens=models.kv_tokens,
         kv_dtype=(models.kv_dtype or KvDtype.AUTO).value,
         context_len=models.context_len,

@@ -63,7 +63,7 @@ SIGNS = {Doing.COMPUTE: "█", Doing.QUEUE: "░", Doing.WAY: "─"}
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimeSpan:
     """A piece of time of one place, in microseconds since the first round that is shown began."""
 
     lane: Lane
@@ -80,7 +80,7 @@ class Drawn:
     start_us: int
     tokens: int
     facts: RoundFacts
-    spans: tuple[Span, ...]
+    spans: tuple[TimeSpan, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +199,7 @@ async def ask(client: AsyncClient, wanted: TimelineOptions, speculation: Specula
 
 
 def drawn(rounds: Sequence[tuple[int, RoundFacts]], skip: int, count: int) -> list[Drawn]:
-    """`count` rounds behind the first `skip`, each with its tokens, one after another. Raises InvalidRequest."""
+    """`count` rounds after the first `skip`, each with its tokens, one after another. Raises InvalidRequest."""
     shown = rounds[skip : skip + count]
     if not shown:
         raise InvalidRequest("--skip", skip, f"less than the {len(rounds)} rounds of the answer")
@@ -210,7 +210,7 @@ def drawn(rounds: Sequence[tuple[int, RoundFacts]], skip: int, count: int) -> li
     ]
 
 
-def spans_of(facts: RoundFacts, start_us: int) -> Iterator[Span]:
+def spans_of(facts: RoundFacts, start_us: int) -> Iterator[TimeSpan]:
     """What was done for a round that began then, in order; guesses of the target's own process are in its wait."""
     guesses, verdict = facts.draft_queue_us + facts.draft_compute_us, facts.verify_queue_us + facts.verify_compute_us
     asked_us = start_us + facts.draft_wait_us
@@ -224,22 +224,22 @@ def spans_of(facts: RoundFacts, start_us: int) -> Iterator[Span]:
         yield from _waited(asked_us, facts.verify_wait_us, works)
 
 
-def _waited(start_us: float, wait_us: int, works: Sequence[tuple[Lane, Doing, int]]) -> Iterator[Span]:
+def _waited(start_us: float, wait_us: int, works: Sequence[tuple[Lane, Doing, int]]) -> Iterator[TimeSpan]:
     """A wait with the works that were done meanwhile, which end with it where they are longer."""
     way_us = max(0.0, (wait_us - sum(each for *_, each in works)) / 2)
     at_us = start_us + wait_us - way_us - sum(each for *_, each in works)
     if way_us:
-        yield Span(Lane.WIRE, Doing.WAY, start_us, at_us)
+        yield TimeSpan(Lane.WIRE, Doing.WAY, start_us, at_us)
     for lane, doing, work_us in works:
         if work_us:
-            yield Span(lane, doing, at_us, at_us + work_us)
+            yield TimeSpan(lane, doing, at_us, at_us + work_us)
         at_us += work_us
     if way_us:
-        yield Span(Lane.WIRE, Doing.WAY, at_us, at_us + way_us)
+        yield TimeSpan(Lane.WIRE, Doing.WAY, at_us, at_us + way_us)
 
 
 def picture(title: str, rounds: Sequence[Drawn], columns: int, column_us: float) -> str:
-    """Lanes as text. What is shorter than a column has one."""
+    """Picture of the lanes as text. What is shorter than a column has one."""
     number, tokens = [" "] * columns, [" "] * columns
     lanes = {lane: [" "] * columns for lane in Lane}
     for each in rounds:

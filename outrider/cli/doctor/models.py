@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from outrider.cli.doctor.report import Finding, failed, ok, skipped, warning
-from outrider.cli.doctor.weights import AUTO, FILE, PLAIN, Weights
+from outrider.cli.doctor.weights import AUTO, PLAIN, Weights
 from outrider.cli.local_stack import Stack
 from outrider.errors import InvalidRequest, ModelRefused
+from outrider.model_files.drafter_layouts import refused_drafter
 from outrider.model_files.generation_defaults import ModelDefaults
 from outrider.model_files.gguf.config import json_config
 from outrider.model_files.gguf.files import HubName, cached_gguf, gguf_in, model_stem
-from outrider.model_files.gguf.header import GgufFile
+from outrider.model_files.gguf.header import BLOCK_DTYPES, GgufFile
 from outrider.model_files.memory import available_bytes, fit_cache, gibibytes
 from outrider.model_files.model_names import (
     CONTEXT_LEN,
@@ -116,6 +117,9 @@ def read_model(role: str, model: str) -> ModelFiles | None:
             raise ModelRefused(f"{folder / 'config.json'} cannot be read as JSON") from None
         if not isinstance(config, dict):
             raise ModelRefused(f"{folder / 'config.json'} is no JSON object")
+        refused = refused_drafter(config)
+        if refused is not None:
+            raise ModelRefused(f"{folder} holds {refused}")
         weights = Weights.of_folder(folder, config)
     context_len = _positive(config, "max_position_embeddings", 0)
     heads = _positive(config, "num_attention_heads", 1)
@@ -172,13 +176,15 @@ def check_model(role: str, model: str | None, files: ModelFiles | None, dtype: s
         return _check_simulated(check, files, files.simulated, dtype)
     weights = files.weights
     served = weights.served(dtype, device)
+    types = f"the types of the file ({served})" if served in BLOCK_DTYPES else served
     sentence = (
-        f"{files.name}: {files.family}, {weights.shown_count} in {weights.mix}, served in "
-        f"{'the types of the file' if served == FILE else served}, context of {files.context_len:,} tokens, "
+        f"{files.name}: {files.family}, {weights.shown_count} in {weights.mix}, served in {types}, "
+        f"context of {files.context_len:,} tokens, "
         f"{files.vocabulary.size:,} tokens in its vocabulary ({files.folder})."
     )
-    if served == FILE and not weights.file_bits:
-        return failed(check, sentence, "Leave out --dtype file, which is for GGUF files with quantised weights.")
+    if served in BLOCK_DTYPES and not weights.file_bits:
+        fix = f"Leave out --dtype {served}, which is for GGUF files and MXFP4, where weights are quantised."
+        return failed(check, sentence, fix)
     if weights.stored_dtype == "float16" and served == PLAIN:
         fix = "Use --dtype float32 to keep every bit of the file."
         return warning(check, f"{sentence} bfloat16 keeps 3 bits less of each number.", fix)

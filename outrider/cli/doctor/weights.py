@@ -9,14 +9,15 @@ from typing import Any, Self
 
 from outrider.errors import ModelRefused
 from outrider.model_files.gguf.config import EMBEDDING, OUTPUT
-from outrider.model_files.gguf.header import TYPES, GgufFile
+from outrider.model_files.gguf.header import GgufFile
+from outrider.model_files.gguf.types import KINDS, TYPES
 from outrider.model_files.model_names import VOCAB_SIZE, Shape
-from outrider.model_files.safetensors_header import read_header
+from outrider.model_files.safetensors_header import BLOCKS, MXFP4, SCALES, read_header
 
 NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # Of a number in memory, by the type of the weights; with scales, where they are integers.
-BITS = {"bfloat16": 16.0, "float32": 32.0, "int8": 8.5, "int4": 4.5}
-FILE, AUTO, PLAIN = "file", "auto", "bfloat16"
+BITS = {"bfloat16": 16.0, "float32": 32.0, "int8": KINDS["Q8_0"].memory_bits, "int4": KINDS["Q4_0"].memory_bits}
+AUTO, PLAIN = "auto", "bfloat16"
 # The least share of a type that is worth a word.
 SHOWN_SHARE = 0.005
 
@@ -32,12 +33,14 @@ class Weights:
     embedding_kind: str
     is_tied: bool
     """Whether the embedding is the matrix of the output, too, so that each token reads it."""
+    block_dtype: str = ""
+    """Type in memory that keeps the file's blocks; empty where it has none."""
     unread: Mapping[str, float] = field(default_factory=dict)
-    """Of the numbers those of experts that a token does not choose, by their types."""
+    """Number of weights by their types, in experts that a token does not choose."""
 
     @classmethod
     def of_gguf(cls, file: GgufFile) -> Self:
-        """Those of a file that has an embedding."""
+        """Weights of a GGUF file that has an embedding."""
         name = file.metadata.get("general.architecture")
         idle = _idle_share(file.metadata.get(f"{name}.expert_used_count"), file.metadata.get(f"{name}.expert_count"))
         counts, unread = Counter[str](), dict[str, float]()
@@ -46,15 +49,15 @@ class Weights:
             counts[kind] += size
             if "_exps." in each.name:
                 unread[kind] = unread.get(kind, 0) + idle * size
-        has_blocks = any(each.type.has_blocks for each in file.tensors.values())
-        bits = {NAMES.get(each.name, each.name): each.memory_bits for each in TYPES.values()} if has_blocks else {}
+        dtype = file.block_dtype
+        bits = {NAMES.get(each.name, each.name): each.memory_bits for each in TYPES.values()} if dtype else {}
         embedding = file.tensors[EMBEDDING]
         kind = NAMES.get(embedding.type.name, embedding.type.name)
-        return cls(counts, bits, math.prod(embedding.shape), kind, OUTPUT not in file.tensors, unread)
+        return cls(counts, bits, math.prod(embedding.shape), kind, OUTPUT not in file.tensors, dtype, unread)
 
     @classmethod
     def of_folder(cls, folder: Path, config: Mapping[str, Any]) -> Self:
-        """Those of all safetensors files, by their headers. Raises ModelRefused."""
+        """Weights of all safetensors files, by their headers. Raises ModelRefused."""
         single = folder / "model.safetensors"
         files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
         if not files:
@@ -63,16 +66,22 @@ class Weights:
         num_experts = config.get("num_experts") or config.get("num_local_experts")
         idle, unread = _idle_share(config.get("num_experts_per_tok"), num_experts), dict[str, float]()
         for each in (tensor for file in files for tensor in read_header(file)):
+            if each.name.endswith(SCALES):
+                continue
             kind, size = NAMES.get(each.dtype, each.dtype), math.prod(each.shape)
+            if each.name.endswith(BLOCKS):
+                kind, size = MXFP4, 2 * size
             counts[kind] += size
             if ".experts." in each.name:
                 unread[kind] = unread.get(kind, 0) + idle * size
         embedding = math.prod(size if isinstance(size, int) and size > 0 else 0 for size in sizes)
-        return cls(counts, {}, embedding, PLAIN, bool(config.get("tie_word_embeddings")), unread)
+        tied, dtype = bool(config.get("tie_word_embeddings")), "file" if MXFP4 in counts else ""
+        bits = {each.name: each.memory_bits for each in TYPES.values()} if dtype else {}
+        return cls(counts, bits, embedding, PLAIN, tied, dtype, unread)
 
     @classmethod
     def of_shape(cls, shape: Shape) -> Self:
-        """Those of a model that is made in memory."""
+        """Weights of a model that is made in memory."""
         counts = {PLAIN: shape.parameter_count}
         return cls(counts, {}, VOCAB_SIZE * shape.hidden_size, PLAIN, shape.tied_embeddings)
 
@@ -102,7 +111,7 @@ class Weights:
         """Type in memory under a `--dtype`."""
         if dtype != AUTO:
             return dtype
-        return FILE if self.file_bits and device == "cpu" else PLAIN
+        return (self.block_dtype if device == "cpu" else "") or PLAIN
 
     def memory_bytes(self, dtype: str) -> int:
         """Bytes that all weights take in memory, under a type that `served` gives."""

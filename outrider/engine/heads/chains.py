@@ -119,7 +119,7 @@ class SiluBlock:
         if self.has_shortcut:
             gate, y = gate.chunk(2, 1)
         # The operations' silu, whose bits do not depend on an element's place; torch's do.
-        return y + ops.silu_multiply(torch.cat((gate, torch.ones_like(gate)), 1))
+        return y + ops.gate_multiply(torch.cat((gate, torch.ones_like(gate)), 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class PrefixLayer:
         query = ops.rotate_and_store(query, key, value, rows.plan, self._cos, self._sin, keys, values)
         x = x + ops.linear(ops.attention(query, rows.plan, keys, values, law.head_dim**-0.5), layer.output.weight)
         gate_up, down = layer.mlp
-        gated = ops.silu_multiply(ops.linear(ops.rms_norm(x, layer.post_norm, law.norm_epsilon), gate_up.weight))
+        gated = ops.gate_multiply(ops.linear(ops.rms_norm(x, layer.post_norm, law.norm_epsilon), gate_up.weight))
         x = x + ops.linear(gated, down.weight)
         return ops.rms_norm(x, self._norm, law.norm_epsilon)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
+from outrider.engine.heads.block_layouts import read_dflash
 from outrider.engine.heads.chain_layouts import CHAIN_LAYOUTS
 from outrider.engine.heads.head import Head, TargetParts
 from outrider.engine.heads.layouts import LAYER_CONFIG, bare, read_eagle1, read_eagle3, read_kangaroo, read_mtp
@@ -18,6 +19,7 @@ from outrider.engine.models.json_keys import FLOAT32_MAX, JsonKeys, read_json
 from outrider.engine.models.weights import stored_tensors, weight_files
 from outrider.engine.ops import Ops
 from outrider.errors import ModelRefused
+from outrider.model_files.drafter_layouts import DSPARK, NOT_SERVED, P_EAGLE, is_dflash, refused_drafter
 from outrider.model_files.safetensors_header import StoredTensor
 
 # What a head's file is called that lies beside its model.
@@ -73,6 +75,9 @@ def read_head(folder: Path, target: TargetParts, theta: float | None = None) -> 
     if config.get("quantization_config") is not None:
         keys = JsonKeys(folder / "config.json", config)
         raise keys.refuse("quantization_config", "is set, but only unquantized weights are served")
+    refused = refused_drafter(config, is_head=True)
+    if refused is not None:
+        raise ModelRefused(f"{folder} holds {refused}", folder=folder)
     stored = {tensor.name: tensor for tensor in stored_tensors(head_files(folder))}
     layout = next(layout for layout in LAYOUTS if layout.detects(config, stored.keys()))
     if theta is not None:
@@ -152,7 +157,7 @@ def _is_attention_alone(config: Mapping[str, Any], names: Collection[str]) -> bo
     return bool(names) and all(bare(name).startswith(parts) for name in names)
 
 
-BLOCKS = "a block drafter (P-EAGLE, DFlash, DSpark), which guesses all tokens in one pass; only step by step is served"
+PARD = "a PARD draft, which is a model of its own: name it with --draft"
 GATED = "an MTP layer of Qwen3-Next or Qwen3.5, whose attention is gated and whose norms are centred at zero"
 LATENT = "an MTP layer of DeepSeek-V3 or GLM-4.5, which has latent attention (MLA) and experts, which are not served"
 
@@ -165,14 +170,15 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(is_type("eagle"), read_eagle1, is_rotary=True),
     Layout(is_type("eagle3"), read_eagle3, is_rotary=True),
     Layout(is_type("mtp"), read_mtp, is_rotary=True),
-    Layout(is_type("peagle", "dflash", "dflash2", "dspark"), refuse(BLOCKS)),
+    Layout(says(is_dflash), read_dflash, is_rotary=True),
     Layout(
         lambda config, _: config.get("speculators_model_type") is not None,
-        refuse("a speculators_model_type that is not served: it must be one of eagle, eagle3, mtp"),
+        refuse("a speculators_model_type that is not served: it must be one of eagle, eagle3, mtp, dflash"),
     ),
     *(Layout(says(fits), read) for fits, read in CHAIN_LAYOUTS),
-    Layout(lambda config, _: config.get("dflash_config") is not None, refuse(BLOCKS)),
-    Layout(names_match(r"mask_hidden$|markov_head\."), refuse(BLOCKS)),
+    Layout(names_match(r"mask_hidden$"), refuse(f"{P_EAGLE}: {NOT_SERVED}")),
+    Layout(names_match(r"markov_head\."), refuse(f"{DSPARK}: {NOT_SERVED}")),
+    Layout(lambda config, _: config.get("pard_token") is not None, refuse(PARD)),
     Layout(_has_other_cells, refuse("a Gumiho or Arctic speculator, whose cells are others than their names say")),
     Layout(names_match(r"mtp_layers\."), read_mtp, is_rotary=True),
     Layout(names_match(r"mtp\.(pre_fc_norm|fc|norm|layers)"), refuse(GATED)),

@@ -34,6 +34,7 @@ class HeadDecoder(Decoder):
             head_dim=facts.head_dim,
             context_len=facts.context_len,
             eos_token_ids=frozenset(),
+            masks=facts.masks,
         )
 
     @property
@@ -42,8 +43,8 @@ class HeadDecoder(Decoder):
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
         """Computes rows like any Decoder. Only wanted rows' states are written: the others' are the target's."""
-        if self._drafting.facts.reads_own:
-            # All states are the target's.
+        if self._drafting.facts.reads_own or self._drafting.facts.masks is not None:
+            # All states are the target's, or there are none.
             states = cache.features.index_select(0, plan.slots)[:, :-1].float().contiguous()
             outputs, _ = self._drafting.step(HeadRows(plan, cache, states, ()))
             return self._drafting.logits(outputs.index_select(0, wanted), ())

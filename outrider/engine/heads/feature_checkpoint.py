@@ -3,7 +3,7 @@
 What a layout's reader found goes through one check, so that every layout refuses the same faults in the same words.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.engine.heads.block_head import BlockHeadConfig
 from outrider.engine.heads.feature_head import FeatureHead, FeatureHeadConfig, Fuse, feature_tensors
-from outrider.engine.heads.head import TargetParts
+from outrider.engine.heads.head import Head, TargetParts
 from outrider.engine.models.json_keys import JsonKeys
 from outrider.engine.models.rope_keys import read_rope
 from outrider.engine.models.weights import FILE_DTYPES, read_tensors
@@ -32,8 +33,8 @@ TOGETHER = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FeatureFiles:
-    """Files of a feature head in any layout; nothing of them is checked against the target."""
+class StoredHead:
+    """Files of a head that reads features, in any layout; nothing of them is checked against the target."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -42,16 +43,11 @@ class FeatureFiles:
     """Keys with the sizes of its layer."""
     files: tuple[Path, ...]
     tensors: Mapping[str, StoredTensor]
-    """Tensors by the names of `feature_tensors`, and d2t and t2d; unknown ones have names that are never read."""
+    """Tensors by the names that are checked, and d2t and t2d; unknown ones have names that are never read."""
     spelling: Mapping[str, str]
     """Beginnings of those names in the layout."""
     method: str
     taps: tuple[int, ...]
-    fuse: Fuse
-    needed: frozenset[str] = frozenset()
-    """Tensors that this head must have, though others need not."""
-    normed_residual: bool = False
-    feeds_normed: bool = False
     notes: tuple[str, ...] = ()
 
     def spelled(self, name: str) -> str:
@@ -74,13 +70,26 @@ class FeatureFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FeatureCheckpoint:
-    """A feature head that fits its target; see outrider.engine.heads.checkpoint.HeadCheckpoint."""
+class FeatureFiles(StoredHead):
+    """Files of a head of one layer."""
 
-    files: FeatureFiles
-    law: FeatureHeadConfig
+    fuse: Fuse
+    needed: frozenset[str] = frozenset()
+    """Tensors that this head must have, though others need not."""
+    normed_residual: bool = False
+    feeds_normed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureCheckpoint:
+    """A head that reads features and fits its target; see outrider.engine.heads.checkpoint.HeadCheckpoint."""
+
+    files: StoredHead
+    law: FeatureHeadConfig | BlockHeadConfig
     draft_vocab_size: int
     notes: tuple[str, ...]
+    make: Callable[..., Head] = FeatureHead
+    """Makes it of its settings and tensors, the target's parts and operations."""
 
     @property
     def method(self) -> str:
@@ -94,7 +103,7 @@ class FeatureCheckpoint:
     def taps(self) -> tuple[int, ...]:
         return self.law.taps
 
-    def load(self, target: TargetParts, device: torch.device, dtype: torch.dtype, ops: Ops) -> tuple[FeatureHead, str]:
+    def load(self, target: TargetParts, device: torch.device, dtype: torch.dtype, ops: Ops) -> tuple[Head, str]:
         """A tensor of the head's that is the target's, bit by bit, is dropped for the target's."""
         read, digest = read_tensors(self.files.config, self.files.files, self.files.tensors, device, dtype)
         vocabulary = {name: read.pop(name).cpu() for name in (OFFSETS, REACHABLE) if name in read}
@@ -103,7 +112,7 @@ class FeatureCheckpoint:
             shared = {"embedding.weight": target.embedding, "head.weight": target.output}.get(name)
             if not are_same(tensor, shared):
                 kept[name] = tensor
-        return FeatureHead(self.law, kept, target, ops), digest
+        return self.make(self.law, kept, target, ops), digest
 
     def _target_ids(self, vocabulary: Mapping[str, Tensor], vocab_size: int, device: torch.device) -> dict[str, Tensor]:
         """The target's id of every id of the head's; none where they are the same."""
@@ -130,14 +139,17 @@ def check_feature_head(files: FeatureFiles, target: TargetParts) -> FeatureCheck
     if is_narrow and "features.weight" not in files.tensors:
         fault = f"is {law.hidden_size}, but the target's is {target.hidden_size}, and no tensor leads to the head's"
         raise files.keys.refuse("hidden_size", fault)
-    draft_vocab_size = _draft_vocab_size(files, target, law)
+    draft_vocab_size = draft_vocabulary(files, target, law.hidden_size)
     sizes = law, intermediate_size, target.hidden_size, target.vocab_size, draft_vocab_size
     required, optional = feature_tensors(*sizes)
     required |= {name: optional[name] for name in files.needed}
-    if is_narrow:
-        # The target cannot lend it; nor the other matrix, which is there already.
-        required["embedding.weight"] = optional["embedding.weight"]
-    _check_tensors(files, required, optional)
+    check_head_tensors(files, target, required, optional)
+    notes += of_whose_vocabulary(files, target, draft_vocab_size)
+    return FeatureCheckpoint(files=files, law=law, draft_vocab_size=draft_vocab_size, notes=tuple(notes))
+
+
+def of_whose_vocabulary(files: StoredHead, target: TargetParts, draft_vocab_size: int) -> list[str]:
+    """Notes about a head's matrices and ids. Raises ModelRefused about tensors that say which ids it knows."""
     kinds = ((OFFSETS, OFFSET_DTYPES, draft_vocab_size), (REACHABLE, REACHABLE_DTYPES, target.vocab_size))
     for name, dtypes, length in kinds:
         tensor = files.tensors.get(name)
@@ -147,10 +159,11 @@ def check_feature_head(files: FeatureFiles, target: TargetParts) -> FeatureCheck
             raise tensor.refuse(f"has the shape {list(tensor.shape)}, but must have {[length]}")
         if tensor.dtype not in dtypes:
             raise tensor.refuse(f"has the type {tensor.dtype}, but must have one of {', '.join(dtypes)}")
-    for name, called in (("embedding.weight", "embed_tokens"), ("head.weight", "lm_head")):
-        notes.append(f"{called}: {'of the head' if name in files.tensors else 'of the target'}")
-    notes.append(f"vocabulary: {draft_vocab_size} of {target.vocab_size} ids")
-    return FeatureCheckpoint(files=files, law=law, draft_vocab_size=draft_vocab_size, notes=tuple(notes))
+    matrices = {"embed_tokens": "embedding.weight", "lm_head": "head.weight"}
+    notes = [
+        f"{called}: {'of the head' if name in files.tensors else 'of the target'}" for called, name in matrices.items()
+    ]
+    return [*notes, f"vocabulary: {draft_vocab_size} of {target.vocab_size} ids"]
 
 
 def _read_law(files: FeatureFiles, target: TargetParts, notes: list[str]) -> tuple[FeatureHeadConfig, int]:
@@ -206,12 +219,13 @@ def _read_law(files: FeatureFiles, target: TargetParts, notes: list[str]) -> tup
     return law, 0 if files.fuse is Fuse.OWN else size("intermediate_size", "layer.mlp.gate_proj.weight")
 
 
-def _draft_vocab_size(files: FeatureFiles, target: TargetParts, law: FeatureHeadConfig) -> int:
+def draft_vocabulary(files: StoredHead, target: TargetParts, hidden_size: int) -> int:
+    """Number of ids that a head of this width knows. Raises ModelRefused."""
     keys = JsonKeys(files.keys.path, dict(files.config))
     given = keys.integer("draft_vocab_size", 0, minimum=0) or None
     if "head.weight" not in files.tensors:
         # Where the widths differ the target's matrix would not do either.
-        if given not in (None, target.vocab_size) or law.hidden_size != target.hidden_size:
+        if given not in (None, target.vocab_size) or hidden_size != target.hidden_size:
             raise files.lacking("head.weight")
         return target.vocab_size
     found = files.shape("head.weight")[0]
@@ -226,7 +240,12 @@ def _draft_vocab_size(files: FeatureFiles, target: TargetParts, law: FeatureHead
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def _check_tensors(files: FeatureFiles, required: Shapes, optional: Shapes) -> None:
+def check_head_tensors(files: StoredHead, target: TargetParts, required: Shapes, optional: Shapes) -> None:
+    """Raises ModelRefused unless a head has the tensors that it must have, and besides them only optional ones."""
+    width = optional.get("embedding.weight")
+    if width is not None and width[1] != target.hidden_size:
+        # The target cannot lend it; nor the other matrix, which is there already.
+        required = {**required, "embedding.weight": width}
     stored = {name: tensor for name, tensor in files.tensors.items() if name not in (OFFSETS, REACHABLE)}
     for name, tensor in stored.items():
         wanted = required.get(name, optional.get(name))

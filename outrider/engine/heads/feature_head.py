@@ -151,7 +151,7 @@ class FeatureHead:
         x = residual + self._attend(x, rows)
         if self.gate_up is not None and self.down is not None:
             gate_up = ops.linear(self._norm(x, self.post_norm), self.gate_up.weight, self.gate_up.bias)
-            x = x + ops.linear(ops.silu_multiply(gate_up), self.down.weight, self.down.bias)
+            x = x + ops.linear(ops.gate_multiply(gate_up), self.down.weight, self.down.bias)
         output = self._norm(x, self.out_norm)
         return output, output if law.feeds_normed else x
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
+from outrider.engine.models.config import Masks
 from outrider.engine.ops import Weight
 
 
@@ -22,13 +23,15 @@ class HeadFacts:
     """Sizes of a head, and what it reads of the target."""
 
     method: str
-    """"eagle1", "eagle3", "mtp", "kangaroo", "mlp_speculator", "hydra", "medusa" or "bpd"."""
+    """"eagle1", "eagle3", "mtp", "kangaroo", "mlp_speculator", "hydra", "medusa", "bpd" or
+    "dflash"."""
     taps: tuple[int, ...]
     """Boundaries of the target whose residuals it reads, side by side in this order: b is what enters layer b, and N,
     the number of layers, is what leaves the final norm."""
     state_size: int
+    """0 for one without states."""
     num_kv_layers: int
-    """Layers with keys and values of their own: 1 or 0."""
+    """Layers with keys and values of their own."""
     num_kv_heads: int
     head_dim: int
     context_len: int
@@ -38,6 +41,8 @@ class HeadFacts:
     reads_own: bool = False
     """Whether a row's state is that of its own token, of a guess too: then the target's layers below the tap compute
     each guess first, and a text's first token has a row like all others."""
+    masks: Masks | None = None
+    """Masks of one whose rows are blocks, and whose keys and values of committed tokens are made of features alone."""
 
 
 class HeadRows(NamedTuple):

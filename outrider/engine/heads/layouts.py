@@ -14,6 +14,7 @@ from outrider.engine.heads.feature_checkpoint import (
     REACHABLE,
     FeatureCheckpoint,
     FeatureFiles,
+    StoredHead,
     check_feature_head,
 )
 from outrider.engine.heads.feature_head import Fuse
@@ -71,7 +72,7 @@ def layer_of(names: Collection[str]) -> str:
 
 
 @dataclass(slots=True)
-class _Reading:
+class HeadReading:
     """One head's files while its layout is read; gathers the notes."""
 
     folder: Path
@@ -84,7 +85,7 @@ class _Reading:
     @classmethod
     def of(
         cls, folder: Path, config: Mapping[str, Any], stored: Mapping[str, StoredTensor], names: Mapping[str, str]
-    ) -> "_Reading":
+    ) -> "HeadReading":
         """Gives every tensor the name of `feature_tensors`; raises ModelRefused where two would have the same."""
         files = tuple(sorted({tensor.file for tensor in stored.values()}))
         reading = cls(folder, config, files, names)
@@ -139,6 +140,39 @@ class _Reading:
         self.notes.append(f"{name}: {str(found).lower()}{' (tensors)' if source is None else ''}")
         return found
 
+    def boundaries(self, source: JsonKeys, name: str, shift: int, num_layers: int) -> tuple[int, ...]:
+        """Boundaries of a target of so many layers that a list of ids means, each with the shift added to it."""
+        ids = source.values.get(name)
+        if not isinstance(ids, list) or not ids or not all(type(each) is int and each >= 0 for each in ids):
+            raise source.refuse(name, f"is {ids!r}, but must be a list of layers")
+        taps = tuple(each + shift for each in ids)
+        if max(taps) > num_layers:
+            raise source.refuse(name, f"is {ids!r}, but the target has {num_layers} layers")
+        if num_layers in taps:
+            fault = (
+                f"is {ids!r}, but nobody can tell what was read behind layer {num_layers}, the last: before or after"
+            )
+            raise source.refuse(name, f"{fault} the final norm")
+        self.notes.append(f"{name}: {ids}, {'outputs of layers' if shift else 'boundaries'}")
+        return taps
+
+    def files_of(self, keys: JsonKeys, method: str, taps: tuple[int, ...]) -> StoredHead:
+        """Files that are still to be checked against the target."""
+        return StoredHead(**self._facts(keys, method, taps))
+
+    def _facts(self, keys: JsonKeys, method: str, taps: tuple[int, ...]) -> dict[str, Any]:
+        return {
+            "folder": self.folder,
+            "config": self.config,
+            "keys": keys,
+            "files": self.files,
+            "tensors": self.tensors,
+            "spelling": {after: before for before, after in reversed(list(self.names.items()))},
+            "method": method,
+            "taps": taps,
+            "notes": tuple(self.notes),
+        }
+
     def found(
         self,
         keys: JsonKeys,
@@ -152,19 +186,11 @@ class _Reading:
     ) -> FeatureFiles:
         """Files of a feature head that are still to be checked against the target."""
         return FeatureFiles(
-            folder=self.folder,
-            config=self.config,
-            keys=keys,
-            files=self.files,
-            tensors=self.tensors,
-            spelling={after: before for before, after in reversed(list(self.names.items()))},
-            method=method,
-            taps=taps,
+            **self._facts(keys, method, taps),
             fuse=fuse,
             needed=frozenset(needed),
             normed_residual=normed_residual,
             feeds_normed=feeds_normed,
-            notes=tuple(self.notes),
         )
 
 
@@ -186,7 +212,7 @@ def read_eagle1(
     one_layer(stored)
     is_speculators = "speculators_model_type" in config
     layer = {layer_of(stored) + name: known for name, known in LAYER.items()}
-    reading = _Reading.of(folder, config, stored, ({"fusion_fc.": "fuse."} if is_speculators else {}) | PAIR | layer)
+    reading = HeadReading.of(folder, config, stored, ({"fusion_fc.": "fuse."} if is_speculators else {}) | PAIR | layer)
     keys, sources = reading.keys, (reading.keys,)
     needed: set[str] = set()
     has_norm = reading.has("out_norm.weight")
@@ -215,7 +241,7 @@ def read_eagle3(
     layer = layer_of(stored)
     is_wide = f"{layer}hidden_norm.weight" in {bare(name) for name in stored}
     outer, inner = (WIDE, WIDE_LAYER) if is_wide else (PAIR, LAYER)
-    reading = _Reading.of(folder, config, stored, outer | {layer + name: known for name, known in inner.items()})
+    reading = HeadReading.of(folder, config, stored, outer | {layer + name: known for name, known in inner.items()})
     keys = reading.layer_keys() if "speculators_model_type" in config else reading.keys
     if is_wide and keys.flag("tie_word_embeddings") and reading.has("embedding.weight"):
         reading.tensors.setdefault("head.weight", reading.tensors["embedding.weight"])
@@ -250,7 +276,7 @@ def read_eagle3(
     return check_feature_head(files, target)
 
 
-def _wide_norms(reading: _Reading, sources: Sequence[JsonKeys], *, reads_taps: bool) -> set[str]:
+def _wide_norms(reading: HeadReading, sources: Sequence[JsonKeys], *, reads_taps: bool) -> set[str]:
     """Names of the norms that a head must have whose attention reads embedding and state side by side."""
     if not reads_taps and reading.has("features.weight"):
         raise reading.tensors["features.weight"].refuse("is there, though use_aux_hidden_state is false")
@@ -263,7 +289,7 @@ def _wide_norms(reading: _Reading, sources: Sequence[JsonKeys], *, reads_taps: b
     return {"embedding_norm.weight", "state_norm.weight"} | ({"features.weight"} if reads_taps else set())
 
 
-def _taps(reading: _Reading, num_layers: int) -> tuple[int, ...]:
+def _taps(reading: HeadReading, num_layers: int) -> tuple[int, ...]:
     """Boundaries of the target. Speculators writes those; elsewhere ids are of layers, whose outputs are meant."""
     nested = reading.inside(EAGLE_CONFIG)
     source, shift = (nested, 1) if nested.values.get(LAYER_IDS) is not None else (reading.keys, 0)
@@ -277,16 +303,7 @@ def _taps(reading: _Reading, num_layers: int) -> tuple[int, ...]:
         taps = deep if num_layers >= 6 else (1, max(num_layers // 2, 1), num_layers - 1)
         reading.notes.append(f"{LAYER_IDS}: missing (default)")
         return taps
-    if not isinstance(ids, list) or not ids or not all(type(each) is int and each >= 0 for each in ids):
-        raise source.refuse(LAYER_IDS, f"is {ids!r}, but must be a list of layers")
-    taps = tuple(each + shift for each in ids)
-    if max(taps) > num_layers:
-        raise source.refuse(LAYER_IDS, f"is {ids!r}, but the target has {num_layers} layers")
-    if num_layers in taps:
-        fault = f"is {ids!r}, but nobody can tell what was read behind layer {num_layers}, the last: before or after"
-        raise source.refuse(LAYER_IDS, f"{fault} the final norm")
-    reading.notes.append(f"{LAYER_IDS}: {ids}, {'outputs of layers' if shift else 'boundaries'}")
-    return taps
+    return reading.boundaries(source, LAYER_IDS, shift, num_layers)
 
 
 def read_mtp(
@@ -300,7 +317,7 @@ def read_mtp(
     one_layer(own)
     names = OUTER | {f"mtp_layers.0.{name}": known for name, known in MTP_LAYER.items()}
     del names["norm."]
-    reading = _Reading.of(folder, config, stored, names)
+    reading = HeadReading.of(folder, config, stored, names)
     is_speculators = "speculators_model_type" in config
     keys = reading.layer_keys() if is_speculators else reading.keys
     count = reading.keys.integer("num_nextn_predict_layers", 1)
@@ -318,7 +335,7 @@ def read_kangaroo(
     folder: Path, config: Mapping[str, Any], stored: Mapping[str, StoredTensor], target: TargetParts
 ) -> FeatureCheckpoint:
     """The adapter of Kangaroo, which goes on from the target's lower layers; `exit_layer` in config.json is ours."""
-    reading = _Reading.of(folder, config, stored, ADAPTER)
+    reading = HeadReading.of(folder, config, stored, ADAPTER)
     keys = reading.keys
     exit_layer = keys.integer("exit_layer", DEFAULT_EXIT_LAYER)
     if exit_layer >= target.num_layers:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -28,7 +28,7 @@ from outrider.engine.hf_models.config import (
     survey,
 )
 from outrider.engine.hf_models.decoder import HfDecoder
-from outrider.engine.models.config import DecoderFacts, read_eos_token_ids
+from outrider.engine.models.config import DecoderFacts, read_eos_token_ids, read_masks
 from outrider.engine.models.json_keys import JsonKeys, read_json
 from outrider.engine.models.progress import Progress
 from outrider.engine.models.weights import (
@@ -106,7 +106,7 @@ class HfCheckpoint:
     tensors: TensorNames
     modelling: str = f"{PACKAGE}-torch-{torch.__version__.split('+')[0]}"
     """Both compute parts of a forward, and another version may do so with other low bits."""
-    has_blocks: bool = False
+    block_dtype: str = ""
 
     def build(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> tuple[HfDecoder, str]:
         """Reads the files; raises ModelRefused before it does where their headers do not fit."""
@@ -163,6 +163,7 @@ def find(name: str, folder: Path) -> HfCheckpoint:
         tensors = TensorNames.of(model)
         straighten(model)
         config = survey(model, *limits)
+        config = replace(config, masks=read_masks(keys, config.vocab_size))
     except Unfit as error:
         raise ModelRefused(f"{folder}: {kind.__name__} {error}", folder=folder) from error
     return HfCheckpoint(name, folder, config, kind, configuration, tensors)

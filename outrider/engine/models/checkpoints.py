@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Protocol, Self
@@ -12,13 +11,25 @@ import torch
 
 from outrider.engine.models.config import DecoderFacts, ModelConfig, is_ours
 from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.experts import are_packed
 from outrider.engine.models.json_keys import JsonKeys, read_json
 from outrider.engine.models.progress import Progress
 from outrider.engine.models.simulated import SimulatedCheckpoint
 from outrider.engine.models.sized import sized_hash, widen, widened
 from outrider.engine.models.transformer import Transformer
-from outrider.engine.models.weights import BESIDE_BLOCKS, kept, load_tensors, model_hash, resolve
+from outrider.engine.models.weights import (
+    BESIDE_BLOCKS,
+    kept,
+    load_tensors,
+    model_hash,
+    resolve,
+    stored_tensors,
+    weight_files,
+)
 from outrider.engine.ops import Ops, Weight
+from outrider.engine.ops.native import NativeOps
+from outrider.errors import ModelRefused
+from outrider.model_files.drafter_layouts import refused_drafter
 from outrider.model_files.gguf.files import HubName, model_stem
 from outrider.model_files.model_names import Shape, parse, parse_simulated, tokenizer_source
 
@@ -47,8 +58,8 @@ class Checkpoint(Protocol):
         """Library that computes the model, as it stands in the numerics id; empty for our own code."""
 
     @property
-    def has_blocks(self) -> bool:
-        """Whether its files have matrices that are kept in blocks as they are."""
+    def block_dtype(self) -> str:
+        """Type of the weights that keeps the blocks of its files as they are; empty where they have none."""
 
     def build(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> tuple[Decoder, str]:
         """The model on a device, matrices in dtype and vectors in float32, and the digest of what it was made of.
@@ -71,12 +82,15 @@ class FolderCheckpoint:
     modelling: str = ""
 
     @property
-    def has_blocks(self) -> bool:
-        return False
+    def block_dtype(self) -> str:
+        if not self.config.experts:
+            return ""
+        return "file" if are_packed(each.name for each in stored_tensors(weight_files(self.folder))) else ""
 
     def load(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> tuple[dict[str, Weight], str]:
         """All tensors, and the digest; reads the files. Raises ModelRefused and NotReady."""
-        return load_tensors(self.folder, self.config, device, dtype or BESIDE_BLOCKS, partial(kept, ops))
+        native = ops if dtype is None and isinstance(ops, NativeOps) else None
+        return load_tensors(self.folder, self.config, device, dtype or BESIDE_BLOCKS, ops, native)
 
     def build(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> tuple[Decoder, str]:
         tensors, digest = self.load(device, dtype, ops)
@@ -136,6 +150,9 @@ def find_checkpoint(model: str) -> Checkpoint:
         read: Callable[[str, Path], Checkpoint] = resolve_name(GGUF).of
         return read(name, folder)
     keys = JsonKeys(folder / "config.json", read_json(folder / "config.json"))
+    refused = refused_drafter(keys.values)
+    if refused is not None:
+        raise ModelRefused(f"{folder} holds {refused}", folder=folder)
     if is_ours(keys):
         return FolderCheckpoint(name, folder, ModelConfig.read(folder))
     find: Callable[[str, Path], Checkpoint] = resolve_name(HF_MODELS)

@@ -10,10 +10,11 @@ a window hides: a truncation may bring it back into sight.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from outrider.engine.models.experts import ExpertRule, ExpertSizes, experts_of_gpt_oss, experts_of_qwen
 from outrider.engine.models.json_keys import INT32_MAX, JsonKeys, read_json
+from outrider.engine.models.mxfp4 import METHOD
 from outrider.engine.models.rope import Rope
 from outrider.engine.models.rope_keys import FULL, SLIDING, RopeRule, one_rope, partial_rope, rope_by_window
 
@@ -132,6 +133,8 @@ class Family:
     """Keys of what only the code of transformers computes: absent, null or false here."""
     experts: ExpertRule | None = None
     """How its keys say which layers have experts, and of what sizes."""
+    method: str | None = None
+    """The only "quant_method" of a "quantization_config" that is served."""
     part: str | None = None
     """The key under which a model of several has the one of text."""
     prefixes: tuple[tuple[str, str], ...] = ()
@@ -180,6 +183,7 @@ FAMILIES = {
         windows=every_other_layer,
         has_sinks=True,
         experts=experts_of_gpt_oss,
+        method=METHOD,
         defaults={
             "vocab_size": 201088,
             "hidden_size": 2880,
@@ -241,6 +245,25 @@ STATE_SPACE = (
 )  # fmt: skip
 
 
+class Masks(NamedTuple):
+    """Tokens that stand for what is not known yet, after which a draft guesses several tokens in one forward."""
+
+    token_id: int
+    block_size: int | None = None
+    """Rows of a block, which are always computed: the last token and masks. None for one mask less than guesses."""
+    first_row: int = 0
+    """The row that the first guess is drawn after: 0 for the last token, 1 where a mask guesses its own place."""
+
+    @property
+    def most_guesses(self) -> int | None:
+        """Guesses of a whole block; None where there may be any number."""
+        return None if self.block_size is None else self.block_size - self.first_row
+
+    def count(self, num_guesses: int) -> int:
+        """Number of masks for so many guesses."""
+        return (self.block_size or num_guesses) - 1
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderFacts:
     """Sizes and limits of any model."""
@@ -256,6 +279,8 @@ class DecoderFacts:
     """Longest sequence in tokens: the trained positions, scaled where the rotary embedding is."""
     eos_token_ids: frozenset[int]
     """Tokens that end a sequence by the model's configuration; may be empty. outrider.model_files.ends knows all."""
+    masks: Masks | None = field(default=None, kw_only=True)
+    """Masks of a draft that was trained with them; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +303,7 @@ class ModelConfig(DecoderFacts):
     mlp_bias: bool
     qk_norm: bool
     experts: tuple[ExpertSizes | None, ...]
-    """Of each layer, None where it has an MLP of its own; empty where none has any."""
+    """Experts of each layer, None where it has an MLP of its own; empty where none has any."""
 
     def experts_of(self, layer: int) -> ExpertSizes | None:
         """Sizes of the experts of a layer, None where it has an MLP of its own."""
@@ -346,6 +371,7 @@ class ModelConfig(DecoderFacts):
             qk_norm=family.qk_norm,
             experts=() if family.experts is None else family.experts(keys, num_layers),
             eos_token_ids=eos_token_ids,
+            masks=read_masks(keys, keys.integer("vocab_size")),
         )
         if num_heads % config.num_kv_heads:
             raise keys.refuse("num_key_value_heads", f"is {config.num_kv_heads}, which does not divide {num_heads}")
@@ -380,8 +406,16 @@ def read_architecture(keys: JsonKeys) -> str:
         raise keys.refuse("architectures", fault)
     if keys.values.get("auto_map") and names[0] not in KNOWN_CODE:
         raise keys.refuse("auto_map", "asks for code from the model's repository, which is never run")
-    if keys.values.get("quantization_config") is not None:
-        raise keys.refuse("quantization_config", "is set, but only unquantized weights are served")
+    quantised = keys.values.get("quantization_config")
+    family = FAMILIES.get(names[0])
+    if quantised is not None and not (
+        family is not None
+        and family.method is not None
+        and isinstance(quantised, dict)
+        and quantised.get("quant_method") == family.method
+    ):
+        served = "unquantized weights" + ("" if family is None or family.method is None else f" and {family.method}")
+        raise keys.refuse("quantization_config", f"is set, but only {served} are served")
     return names[0]
 
 
@@ -390,6 +424,13 @@ def read_eos_token_ids(folder: Path, config: JsonKeys) -> frozenset[int]:
     path = folder / "generation_config.json"
     sources = [JsonKeys(path, read_json(path))] if path.exists() else []
     return frozenset().union(*(eos_token_ids_in(keys) or () for keys in (*sources, config)))
+
+
+def read_masks(keys: JsonKeys, vocab_size: int) -> Masks | None:
+    """The masks of a PARD draft, as its publisher writes them, None for any other model. Raises ModelRefused."""
+    if keys.values.get("pard_token") is None and keys.values.get("spd_type") != "pard":
+        return None
+    return Masks(keys.integer("pard_token", minimum=0, maximum=vocab_size - 1))
 
 
 def eos_token_ids_in(keys: JsonKeys) -> frozenset[int] | None:

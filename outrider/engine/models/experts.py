@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from outrider.engine.models.json_keys import JsonKeys
+from outrider.engine.models.mxfp4 import matrix_of, packed_shapes
 from outrider.engine.ops import Experts, Ops, Weight
+from outrider.engine.ops.native import NativeOps
+from outrider.model_files.safetensors_header import BLOCKS, SCALES
 
 # Far above any model's: what is refused is a number that alone would fill the memory with names.
 MAX_EXPERTS = 1 << 12
@@ -18,6 +21,7 @@ ROUTER, GATE, UP, DOWN = "gate", "experts.gate_proj", "experts.up_proj", "expert
 _ONE = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _BIAS = re.compile(r".+\.mlp\.experts\.(gate_up_proj|down_proj)_bias")
 _ALL = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_PACKED = re.compile(rf"(.+\.mlp\.experts\.(?:gate_up_proj|down_proj))({BLOCKS}|{SCALES})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +36,15 @@ class ExpertSizes:
     is_normalised: bool
     """Whether the shares of the chosen ones add up to 1."""
     clamp: tuple[float, float] | None = None
-    """Slope and limit of the gate of gpt-oss, whose experts and router have biases too."""
+    """Slope and limit of the gate of gpt-oss."""
+    has_biases: bool = False
+    """Whether router, gate, up and down have biases."""
+    is_interleaved: bool = False
+    """Whether gate and up take turns in a folder, where all experts are one tensor with inputs before outputs."""
 
     def biases(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the layer's biases, by the names of `shapes`."""
-        if self.clamp is None:
+        if not self.has_biases:
             return {}
         wide = self.num_experts, self.size
         return {ROUTER: (self.num_experts,), GATE: wide, UP: wide, DOWN: (self.num_experts, hidden)}
@@ -80,6 +88,8 @@ def experts_of_gpt_oss(keys: JsonKeys, num_layers: int) -> tuple[ExpertSizes | N
         keys.integer("intermediate_size"),
         is_normalised=True,
         clamp=(keys.number("swiglu_alpha", 1.702), keys.number("swiglu_limit", 7.0)),
+        has_biases=True,
+        is_interleaved=True,
     )
     return (sizes,) * num_layers
 
@@ -95,13 +105,12 @@ def take_experts(ops: Ops, tensors: MutableMapping[str, Any], prefix: str, sizes
     """Takes a layer's experts out of `tensors`. The router stays as it is, because it decides."""
     router = tensors.pop(f"{prefix}{ROUTER}.weight")
     gate, up, down = (ops.stack([tensors.pop(f"{prefix}{name}.weight")]) for name in (GATE, UP, DOWN))
-    made = Experts(router, gate, up, down, sizes.num_experts, sizes.num_chosen, sizes.is_normalised)
-    if sizes.clamp is None:
+    chosen = sizes.num_experts, sizes.num_chosen, sizes.is_normalised
+    made = Experts(router, gate, up, down, *chosen, clamp=sizes.clamp)
+    if not sizes.has_biases:
         return made
     router_bias, *wide, down_bias = (tensors.pop(f"{prefix}{name}.bias").float() for name in (ROUTER, GATE, UP, DOWN))
-    return replace(
-        made, router_bias=router_bias, gate_up_bias=torch.cat(wide, 1), down_bias=down_bias, clamp=sizes.clamp
-    )
+    return replace(made, router_bias=router_bias, gate_up_bias=torch.cat(wide, 1), down_bias=down_bias)
 
 
 def file_shapes(
@@ -109,10 +118,10 @@ def file_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Shapes by the names that a folder of safetensors has: a tensor for each expert, or two for all of a layer.
 
-    experts are those of any layer, shapes the model's own; names those in the files, which decide.
+    experts are those of any layer, shapes the model's own; names those in the files, which decide. Raises ModelRefused.
     """
-    if experts is not None and experts.clamp is not None:
-        return _shapes_of_gpt_oss(shapes, experts)
+    if experts is not None and experts.is_interleaved:
+        return _interleaved_shapes(shapes, experts, is_packed=are_packed(names))
     found, is_stacked = dict[str, tuple[int, ...]](), any(_ALL.fullmatch(name) for name in names)
     for name, shape in shapes.items():
         if experts is None or EXPERTS not in name:
@@ -129,8 +138,15 @@ def file_shapes(
     return found
 
 
-def _shapes_of_gpt_oss(shapes: Mapping[str, tuple[int, ...]], experts: ExpertSizes) -> dict[str, tuple[int, ...]]:
-    """Two tensors for all experts of a layer, inputs before outputs, with gate and up by turns."""
+def are_packed(names: Iterable[str]) -> bool:
+    """Whether tensors of these names are experts in MXFP4."""
+    return any(_PACKED.fullmatch(name) for name in names)
+
+
+def _interleaved_shapes(
+    shapes: Mapping[str, tuple[int, ...]], experts: ExpertSizes, *, is_packed: bool
+) -> dict[str, tuple[int, ...]]:
+    """Two tensors for all experts of a layer, inputs before outputs, with gate and up by turns; four in MXFP4."""
     found, count, size = dict[str, tuple[int, ...]](), experts.num_experts, experts.size
     for name, shape in shapes.items():
         if EXPERTS not in name:
@@ -140,7 +156,10 @@ def _shapes_of_gpt_oss(shapes: Mapping[str, tuple[int, ...]], experts: ExpertSiz
         is_down, is_bias = kind == "down_proj", of == "bias"
         inputs, outputs = (size, shape[-1] if is_bias else shape[0] // count) if is_down else (shape[-1], 2 * size)
         together = f"{stem}.{kind if is_down else 'gate_up_proj'}"
-        found |= {f"{together}_bias": (count, outputs)} if is_bias else {together: (count, inputs, outputs)}
+        if is_packed and not is_bias:
+            found |= packed_shapes(together, count, outputs, inputs)
+        else:
+            found |= {f"{together}_bias": (count, outputs)} if is_bias else {together: (count, inputs, outputs)}
     return found
 
 
@@ -148,23 +167,39 @@ class ExpertRooms:
     """Puts the experts of a layer below each other as they are read: those of a file may come in any order."""
 
     def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], keep: Callable[[str, Tensor], Weight], experts: ExpertSizes | None
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        keep: Callable[[str, Weight], Weight],
+        experts: ExpertSizes | None,
+        dtype: torch.dtype,
+        native: NativeOps | None,
     ) -> None:
-        """shapes are the model's own; keep makes of a matrix that is whole what stays of it."""
-        self._is_gpt_oss = experts is not None and experts.clamp is not None
+        """shapes are the model's own; keep makes of a matrix that is whole what stays of it.
+
+        Experts in MXFP4 become numbers of dtype, or stay in blocks with compiled operations.
+        """
+        self._is_interleaved = experts is not None and experts.is_interleaved
+        self._dtype, self._native = dtype, native
+        self._packed: dict[str, Tensor] = {}
         self.tensors: dict[str, Weight] = {}
         self._shapes, self._keep = shapes, keep
         self._rooms: dict[str, Tensor] = {}
         self._missing: dict[str, int] = {}
 
     def take(self, name: str, tensor: Tensor) -> bool:
-        """Takes a tensor of a file that holds experts; returns whether it does."""
+        """Takes a tensor of a file that holds experts; returns whether it does. Raises ModelRefused."""
+        packed = _PACKED.fullmatch(name)
+        if packed is not None:
+            self._packed[name] = tensor
+            if all(f"{packed[1]}{part}" in self._packed for part in (BLOCKS, SCALES)):
+                self._unpack(packed[1])
+            return True
         one, whole, bias = _ONE.fullmatch(name), _ALL.fullmatch(name), _BIAS.fullmatch(name)
-        if self._is_gpt_oss and (whole or bias) is not None:
-            self._put_of_gpt_oss(name, tensor)
+        if self._is_interleaved and (whole or bias) is not None:
+            self._put_interleaved(name, tensor)
             return True
         router = name.replace(".mlp.router.", f".mlp.{ROUTER}.")
-        if self._is_gpt_oss and router != name:
+        if self._is_interleaved and router != name:
             self._put(router, 0, tensor)
             return True
         if one is not None:
@@ -176,8 +211,18 @@ class ExpertRooms:
                 self._put(f"{whole[1]}.{kind}.weight", 0, half.flatten(0, 1))
         return one is not None or whole is not None
 
-    def _put_of_gpt_oss(self, name: str, tensor: Tensor) -> None:
-        """Of weights [E, inputs, outputs] and biases [E, outputs], where gate and up take turns."""
+    def _unpack(self, name: str) -> None:
+        """Puts a matrix of all experts in its place, of which both parts are there."""
+        blocks, scales = (self._packed.pop(f"{name}{part}") for part in (BLOCKS, SCALES))
+        stem, kind = name.rsplit(".", 1)
+        turns = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+        for part, rows in (turns if kind == "gate_up_proj" else {kind: slice(None)}).items():
+            own = f"{stem}.{part}.weight"
+            made = matrix_of(name, blocks[:, rows], scales[:, rows], self._dtype, self._native)
+            self.tensors[own] = self._keep(own, made)
+
+    def _put_interleaved(self, name: str, tensor: Tensor) -> None:
+        """Puts weights [E, inputs, outputs] and biases [E, outputs], where gate and up take turns."""
         of = "bias" if name.endswith("_bias") else "weight"
         stem, kind = name.removesuffix("_bias").rsplit(".", 1)
         outputs = tensor if of == "bias" else tensor.transpose(1, 2)

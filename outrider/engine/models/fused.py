@@ -43,10 +43,11 @@ class FusedTransformer(LayeredDecoder, ProbedDecoder):
         places = {window: place for place, window in enumerate([None, *self._windows])}
         plans = (places[window] for window in model.config.windows)
         hidden = model.config.hidden_size
-        # Addresses of these are in the fields of their layers.
+        # Addresses of these, and of the tables, are in the fields of their layers.
         self._experts = [None if each.experts is None else expert_fields(each.experts, hidden) for each in model.layers]
         experts = (None if each is None else ctypes.addressof(each) for each in self._experts)
-        columns = model.layers, model.tables, experts, plans
+        self._tables = model.tables
+        columns = model.layers, self._tables, experts, plans
         layers = (_layer(*each, model.config) for each in zip(*columns, strict=True))
         self._layers = (LayerFields * len(model.layers))(*layers)
         self._plans_type = PlanFields * len(places)
@@ -135,7 +136,7 @@ def _decoder(model: Transformer, layers: int) -> DecoderFields:
 def _layer(
     layer: Layer, tables: tuple[Tensor, Tensor], experts: int | None, plan: int, config: ModelConfig
 ) -> LayerFields:
-    turns = (config.context_len, config.ropes[0].num_turning(config.head_dim) // 2)
+    turns = (len(tables[0]), config.ropes[0].num_turning(config.head_dim) // 2)
     hidden, mlp, query = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
     return LayerFields(
         address_of("input_norm", layer.input_norm, (hidden,)),
@@ -159,8 +160,9 @@ def matrix_fields(name: str, linear: Linear, shape: tuple[int, int]) -> MatrixFi
     return weight_fields(name, linear.weight, linear.bias, shape)
 
 
-def fused(model: Transformer) -> LayeredDecoder:
-    """The model itself, or its forward in fewer calls where its operations are compiled."""
+def fused(model: Transformer, num_positions: int) -> LayeredDecoder:
+    """The model itself, or its forward in fewer calls where its operations are compiled; for so many positions."""
+    model.reserve(num_positions)
     if isinstance(model.ops, NativeOps):
         return FusedTransformer(model, model.ops)
     if "triton" in model.ops.name:

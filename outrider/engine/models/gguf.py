@@ -22,15 +22,16 @@ from torch import Tensor
 from outrider.engine.models.checkpoints import FolderCheckpoint
 from outrider.engine.models.config import ModelConfig, eos_token_ids_in
 from outrider.engine.models.json_keys import JsonKeys
-from outrider.engine.models.reading import Span, read_pieces
+from outrider.engine.models.reading import FileSpan, read_pieces
 from outrider.engine.models.rope import DividedRope, LongRope, Rope
-from outrider.engine.models.weights import check_numbers, expected_shapes, kept
+from outrider.engine.models.weights import check_numbers, expected_shapes, kept, packed_room, quantise_part
 from outrider.engine.ops import Ops, Weight
-from outrider.engine.ops.blocks import KINDS, OUTPUTS, BlockMatrix
+from outrider.engine.ops.blocks import BlockMatrix
 from outrider.engine.ops.native import NativeOps
 from outrider.errors import ModelRefused
 from outrider.model_files.gguf.config import LONG_FACTORS, SHORT_FACTORS, architecture_of, json_config, spelled
 from outrider.model_files.gguf.header import GgufFile, TensorPlace
+from outrider.model_files.gguf.types import KINDS, OUTPUTS, TensorType
 
 log = structlog.get_logger()
 
@@ -85,8 +86,8 @@ class GgufCheckpoint(FolderCheckpoint):
         return cls(name, path, read_config(file), file=file)
 
     @property
-    def has_blocks(self) -> bool:
-        return any(place.type.name in KINDS for place in self.file.tensors.values())
+    def block_dtype(self) -> str:
+        return self.file.block_dtype
 
     def load(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> tuple[dict[str, Weight], str]:
         return load_gguf(self.file, self.config, device, dtype, ops)
@@ -147,25 +148,29 @@ def load_gguf(
     places = [place for place in file.tensors.values() if place.name in names]
     in_heads = ("q_proj", "k_proj") if architecture_of(file) == "llama" else ()
     head_dims = {place.name: config.head_dim * (names[place.name].split(".")[-2] in in_heads) for place in places}
-    spans: dict[Path, list[Span]] = {}
+    spans: dict[Path, list[FileSpan]] = {}
     for place in places:
         # Whole blocks of rows, and of rows in another order whole heads.
         unit = _row_bytes(place) * lcm(OUTPUTS, head_dims[place.name] or 1)
-        spans.setdefault(place.file, []).append(Span(place.name, place.offset, place.size, unit))
+        spans.setdefault(place.file, []).append(FileSpan(place.name, place.offset, place.size, unit))
     if dtype is None:
-        others = Counter(place.type.name for place in places if len(place.shape) > 1 and place.type.name not in KINDS)
+        others = Counter(place.type for place in places if len(place.shape) > 1 and place.type.name not in KINDS)
         for kind, count in others.items():
-            log.info("matrices not kept as they are", type=kind, count=count, kept_in=str(beside_blocks(kind)))
+            log.info("matrices not kept as they are", type=kind.name, count=count, kept_in=str(beside_blocks(kind)))
     digest = blake3(max_threads=blake3.AUTO)
     for piece in read_pieces(file.stamps, spans, digest):
         place = file.tensors[piece.span.name]
         name, head_dim = names[place.name], head_dims[place.name]
         if not piece.first:
-            tensors[name] = _room(place, device, dtype, ops)
+            tensors[name] = packed_room(ops, name, _matrix_shape(place)) or _room(place, device, dtype, ops)
         room, stored = tensors[name], piece.data.view(-1, _row_bytes(place))
         first_row = piece.first // _row_bytes(place)
         if isinstance(room, Tensor):
             _widen(room, place, stored, first_row, head_dim)
+        elif isinstance(ops, NativeOps) and isinstance(room, BlockMatrix) and dtype is not None:
+            rows = torch.empty(len(stored), room.num_inputs, dtype=dtype)
+            _widen(rows, place, stored, 0, head_dim)
+            quantise_part(ops, room, rows, first_row, (place.file, place.name))
         elif isinstance(ops, NativeOps) and isinstance(room, BlockMatrix):
             faults = ops.fill(room, stored, first_row, head_dim)
             if faults:
@@ -176,20 +181,24 @@ def load_gguf(
     return tensors, digest.hexdigest()[:32]
 
 
-def beside_blocks(kind: str) -> torch.dtype:
+def beside_blocks(kind: TensorType) -> torch.dtype:
     """Type in memory of a matrix that has no blocks here: exact for plain numbers, rounded for rare types."""
-    return torch.float32 if kind in ("F32", "F16") else torch.bfloat16
+    return torch.float32 if kind.memory_bits == 32 else torch.bfloat16
 
 
 def _room(place: TensorPlace, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> Weight:
     """Memory for a tensor, with nothing in it yet."""
     if len(place.shape) == 1 or place.name.endswith(".bias"):
         return torch.empty(place.shape, dtype=torch.float32, device=device)
-    # Experts stand below each other.
-    num_outputs, num_inputs = prod(place.shape[:-1]), place.shape[-1]
+    num_outputs, num_inputs = _matrix_shape(place)
     if dtype is None and place.type.name in KINDS and isinstance(ops, NativeOps):
         return ops.blocks(place.type.name, num_outputs, num_inputs)
-    return torch.empty(num_outputs, num_inputs, dtype=dtype or beside_blocks(place.type.name), device=device)
+    return torch.empty(num_outputs, num_inputs, dtype=dtype or beside_blocks(place.type), device=device)
+
+
+def _matrix_shape(place: TensorPlace) -> tuple[int, ...]:
+    """Outputs and inputs of a matrix: experts stand below each other."""
+    return (prod(place.shape[:-1]), place.shape[-1]) if len(place.shape) > 1 else place.shape
 
 
 def _widen(room: Tensor, place: TensorPlace, stored: Tensor, first_row: int, head_dim: int) -> None:
@@ -232,7 +241,7 @@ def _numbers(file: GgufFile, name: str) -> list[float]:
 
 
 def _row_bytes(place: TensorPlace) -> int:
-    return place.shape[-1] // place.type.block_len * place.type.block_bytes
+    return place.type.row_bytes(place.shape[-1])
 
 
 def _gguf_name(name: str, config: ModelConfig) -> str:

@@ -42,6 +42,7 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
         self.embedding, self.head = model.embedding, model.head
         self.ops: TritonOps = ops
         self._model = model
+        self._tables = model.tables
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._cache: KVCache | None = None
         self._features = torch.empty(0)
@@ -147,8 +148,7 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
         if num_row_chunks > self._room:
             partials = ops.room_for_chunks(num_row_chunks, config.num_heads, config.head_dim)
         norms = [layer.input_norm for layer in model.layers[1:]] + [model.norm]
-        rows, norm = (num_rows,), norm_options(size)
-        layers.embed[rows](
+        layers.embed[(num_rows,)](
             model.embedding,
             work,
             model.layers[0].input_norm,
@@ -156,7 +156,7 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
             hidden,
             size,
             config.norm_epsilon,
-            **norm,
+            **norm_options(size),
             **ops.overlap,
         )
         for place, (layer, next_norm) in enumerate(zip(model.layers, norms, strict=True)):
@@ -229,7 +229,7 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
             parts if bias is None else bias,
             layer.query_norm if has_norm else parts,
             layer.key_norm if has_norm else parts,
-            *self._model.tables[place],
+            *self._tables[place],
             work,
             query,
             cache.keys[place],

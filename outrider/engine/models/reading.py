@@ -24,7 +24,7 @@ PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FileSpan:
     """Bytes of a file that hold one tensor."""
 
     name: str
@@ -34,14 +34,14 @@ class Span:
     """Number of bytes that are never cut apart."""
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """Bytes of one tensor, which hold until the next piece is asked for."""
 
-    span: Span
+    span: FileSpan
     first: int
     """Place of the first byte in the span."""
     data: Tensor
-    """uint8 [bytes]."""
+    """Bytes that were read, uint8 [bytes]."""
 
     @property
     def is_last(self) -> bool:
@@ -51,22 +51,22 @@ class Piece(NamedTuple):
 class _Cut(NamedTuple):
     """Bytes that are read at once: of a span, or of what lies between."""
 
-    span: Span | None
+    span: FileSpan | None
     first: int
     size: int
 
 
 def no_label(_file: Path, _num_bytes: int) -> bytes:
-    """Lets files go into a digest one behind the other, whatever their names."""
+    """Lets files go into a digest one after the other, whatever their names."""
     return b""
 
 
 def read_pieces(
     files: Mapping[Path, Stamp],
-    spans: Mapping[Path, Sequence[Span]],
+    spans: Mapping[Path, Sequence[FileSpan]],
     digest: blake3,
     label: Callable[[Path, int], bytes] = no_label,
-) -> Iterator[Piece]:
+) -> Iterator[FilePiece]:
     """Reads files from their beginnings to their ends, takes them into a digest, and gives the pieces of the spans.
 
     The spans of a file may not overlap. A label, made of a file and its size, enters the digest before the file. Raises
@@ -92,7 +92,7 @@ def read_pieces(
                     data = ahead.result()
                     ahead = reader.submit(fetch, number) if number < len(cuts) else ahead
                     if span is not None:
-                        yield Piece(span, first, data)
+                        yield FilePiece(span, first, data)
                     progress.done_bytes += size
                 stamp.check(stream, file)
 
@@ -126,7 +126,7 @@ def _fetching(
     return fetch
 
 
-def _cuts(num_bytes: int, spans: Sequence[Span]) -> Iterator[_Cut]:
+def _cuts(num_bytes: int, spans: Sequence[FileSpan]) -> Iterator[_Cut]:
     """All bytes of a file, in their order."""
     end = 0
     for span in sorted(spans, key=lambda each: each.start):

@@ -169,7 +169,8 @@ def rotary_tables(rope: Rope, head_dim: int, context_len: int, device: torch.dev
     """cos and sin [context_len, T/2] float32 by position, of the T coordinates of a head that turn."""
     positions = torch.arange(context_len)
     angles = positions.float()[:, None] * rope.frequencies(rope.num_turning(head_dim), positions)
-    return (angles.cos() * rope.amplitude).to(device), (angles.sin() * rope.amplitude).to(device)
+    cos = angles.cos().mul_(rope.amplitude).to(device)
+    return cos, angles.sin_().mul_(rope.amplitude).to(device)
 
 
 def _exponents(head_dim: int) -> Tensor:

@@ -25,7 +25,7 @@ class Ropes:
 
     unlimited: Rope
     windowed: Rope
-    """Of layers that see a window only, by the file: it may be wider than the context."""
+    """Rope of layers that see a window only, by the file: it may be wider than the context."""
     context_len: int
 
 

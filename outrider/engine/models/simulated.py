@@ -53,7 +53,7 @@ class SimulatedCheckpoint:
     folder: Path
     config: DecoderFacts
     modelling: str = "simulated"
-    has_blocks: bool = False
+    block_dtype: str = ""
 
     @classmethod
     def of(cls, model: SimulatedModel) -> Self:

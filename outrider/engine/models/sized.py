@@ -134,7 +134,7 @@ def widen(
         if len(shape) == 1:
             yield name, vector(source, torch.ones(shape, device=device))
             continue
-        # Not held here: whoever takes it may free it before the next one is made.
+        # Not held here: its reader may free it before the next one is made.
         spot, generator = places[name.split(".")[-2]], generator_of(name, seed, device)
         yield name, fill(spot, source, torch.empty(shape, dtype=dtype, device=device), generator)
 

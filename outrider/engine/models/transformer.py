@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
+from outrider.engine.devices import one_thread
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.decoder import LayeredDecoder, ProbedDecoder
 from outrider.engine.models.experts import ExpertSizes, take_experts
@@ -28,6 +29,9 @@ from outrider.engine.models.weights import (
 )
 from outrider.engine.ops import Experts, Ops, Weight
 from outrider.engine.ops.blocks import unpacked
+
+TABLE_POSITIONS = 256
+"""The rotary tables have a multiple of so many positions, or the whole context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +65,15 @@ class Layer:
     """Scores [H] of attention to nothing."""
     output: Linear
     attended_norm: Tensor | None
-    """Of what attention gives, before it is added."""
+    """Norm of what attention gives, before it is added."""
     post_norm: Tensor
-    """Of what the MLP reads."""
+    """Norm of what the MLP reads."""
     gate_up: Linear | None
     """None, as `down`, where a layer has experts."""
     down: Linear | None
     experts: Experts | None
     mlp_norm: Tensor | None
-    """Of what the MLP gives, before it is added."""
+    """Norm of what the MLP gives, before it is added."""
 
     @classmethod
     def take(cls, ops: Ops, tensors: MutableMapping[str, Any], prefix: str, experts: ExpertSizes | None = None) -> Self:
@@ -77,7 +81,7 @@ class Layer:
         is_stacked = f"{prefix}self_attn.{STACKED_HEADS}.weight" in tensors
         heads = (STACKED_HEADS,) if is_stacked else ("q_proj", "k_proj", "v_proj")
         gate = (STACKED_GATE,) if is_stacked else ("gate_proj", "up_proj")
-        # Its name says behind attention, where it is in families that have another norm before the MLP.
+        # Its name says after attention, where it is in families that have another norm before the MLP.
         behind = tensors.pop(f"{prefix}{NORM_BEHIND}.weight")
         before = tensors.pop(f"{prefix}{NORM_BEFORE_MLP}.weight", None)
         return cls(
@@ -131,23 +135,40 @@ class Transformer(LayeredDecoder, ProbedDecoder):
         self._is_tied = head is None
         is_shared = self._is_tied and isinstance(self.head, type(embedding))
         self.embedding: Weight = self.head if is_shared else embedding
-        sizes = config.head_dim, config.context_len, self.embedding.device
-        tables = {rope: rotary_tables(rope, *sizes) for rope in set(config.ropes)}
-        self.tables = [tables[rope] for rope in config.ropes]
-        """cos and sin [P, D/2] of each layer; layers of one rotary embedding share them."""
+        self._tables: list[tuple[Tensor, Tensor]] = []
         self.scale = config.score_scale
         # As transformers has it: in the type of the matrix. One of a file's blocks stands for float32.
         kept = self.embedding.dtype if isinstance(self.embedding, Tensor) else torch.float32
         factor = config.hidden_size**0.5 if config.family.scales_embedding else 1.0
         self.embedding_scale = torch.tensor(factor, dtype=kept).item()
-        is_silu = config.family.activation[1] == "silu"
-        self._gate = ops.silu_multiply if is_silu else ops.gelu_multiply
+        self._is_gelu = config.family.activation[1] != "silu"
 
     @property
     def weights(self) -> list[Weight]:
         """Weights of the model; the rotary tables are none."""
         looked_up = [] if self._is_tied else [self.embedding]
         return [*looked_up, self.norm, self.head, *(weight for layer in self.layers for weight in layer.weights)]
+
+    @property
+    def tables(self) -> list[tuple[Tensor, Tensor]]:
+        """cos and sin [P, D/2] of each layer; layers of one rotary embedding share them.
+
+        They are of the positions that `reserve` was given, or of all that the model reads.
+        """
+        if not self._tables:
+            self.reserve(self.config.context_len)
+        return self._tables
+
+    def reserve(self, num_positions: int) -> None:
+        """Makes the tables of at least so many positions; they never become shorter."""
+        # Whole runs, so that no end of a tensor falls where it does not in a longer one.
+        count = min(self.config.context_len, -(-num_positions // TABLE_POSITIONS) * TABLE_POSITIONS)
+        if self._tables and len(self._tables[0][0]) >= count:
+            return
+        sizes = self.config.head_dim, count, self.embedding.device
+        with one_thread():
+            tables = {rope: rotary_tables(rope, *sizes) for rope in set(self.config.ropes)}
+        self._tables = [tables[rope] for rope in self.config.ropes]
 
     def embed_more(self, rows: Tensor) -> None:
         """Adds embeddings like any ProbedDecoder. A matrix that was also the output's is its own from then on."""
@@ -184,7 +205,7 @@ class Transformer(LayeredDecoder, ProbedDecoder):
         if layer.experts is not None:
             return self.ops.experts(x, layer.experts)
         gate_up, down = layer.mlp
-        return self._linear(down, self._gate(self._linear(gate_up, x)))  # of [R, 2M]
+        return self._linear(down, self.ops.gate_multiply(self._linear(gate_up, x), is_gelu=self._is_gelu))  # of [R, 2M]
 
     def _attend(self, place: int, x: Tensor, plan: RowPlan, cache: KVCache) -> Tensor:
         layer, keys, values = self.layers[place], cache.keys[place], cache.values[place]

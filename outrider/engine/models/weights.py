@@ -7,6 +7,7 @@ wrong is found in the files' headers, before anything large is allocated, and is
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,15 @@ from torch import Tensor
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.experts import EXPERTS, ROUTER, ExpertRooms, file_shapes
 from outrider.engine.models.json_keys import JsonKeys, read_json
-from outrider.engine.models.reading import Span, read_pieces
+from outrider.engine.models.reading import FileSpan, read_pieces
 from outrider.engine.ops import Ops, Weight
+from outrider.engine.ops.blocks import BlockMatrix
+from outrider.engine.ops.native import NativeOps
 from outrider.errors import ModelRefused
 from outrider.model_files.gguf.files import IGNORED, HubName, cached_gguf, fetch_file, fetch_gguf, gguf_in, part_names
-from outrider.model_files.safetensors_header import ITEM_BITS, StoredTensor, read_header
+from outrider.model_files.gguf.header import BLOCK_DTYPES
+from outrider.model_files.gguf.types import OUTPUTS
+from outrider.model_files.safetensors_header import BLOCKS, ITEM_BITS, SCALES, StoredTensor, read_header
 from outrider.model_files.stamp import Stamp
 
 # How weights are kept in memory, and the type in which they are read for that; None as they are in the file, in blocks.
@@ -31,16 +36,19 @@ DTYPES = {
     "float32": torch.float32,
     "int8": torch.bfloat16,
     "int4": torch.bfloat16,
-    "file": None,
+    **dict.fromkeys(BLOCK_DTYPES),
 }
 KV_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 """Types of keys and values on the CPU."""
 # What goes with blocks, in a head for instance, is read as this.
 BESIDE_BLOCKS = torch.bfloat16
 AUTO = "auto"
-"""Stands for "file" where a model is in blocks and the CPU computes with them, and for bfloat16 elsewhere."""
+"""Stands for what keeps a model's blocks, where it has some and the CPU computes with them; elsewhere for bfloat16."""
 PACKED_BITS = {"int8": 8, "int4": 4}
+NUMERICS = {"int4": "int4.2"}
+"""Names in the numerics id of types whose numbers were made by other rules in earlier versions."""
 FILE_DTYPES = ("BF16", "F16", "F32")
+BYTES = ("U8",)
 TORCH_DTYPES = {
     **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32},
     **{"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool},
@@ -250,25 +258,44 @@ def check_tensors(
             raise ModelRefused(message, file=tensor.file, tensor=tensor.name)
         if tensor.shape != wanted:
             raise tensor.refuse(f"has the shape {list(tensor.shape)}, but {source} asks for {list(wanted)}")
-        if tensor.dtype not in FILE_DTYPES:
-            raise tensor.refuse(f"has the type {tensor.dtype}, but must have one of {', '.join(FILE_DTYPES)}")
+        dtypes = BYTES if name.endswith((BLOCKS, SCALES)) else FILE_DTYPES
+        if tensor.dtype not in dtypes:
+            raise tensor.refuse(f"has the type {tensor.dtype}, but must have one of {', '.join(dtypes)}")
     missing = sorted(expected.keys() - stored.keys())
     if missing:
         more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
         raise ModelRefused(f"{folder} lacks the tensor {missing[0]}{more}", folder=folder, tensor=missing[0])
 
 
-def as_it_is(_name: str, tensor: Tensor) -> Weight:
+def as_it_is(_name: str, weight: Weight) -> Weight:
     """Keeps a tensor that has been read."""
-    return tensor
+    return weight
+
+
+def packed_room(ops: Ops | None, name: str, shape: tuple[int, ...]) -> BlockMatrix | None:
+    """Room for a matrix that is quantised as it is read; None for what is read whole."""
+    if not isinstance(ops, NativeOps) or len(shape) != 2 or _stays(name):
+        return None
+    return ops.packed_room(*shape)
+
+
+def quantise_part(ops: NativeOps, matrix: BlockMatrix, rows: Tensor, first_row: int, place: tuple[Path, str]) -> None:
+    """Quantises rows into their room. Raises ModelRefused about the tensor of a file that is their place."""
+    try:
+        ops.quantise_rows(matrix, rows, first_row)
+    except ModelRefused as error:
+        check_numbers(*place, rows)
+        raise ModelRefused(f"{place[0]}: of {place[1]} {error}", file=place[0], tensor=place[1]) from None
 
 
 def kept(ops: Ops, name: str, weight: Weight) -> Weight:
     """What stays of a tensor that has been read, by its name: a matrix as products read it, others as they are."""
-    # It is looked up, or decides, or is a bias, of which experts have a row each.
-    stays = name == EMBEDDING or name.endswith((f".mlp.{ROUTER}.weight", ".bias"))
-    is_matrix = isinstance(weight, Tensor) and weight.ndim > 1
-    return ops.quantised(weight) if is_matrix and not stays else weight
+    return ops.quantised(weight) if isinstance(weight, Tensor) and weight.ndim > 1 and not _stays(name) else weight
+
+
+def _stays(name: str) -> bool:
+    # It is looked up, or decides (gpt-oss has another name for it), or is a bias, of which experts have a row each.
+    return name == EMBEDDING or name.endswith((f".mlp.{ROUTER}.weight", ".mlp.router.weight", ".bias"))
 
 
 def load_tensors(
@@ -276,13 +303,17 @@ def load_tensors(
     config: ModelConfig,
     device: torch.device,
     dtype: torch.dtype,
-    keep: Callable[[str, Tensor], Weight] = as_it_is,
+    ops: Ops | None = None,
+    native: NativeOps | None = None,
 ) -> tuple[dict[str, Any], str]:
     """All tensors of the model on the device, matrices in dtype and vectors (norms, biases) in float32; its model_hash.
 
+    With compiled operations experts in MXFP4 stay in their blocks.
+
     Raises ModelRefused for missing, unexpected, misshapen or quantized tensors, before any is read. "lm_head.weight" of
-    a tied model may be absent, and is used if it is there. What stays of each is what `keep` makes of it.
+    a tied model may be absent, and is used if it is there. With operations matrices are kept as these quantise them.
     """
+    keep: Callable[[str, Weight], Weight] = as_it_is if ops is None else partial(kept, ops)
     # What other models of the same folder hold, a head's layers for instance, is theirs.
     family, files = config.family, weight_files(folder)
     own = [tensor for tensor in stored_tensors(files) if not tensor.name.startswith(family.foreign_tensors)]
@@ -291,14 +322,15 @@ def load_tensors(
     experts = next((each for each in config.experts if each is not None), None)
     expected = file_shapes(shapes, experts, stored)
     check_tensors(folder, stored, expected, {"lm_head.weight": shapes["model.embed_tokens.weight"]})
-    rooms = ExpertRooms(shapes, keep, experts)
+    rooms = ExpertRooms(shapes, keep, experts, dtype, native)
 
     def arranged(name: str, tensor: Tensor) -> Weight:
         if rooms.take(name, tensor):
             return torch.empty(0)
         return keep(name, tensor + 1 if family.norms_from_zero and "norm" in name else tensor)
 
-    tensors, digest = read_tensors(read_json(folder / "config.json"), files, stored, device, dtype, arranged)
+    config_json = read_json(folder / "config.json")
+    tensors, digest = read_tensors(config_json, files, stored, device, dtype, arranged, ops)
     others = {name: tensor for name, tensor in tensors.items() if EXPERTS not in name and ".mlp.router." not in name}
     return others | rooms.tensors, digest
 
@@ -315,30 +347,44 @@ def read_tensors(
     device: torch.device,
     dtype: torch.dtype,
     keep: Callable[[str, Tensor], Weight] = as_it_is,
+    ops: Ops | None = None,
 ) -> tuple[dict[str, Any], str]:
     """Tensors by the names in stored: matrices in dtype, vectors in float32, integers in int64; and the files' hash.
 
+    Parts of MXFP4 stay bytes.
+
     The hash is thirty-two hexadecimal digits: BLAKE3 over what config.json holds, or should hold, with sorted keys, so
     that only its meaning counts, and over each file with its name and size. What stays of a tensor is what `keep` makes
-    of it, by its name in stored, as soon as it is read. Raises ModelRefused for NaN and infinity,
-    and NotReady when files are not those whose headers were read, or are written to meanwhile.
+    of it, by its name in stored, as soon as it is read; operations quantise rows as they come. Raises ModelRefused for
+    NaN and infinity, and NotReady when files are not those whose headers were read, or are written to meanwhile.
     """
     # Several names may mean one tensor of a file: it is in memory once.
     tensors, by_own_name = dict[str, Any](), {tensor.name: tensor for tensor in stored.values()}
     names = {tensor.name: name for name, tensor in stored.items()}
-    spans: dict[Path, list[Span]] = {}
+    spans: dict[Path, list[FileSpan]] = {}
+    # Experts are put together first.
+    rooms = {
+        own_name: None if EXPERTS in names[own_name] else packed_room(ops, names[own_name], tensor.shape)
+        for own_name, tensor in by_own_name.items()
+    }
     for own_name, tensor in by_own_name.items():
-        spans.setdefault(tensor.file, []).append(
-            Span(own_name, tensor.start, tensor.size, ITEM_BITS[tensor.dtype] // 8)
-        )
+        unit = ITEM_BITS[tensor.dtype] // 8 * (1 if rooms[own_name] is None else OUTPUTS * tensor.shape[1])
+        spans.setdefault(tensor.file, []).append(FileSpan(own_name, tensor.start, tensor.size, unit))
     stamps = {file: Stamp.of(file) for file in files} | {tensor.file: tensor.stamp for tensor in stored.values()}
     digest = blake3(json.dumps(config, sort_keys=True).encode(), max_threads=blake3.AUTO)
     for piece in read_pieces(stamps, spans, digest, lambda file, size: f"\0{file.name}\0{size}\0".encode()):
         found = by_own_name[piece.span.name]
         numbers = piece.data.view(TORCH_DTYPES[found.dtype])
+        room = rooms[found.name]
+        if isinstance(ops, NativeOps) and room is not None:
+            rows = numbers.to(dtype).view(-1, found.shape[1])
+            quantise_part(ops, room, rows, piece.first // (numbers.itemsize * found.shape[1]), (found.file, found.name))
+            tensors[found.name] = room
+            continue
         if not piece.first:
             kept = dtype if len(found.shape) > 1 and not found.name.endswith("_bias") else torch.float32
-            kept = kept if numbers.is_floating_point() else torch.int64
+            is_packed = found.name.endswith((BLOCKS, SCALES))
+            kept = kept if numbers.is_floating_point() else torch.uint8 if is_packed else torch.int64
             tensors[found.name] = torch.empty(found.shape, dtype=kept, device=device)
         first = piece.first // numbers.itemsize
         part = tensors[found.name].view(-1)[first : first + len(numbers)].copy_(numbers)

@@ -90,11 +90,11 @@ class Ops(Protocol):
         of one key more for each head, whose value is zero (Xiao et al., 2024).
         """
 
-    def silu_multiply(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up for gate_up [R, 2M] = gate [R, M] beside up [R, M]; returns [R, M]."""
+    def gate_multiply(self, gate_up: Tensor, *, is_gelu: bool = False) -> Tensor:
+        """silu(gate) * up for gate_up [R, 2M] = gate [R, M] beside up [R, M]; returns [R, M].
 
-    def gelu_multiply(self, gate_up: Tensor) -> Tensor:
-        """The same with gelu in its tanh form (Hendrycks and Gimpel, 2016)."""
+        With is_gelu in the place of silu gelu in its tanh form (Hendrycks and Gimpel, 2016).
+        """
 
     def experts(self, x: Tensor, experts: Experts) -> Tensor:
         """For each row x [R, H] the sum of what its chosen experts make of it, times their shares; returns [R, H].
@@ -140,10 +140,17 @@ class Ops(Protocol):
         """
 
 
-def choose_ops(device: torch.device, num_threads: int, packed_bits: int | None = None, kernels: str = "auto") -> Ops:
+def choose_ops(
+    device: torch.device,
+    num_threads: int,
+    packed_bits: int | None = None,
+    kernels: str = "auto",
+    input_bits: int = 8,
+) -> Ops:
     """The fastest operations for a device: compiled kernels where it and this machine have them, torch otherwise.
 
-    With packed_bits, 8 or 4, stacked matrices are quantised to that (outrider.engine.ops.blocks), on the CPU.
+    With packed_bits, 8 or 4, stacked matrices are quantised to that (outrider.engine.ops.blocks), on the CPU, where a
+    file's blocks are multiplied with activations of input_bits, 8 or 15.
     `kernels` are those of an accelerator; raises InvalidRequest where it names some that are not to be had.
     """
     if kernels not in KERNELS:
@@ -159,7 +166,9 @@ def choose_ops(device: torch.device, num_threads: int, packed_bits: int | None =
     if kernels != "auto":
         raise InvalidRequest("kernels", kernels, '"auto" on the CPU, which has kernels of its own')
     compiled = load_kernels()
-    return ReferenceOps(packed_bits) if compiled is None else NativeOps(compiled, num_threads, packed_bits=packed_bits)
+    if compiled is None:
+        return ReferenceOps(packed_bits)
+    return NativeOps(compiled, num_threads, packed_bits=packed_bits, input_bits=input_bits)
 
 
 def _missing(device: torch.device) -> str | None:

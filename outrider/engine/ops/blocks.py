@@ -7,98 +7,24 @@ that leaves the least squared error.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-OUTPUTS = 16
-"""Number of outputs in a block."""
-GROUP, SPAN, LINE = 32, 8, 64
-"""Inputs of a group, groups of a span, and bytes of a line: four inputs of 16 outputs."""
+from outrider.errors import ModelRefused
+from outrider.model_files.gguf.types import GROUP, KINDS, OUTPUTS, SPAN, BlockType, Scale
+
 MAX_PARTS = 4
+LARGEST = {8: 127, 15: 127 * 128 + 63}
+"""The largest input of a group as an integer, by the bits of inputs: as one byte, or as 128 times one plus another."""
 # A four-bit scale is the largest weight over one of these; below 8 the largest weight is cut.
 NIBBLE_DIVISORS = (8.0, -8.0, 7.0, -7.0, 6.5, -6.5, 9.0, -9.0)
+# By bits, the largest weight whose scales are all finite in float16.
+LARGEST_WEIGHT = {8: 127 * 65504.0, 4: 6.5 * 65504.0}
 # Weights that are quantised at a time: they and what is made on the way stay in a core's own cache.
 PIECE_NUMBERS = 1 << 18
-NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-FOURTH = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-
-
-class Scale(Enum):
-    """How a kind keeps its scales."""
-
-    FLOAT16 = "float16 for a group"
-    BYTE = "a byte with a sign for a group, times float16 for a span"
-    HALVES = "the same with a byte for each half of a group"
-    POWER = "a power of two for a group"
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of a group's scale of one output."""
-        return 1 if self in (Scale.BYTE, Scale.POWER) else 2
-
-    @property
-    def has_spans(self) -> bool:
-        return self in (Scale.BYTE, Scale.HALVES)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockKind:
-    """What the weights of one type of GGUF are made of."""
-
-    bits: int
-    scale: Scale
-    has_minimum: bool = False
-    offset: int = 0
-    """What a weight without a table has too much."""
-    table: tuple[int, ...] | None = None
-    file_inputs: int = 32
-    """Inputs of a block of the file."""
-    file_bytes: int = 0
-
-    @property
-    def line_bytes(self) -> int:
-        return self.bits * LINE
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of a span before its groups."""
-        return 2 * OUTPUTS * (1 + self.has_minimum) if self.scale.has_spans else 0
-
-    @property
-    def group_bytes(self) -> int:
-        return self.line_bytes + OUTPUTS * self.scale.num_bytes * (1 + self.has_minimum)
-
-    def row_bytes(self, num_inputs: int) -> int:
-        """Bytes of a row of the file."""
-        return num_inputs // self.file_inputs * self.file_bytes
-
-    def shape(self, num_outputs: int, num_inputs: int) -> tuple[int, int]:
-        """The shape of a matrix's data."""
-        groups = -(-num_inputs // GROUP)
-        return -(-num_outputs // OUTPUTS), groups * self.group_bytes + -(-groups // SPAN) * self.head_bytes
-
-
-# In the order of kernels/blocks.h.
-KINDS = {
-    "Q4_0": BlockKind(4, Scale.FLOAT16, offset=8, file_bytes=18),
-    "Q4_1": BlockKind(4, Scale.FLOAT16, has_minimum=True, file_bytes=20),
-    "Q5_0": BlockKind(5, Scale.FLOAT16, offset=16, file_bytes=22),
-    "Q5_1": BlockKind(5, Scale.FLOAT16, has_minimum=True, file_bytes=24),
-    "Q8_0": BlockKind(8, Scale.FLOAT16, offset=128, file_bytes=34),
-    "Q2_K": BlockKind(4, Scale.HALVES, has_minimum=True, file_inputs=256, file_bytes=84),
-    "Q3_K": BlockKind(4, Scale.HALVES, offset=4, file_inputs=256, file_bytes=110),
-    "Q4_K": BlockKind(4, Scale.BYTE, has_minimum=True, file_inputs=256, file_bytes=144),
-    "Q5_K": BlockKind(5, Scale.BYTE, has_minimum=True, file_inputs=256, file_bytes=176),
-    "Q6_K": BlockKind(6, Scale.HALVES, offset=32, file_inputs=256, file_bytes=210),
-    "IQ4_NL": BlockKind(4, Scale.FLOAT16, table=NONLINEAR, file_bytes=18),
-    "IQ4_XS": BlockKind(4, Scale.BYTE, table=NONLINEAR, file_inputs=256, file_bytes=136),
-    "MXFP4": BlockKind(4, Scale.POWER, table=FOURTH, file_bytes=17),
-}
 QUANTISED = {8: "Q8_0", 4: "Q4_0"}
 """The kind that weights of so many bits are made into."""
 
@@ -112,14 +38,21 @@ class BlockMatrix:
     kind: str
     num_outputs: int
     num_inputs: int
+    input_bits: int = 8
+    """Bits to which products quantise what they multiply the weights with; a key of LARGEST."""
 
     @classmethod
     def empty(
-        cls, kind: str, num_outputs: int, num_inputs: int, memory: Callable[..., Tensor] = torch.empty
+        cls,
+        kind: str,
+        num_outputs: int,
+        num_inputs: int,
+        memory: Callable[..., Tensor] = torch.empty,
+        input_bits: int = 8,
     ) -> "BlockMatrix":
         """A matrix with nothing in it yet, whose memory is given as torch.empty gives it."""
         data = memory(KINDS[kind].shape(num_outputs, num_inputs), dtype=torch.uint8)
-        return cls(data, kind, num_outputs, num_inputs)
+        return cls(data, kind, num_outputs, num_inputs, input_bits)
 
     @property
     def number(self) -> int:
@@ -245,13 +178,13 @@ def first_rows(weight: Weight, count: int) -> Weight:
 
 
 def are_same(one: Weight | None, other: Weight | None) -> bool:
-    """Whether both are tensors of the same bits; blocks are nobody's copy."""
+    """Whether both are tensors of the same bits; blocks are no copy."""
     return (
         isinstance(one, Tensor) and isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     )
 
 
-def _groups(data: Tensor, kind: BlockKind, num_groups: int) -> tuple[Tensor, Tensor]:
+def _groups(data: Tensor, kind: BlockType, num_groups: int) -> tuple[Tensor, Tensor]:
     """Groups [blocks, groups, bytes], and the heads of their spans [blocks, groups, bytes]."""
     num_blocks, head = data.shape[0], kind.head_bytes
     if not head:
@@ -279,19 +212,26 @@ def _scales(scale: Scale, own: Tensor, heads: Tensor) -> Tensor:
     return halves.permute(0, 3, 1, 2).flatten(0, 1)
 
 
-def quantise(
-    weights: Sequence[Tensor], bits: int, memory: Callable[..., Tensor] = torch.empty, num_threads: int = 1
-) -> BlockMatrix:
-    """Quantises the rows of all weights [N, K] into one matrix, whose memory is given as torch.empty gives it."""
+def quantise(weights: Sequence[Tensor], bits: int) -> BlockMatrix:
+    """Quantises the rows of all weights [N, K] into one matrix, in torch; kernels/quantise.c makes the same bits.
+
+    Raises ModelRefused for NaN, and for weights beyond LARGEST_WEIGHT.
+    """
     weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-    made = BlockMatrix.empty(QUANTISED[bits], weight.shape[0], weight.shape[1], memory)
+    made = BlockMatrix.empty(QUANTISED[bits], weight.shape[0], weight.shape[1])
     num_blocks = max(1, PIECE_NUMBERS // (OUTPUTS * made.num_inputs))
-    pieces = torch.split(weight, num_blocks * OUTPUTS), torch.split(made.data, num_blocks)
-    # Torch's own threads would wait for each other at each of some forty steps.
-    with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for _ in pool.map(_quantise_into, *pieces, [bits] * len(pieces[0])):
-            pass
+    for rows, data in zip(torch.split(weight, num_blocks * OUTPUTS), torch.split(made.data, num_blocks), strict=True):
+        _quantise_into(rows, data, bits)
     return made
+
+
+def refuse_weights(num_groups: int, bits: int) -> None:
+    """Raises ModelRefused where groups of weights have no scale."""
+    if num_groups:
+        raise ModelRefused(
+            f"{num_groups} groups of {GROUP} weights hold NaN or a number beyond {LARGEST_WEIGHT[bits]:,.0f}, "
+            f"which is the largest that int{bits} can hold; another dtype can"
+        )
 
 
 def _quantise_into(weight: Tensor, data: Tensor, bits: int) -> None:
@@ -312,13 +252,20 @@ def _quantise(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Integers int8 [N, groups, group] and scales float16 [N, groups] of weight [N, K] float32."""
     grouped = functional.pad(weight, (0, -weight.shape[1] % GROUP)).view(weight.shape[0], -1, GROUP)
     largest = grouped.gather(2, grouped.abs().argmax(2, keepdim=True))
+    # NaN is not within any limit.
+    refuse_weights(int((~(largest.abs() <= LARGEST_WEIGHT[bits])).sum()), bits)
     if bits == 8:
         scales = (largest.abs() / 127).half()
         return _rounded(grouped, scales, 127, 127), scales[..., 0]
     scales, least = torch.zeros_like(largest, dtype=torch.float16), torch.full_like(largest, torch.inf)
     for divisor in NIBBLE_DIVISORS:
         tried = (largest / divisor).half()
-        errors = (_rounded(grouped, tried, 8, 7) * tried.float() - grouped).square().sum(2, keepdim=True)
+        squares = (_rounded(grouped, tried, 8, 7) * tried.float() - grouped).square().view(*grouped.shape[:2], -1, 4)
+        # In one order, whatever the processor: four sums of every fourth input, and these in pairs.
+        sums = squares[:, :, 0]
+        for place in range(1, GROUP // 4):
+            sums = sums + squares[:, :, place]
+        errors = ((sums[..., 0] + sums[..., 1]) + (sums[..., 2] + sums[..., 3]))[..., None]
         scales, least = torch.where(errors < least, tried, scales), torch.minimum(errors, least)
     return _rounded(grouped, scales, 8, 7), scales[..., 0]
 
@@ -334,20 +281,20 @@ def block_product(x: Tensor, weight: BlockMatrix) -> Tensor:
     # The rows as integers [R, groups, halves, 16], with scales [R, groups].
     grouped = functional.pad(x, (0, -x.shape[1] % GROUP)).view(x.shape[0], -1, GROUP)
     largest = grouped.abs().amax(2)
-    is_zero = largest < 2.0**-100
+    is_zero, limit = largest < 2.0**-100, LARGEST[weight.input_bits]
     # A number over a tensor would be a product with its reciprocal, which is rounded twice.
-    factors = torch.where(is_zero, 0, torch.full_like(largest, 127) / largest)
+    factors = torch.where(is_zero, 0, torch.full_like(largest, limit) / largest)
     inputs = (grouped * factors[..., None]).round().view(*largest.shape, 2, -1).double()
-    row_scales = torch.where(is_zero, 0, largest / 127)
+    row_scales = torch.where(is_zero, 0, largest / limit)
     halves = (slice(0, 1), slice(1, 2)) if KINDS[weight.kind].scale is Scale.HALVES else (slice(0, 2),)
     output = x.new_zeros(x.shape[0], weight.num_outputs)
     for place in range(scales.shape[1]):
         for half in halves:
-            # Exact: at most 21 bits.
+            # Exact: at most 28 bits in float64, of which float32 keeps 24.
             given = inputs[:, place, half].flatten(1)
             products = given @ integers[:, place, half].flatten(1).double().T
             scale = scales[:, place, half.start] * row_scales[:, place, None]
-            output = (products * scale.double() + output.double()).float()
+            output = (products.float().double() * scale.double() + output.double()).float()
             if minima is not None:
                 sums = row_scales[:, place] * given.sum(1).float()
                 output = (minima[:, place, half.start].double() * sums[:, None].double() + output.double()).float()

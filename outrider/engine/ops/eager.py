@@ -107,13 +107,9 @@ class EagerOps:
             output[rows] = torch.einsum("rghl,rlgd->rghd", weights, value_cache[slots].float()).flatten(1)
         return output
 
-    def silu_multiply(self, gate_up: Tensor) -> Tensor:
+    def gate_multiply(self, gate_up: Tensor, *, is_gelu: bool = False) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate) * up
-
-    def gelu_multiply(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return functional.gelu(gate, approximate="tanh") * up
+        return (functional.gelu(gate, approximate="tanh") if is_gelu else functional.silu(gate)) * up
 
     def experts(self, x: Tensor, experts: Experts) -> Tensor:
         return routed(self, x, experts)

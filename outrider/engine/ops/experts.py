@@ -6,7 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outrider.engine.ops.blocks import OUTPUTS, StackedMatrix, Weight
+from outrider.engine.ops.blocks import StackedMatrix, Weight
+from outrider.model_files.gguf.types import OUTPUTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +20,17 @@ class Experts:
     router: Weight
     """[E, H]; its products with a row are the experts' scores."""
     gate: Weight
-    """[E M, H]."""
+    """Matrices of all experts, [E M, H]."""
     up: Weight
-    """[E M, H]."""
+    """Matrices of all experts, [E M, H]."""
     down: Weight
-    """[E H, M]."""
+    """Matrices of all experts, [E H, M]."""
     num_experts: int
     num_chosen: int
     is_normalised: bool
     """Whether a row's shares are parts of the sum over its chosen experts, and not of that over all."""
     router_bias: Tensor | None = None
-    """[E] float32."""
+    """Numbers that are added to the scores, [E] float32."""
     gate_up_bias: Tensor | None = None
     """[E, 2 M] float32, of gate beside up."""
     down_bias: Tensor | None = None
@@ -63,7 +64,7 @@ class ExpertOps(Protocol):
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor: ...
 
-    def silu_multiply(self, gate_up: Tensor) -> Tensor: ...
+    def gate_multiply(self, gate_up: Tensor) -> Tensor: ...
 
     def clamped_multiply(self, gate_up: Tensor, slope: float, limit: float) -> Tensor: ...
 
@@ -85,7 +86,7 @@ def routed(ops: ExpertOps, x: Tensor, experts: Experts) -> Tensor:
         gate_up = torch.cat([_part(ops, inputs, weight, expert, experts) for weight in (experts.gate, experts.up)], 1)
         gate_up = gate_up if experts.gate_up_bias is None else gate_up + experts.gate_up_bias[expert]
         clamp = experts.clamp
-        gated = ops.silu_multiply(gate_up) if clamp is None else ops.clamped_multiply(gate_up, *clamp)
+        gated = ops.gate_multiply(gate_up) if clamp is None else ops.clamped_multiply(gate_up, *clamp)
         outputs = _part(ops, gated, experts.down, expert, experts)
         outputs = outputs if experts.down_bias is None else outputs + experts.down_bias[expert]
         made.index_copy_(0, places, outputs)

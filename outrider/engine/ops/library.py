@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
+from outrider.model_files.gguf.types import KINDS, Scale
+
 CPU_INFO = Path("/proc/cpuinfo")
 FOLDER = Path(__file__).parent
 # The features of the psABI's levels, as Linux spells them.
@@ -19,6 +21,8 @@ _ARGUMENTS: dict[str, list[type]] = {
     "outrider_linear": [_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, *[_SIZE] * 3, _POINTER],
     "outrider_linear_scratch": [*[_SIZE] * 2],
     "outrider_fill_blocks": [_POINTER, _SIZE, _POINTER, *[_SIZE] * 4, _POINTER],
+    "outrider_describe_kind": [_SIZE, _POINTER],
+    "outrider_quantise": [*[_POINTER] * 2, *[_SIZE] * 4, _FLOAT, _POINTER],
     "outrider_embed": [_POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE],
     "outrider_rms_norm": [*[_POINTER] * 4, _SIZE, _SIZE, _FLOAT],
     "outrider_rotate_and_store": [*[_POINTER] * 12, *[_SIZE] * 6],
@@ -45,6 +49,8 @@ _SIZED = (
     "outrider_draw_stretch",
     "outrider_linear_scratch",
     "outrider_fill_blocks",
+    "outrider_describe_kind",
+    "outrider_quantise",
     "outrider_experts_floats",
     "outrider_forward_floats",
     "outrider_head_floats",
@@ -161,5 +167,21 @@ def load_kernels(*names: str, folder: Path = FOLDER) -> Kernels | None:
             for function_name, arguments in _ARGUMENTS.items():
                 function = getattr(functions, function_name)
                 function.argtypes, function.restype = arguments, _RESULTS.get(function_name)
+            _check_kinds(path, functions)
             return Kernels(name, functions)
     return None
+
+
+def _check_kinds(path: Path, functions: ctypes.CDLL) -> None:
+    """Raises RuntimeError for kernels that take a type's blocks for something else than the engine does."""
+    scales = list(Scale)
+    for number, (name, kind) in enumerate(KINDS.items()):
+        described = (ctypes.c_int64 * 22)()
+        count = functions.outrider_describe_kind(number, described)
+        sizes, made = (kind.block_len, kind.block_bytes), (kind.bits, scales.index(kind.scale))
+        known = *sizes, *made, int(kind.has_minimum), kind.offset, *(kind.table or (0,) * 16)
+        if (count, tuple(described)) != (len(KINDS), known):
+            raise RuntimeError(
+                f"{path} has {count} types and describes {name} as {list(described)}, but the engine has "
+                f"{len(KINDS)} and {list(known)}: build this version's kernels (`python setup.py build_ext --inplace`)"
+            )

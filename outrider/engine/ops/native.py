@@ -13,15 +13,27 @@ from torch import Tensor
 
 from outrider.engine.batching import RowPlan
 from outrider.engine.ops.arena import Arena
-from outrider.engine.ops.blocks import KINDS, MAX_PARTS, OUTPUTS, BlockMatrix, StackedMatrix, Weight, parts_of, quantise
+from outrider.engine.ops.blocks import (
+    LARGEST_WEIGHT,
+    MAX_PARTS,
+    QUANTISED,
+    BlockMatrix,
+    StackedMatrix,
+    Weight,
+    parts_of,
+    refuse_weights,
+)
 from outrider.engine.ops.experts import Experts
 from outrider.engine.ops.faults import refuse
 from outrider.engine.ops.library import ExpertFields, Kernels, MatrixFields
+from outrider.model_files.gguf.types import KINDS, OUTPUTS
 
 MAX_THREADS = 256
 MAX_HEAD_DIM = 512
 # Of kernels/blocks.h.
-FORMAT_PARTS, FORMAT_BF16, FORMAT_F32, FIRST_KIND = 1, 16, 32, 256
+FORMAT_PARTS, FORMAT_BF16, FORMAT_F32 = 1, 16, 32
+FIRST_KINDS = {8: 256, 15: 512}
+"""Number of the first kind of blocks, by the bits of what they are multiplied with."""
 # How long an idle worker looks for work before it sleeps. Longer than what one thread does alone in the middle of a
 # forward, far shorter than a network round trip, so that a waiting service leaves the processor to others. Measured on
 # two processors: without looking a step of the embedded target takes a fifth longer; 50 and 200 save 1 to 4 hundredths.
@@ -36,7 +48,12 @@ class NativeOps:
     """
 
     def __init__(
-        self, kernels: Kernels, num_threads: int, spin_us: int = SPIN_US, packed_bits: int | None = None
+        self,
+        kernels: Kernels,
+        num_threads: int,
+        spin_us: int = SPIN_US,
+        packed_bits: int | None = None,
+        input_bits: int = 8,
     ) -> None:
         """Raises ValueError for a number of threads outside 1..256."""
         if not 1 <= num_threads <= MAX_THREADS:
@@ -46,6 +63,7 @@ class NativeOps:
         self.functions = kernels.functions
         self._arena = Arena()
         self._packed_bits = packed_bits
+        self._input_bits = input_bits
         self._stretch: int = self.functions.outrider_draw_stretch()
         self.pool: int | None = self.functions.outrider_pool_create(num_threads, spin_us)
         if self.pool is None:
@@ -68,11 +86,32 @@ class NativeOps:
     def quantised(self, weight: Weight) -> Weight:
         if self._packed_bits is None or not isinstance(weight, Tensor):
             return weight
-        return quantise([weight], self._packed_bits, self._arena.empty, self.num_threads)
+        matrix = self.blocks(QUANTISED[self._packed_bits], *weight.shape)
+        self.quantise_rows(matrix, weight, 0)
+        return matrix
+
+    def packed_room(self, num_outputs: int, num_inputs: int) -> BlockMatrix | None:
+        """A matrix for `quantise_rows`, with nothing in it yet; None where matrices stay as they are."""
+        return self.blocks(QUANTISED[self._packed_bits], num_outputs, num_inputs) if self._packed_bits else None
+
+    def quantise_rows(self, matrix: BlockMatrix, rows: Tensor, first_row: int) -> None:
+        """Quantises rows [R, K] of any floats into first_row and on of a matrix of QUANTISED, with quantise's bits.
+
+        Whole blocks of 16 rows but at the end. Raises ModelRefused as quantise does.
+        """
+        bits, (num_rows, num_inputs) = KINDS[matrix.kind].bits, rows.shape
+        # Held until the kernel has read it: the address of a copy without an owner would be of freed memory.
+        rows = (rows if rows.dtype is torch.bfloat16 else rows.float()).contiguous()
+        place, number = expect_weight("rows", rows, (num_rows, matrix.num_inputs))
+        expect("data", matrix.data, torch.uint8, KINDS[matrix.kind].shape(*matrix.shape))
+        _check_rows(matrix, first_row, num_rows)
+        blocks = matrix.data[first_row // OUTPUTS :].data_ptr()
+        sizes = number, num_rows, num_inputs, bits, LARGEST_WEIGHT[bits]
+        refuse_weights(self.functions.outrider_quantise(self.pool, place, *sizes, blocks), bits)
 
     def blocks(self, kind: str, num_outputs: int, num_inputs: int) -> BlockMatrix:
         """A matrix of a kind of GGUF, in this object's memory, with nothing in it yet; see `fill`."""
-        return BlockMatrix.empty(kind, num_outputs, num_inputs, self._arena.empty)
+        return BlockMatrix.empty(kind, num_outputs, num_inputs, self._arena.empty, self._input_bits)
 
     def fill(self, matrix: BlockMatrix, stored: Tensor, first_row: int, head_dim: int = 0) -> int:
         """Rows first_row and on from those of a file, uint8 [rows, bytes]; returns how many scales are no numbers.
@@ -83,14 +122,7 @@ class NativeOps:
         kind, num_rows = KINDS[matrix.kind], stored.shape[0]
         expect("stored", stored, torch.uint8, (num_rows, kind.row_bytes(matrix.num_inputs)))
         expect("data", matrix.data, torch.uint8, kind.shape(*matrix.shape))
-        if (
-            first_row % OUTPUTS
-            or not 0 <= first_row <= matrix.num_outputs - num_rows
-            or (head_dim and num_rows % head_dim)
-        ):
-            raise ValueError(
-                f"rows {first_row} to {first_row + num_rows} are not whole blocks and heads of {matrix.num_outputs}"
-            )
+        _check_rows(matrix, first_row, num_rows, head_dim or 1)
         sizes = first_row, num_rows, matrix.num_inputs, head_dim
         found: int = self.functions.outrider_fill_blocks(
             self.pool, matrix.number, stored.data_ptr(), *sizes, matrix.data.data_ptr()
@@ -190,13 +222,7 @@ class NativeOps:
         self.functions.outrider_attention(self.pool, *inputs, *lists, *places, *sizes, scale)
         return output
 
-    def silu_multiply(self, gate_up: Tensor) -> Tensor:
-        return self._gate_multiply(gate_up, is_gelu=False)
-
-    def gelu_multiply(self, gate_up: Tensor) -> Tensor:
-        return self._gate_multiply(gate_up, is_gelu=True)
-
-    def _gate_multiply(self, gate_up: Tensor, is_gelu: bool) -> Tensor:
+    def gate_multiply(self, gate_up: Tensor, *, is_gelu: bool = False) -> Tensor:
         output = _room_beside(gate_up)
         places = gate_up.data_ptr(), output.data_ptr()
         self.functions.outrider_gate_multiply(self.pool, *places, *output.shape, is_gelu)
@@ -228,7 +254,8 @@ class NativeOps:
     def draw(self, scores: Tensor, keys: Tensor) -> Tensor:
         num_rows, num_tokens = _matrix("scores", scores)
         expect("keys", keys, torch.int64, (num_rows,))
-        stretches, best, ids = self._winners(num_rows, num_tokens)
+        stretches = -(-num_tokens // self._stretch)
+        best, ids = _winners(num_rows * stretches)
         places = scores.data_ptr(), keys.data_ptr(), best.data_ptr(), ids.data_ptr()
         faults = self.functions.outrider_draw(self.pool, *places, num_rows, num_tokens, stretches)
         _refuse_faults(faults > 0)
@@ -240,10 +267,11 @@ class NativeOps:
         expect("keys", keys, torch.int64, (num_rows,))
         if not 1 <= num_tokens <= num_logits:
             raise ValueError(f"num_tokens is {num_tokens}, but must be 1 to {num_logits}")
-        stretches, best, ids = self._winners(num_rows, num_tokens)
-        scores = torch.empty(num_rows, num_tokens)
+        stretches = -(-num_tokens // self._stretch)
+        best, ids = _winners(num_rows * stretches)
+        highest = torch.empty(num_rows)
         inputs = logits.data_ptr(), temperatures.data_ptr(), keys.data_ptr()
-        places = scores.data_ptr(), best.data_ptr(), ids.data_ptr()
+        places = highest.data_ptr(), best.data_ptr(), ids.data_ptr()
         sizes = num_rows, num_logits, num_tokens, stretches
         _refuse_faults(self.functions.outrider_choose(self.pool, *inputs, *places, *sizes) > 0)
         return ids if stretches == 1 else ids[:num_rows]
@@ -271,15 +299,6 @@ class NativeOps:
         _refuse_faults(bool(faults.numpy().any()))
         return ids, shares
 
-    def _winners(self, num_rows: int, num_tokens: int) -> tuple[int, Tensor, Tensor]:
-        """Stretches of a row, and room for the winners of all stretches: their scores and their ids."""
-        stretches = -(-num_tokens // self._stretch)
-        return (
-            stretches,
-            torch.empty(num_rows * stretches, dtype=torch.float64),
-            torch.empty(num_rows * stretches, dtype=torch.int64),
-        )
-
 
 def expect(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Raises ValueError for a tensor that C would misread."""
@@ -301,7 +320,7 @@ def expect_weight(name: str, weight: Weight, shape: tuple[int, int]) -> tuple[in
     if isinstance(weight, StackedMatrix):
         return weight.places.data_ptr(), FORMAT_PARTS
     expect(name, weight.data, torch.uint8, KINDS[weight.kind].shape(*shape))
-    return weight.data.data_ptr(), FIRST_KIND + weight.number
+    return weight.data.data_ptr(), FIRST_KINDS[weight.input_bits] + weight.number
 
 
 def weight_fields(name: str, weight: Weight, bias: Tensor | None, shape: tuple[int, int]) -> MatrixFields:
@@ -341,6 +360,19 @@ def expect_caches(keys: Tensor, values: Tensor, shape: tuple[int, int, int]) -> 
     for name, cache in (("key_cache", keys), ("value_cache", values)):
         expect(name, cache, dtype, shape)
     return FORMAT_BF16 if dtype is torch.bfloat16 else FORMAT_F32
+
+
+def _winners(num_stretches: int) -> tuple[Tensor, Tensor]:
+    """Room for the winners of all stretches of rows: their scores and their ids."""
+    return torch.empty(num_stretches, dtype=torch.float64), torch.empty(num_stretches, dtype=torch.int64)
+
+
+def _check_rows(matrix: BlockMatrix, first_row: int, num_rows: int, head_dim: int = 1) -> None:
+    """Raises ValueError for rows that C would write elsewhere."""
+    last = first_row + num_rows
+    is_whole = first_row % OUTPUTS == 0 and (last % OUTPUTS == 0 or last == matrix.num_outputs)
+    if not is_whole or not 0 <= first_row <= last <= matrix.num_outputs or num_rows % head_dim:
+        raise ValueError(f"rows {first_row} to {last} are not whole blocks and heads of {matrix.num_outputs}")
 
 
 def _stacked(parts: Sequence[Tensor | BlockMatrix]) -> StackedMatrix:

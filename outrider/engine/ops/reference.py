@@ -5,6 +5,7 @@ Each row is copied before it is computed, because libraries may also choose thei
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,11 +56,8 @@ class ReferenceOps(EagerOps):
         plans, attention = _rows_of(plan), super().attention
         return _by_row(lambda row: attention(row, next(plans), key_cache, value_cache, scale, sinks), query)
 
-    def silu_multiply(self, gate_up: Tensor) -> Tensor:
-        return _by_row(super().silu_multiply, gate_up)
-
-    def gelu_multiply(self, gate_up: Tensor) -> Tensor:
-        return _by_row(super().gelu_multiply, gate_up)
+    def gate_multiply(self, gate_up: Tensor, *, is_gelu: bool = False) -> Tensor:
+        return _by_row(partial(super().gate_multiply, is_gelu=is_gelu), gate_up)
 
     def experts(self, x: Tensor, experts: Experts) -> Tensor:
         compute = super().experts

@@ -1,4 +1,4 @@
-"""Temperature as arithmetic on scores; kernels/choose.c does the same, element for element."""
+"""Temperature as arithmetic on scores; kernels/draw.c does the same, element for element."""
 
 import torch
 from torch import Tensor

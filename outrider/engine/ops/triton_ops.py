@@ -133,13 +133,7 @@ class TritonOps(EagerOps):
         rows.rms_norm[(num_rows,)](x, weight, output, size, epsilon, **norm_options(size))
         return output
 
-    def silu_multiply(self, gate_up: Tensor) -> Tensor:
-        return self._gate_multiply(gate_up, is_gelu=False)
-
-    def gelu_multiply(self, gate_up: Tensor) -> Tensor:
-        return self._gate_multiply(gate_up, is_gelu=True)
-
-    def _gate_multiply(self, gate_up: Tensor, is_gelu: bool) -> Tensor:
+    def gate_multiply(self, gate_up: Tensor, *, is_gelu: bool = False) -> Tensor:
         num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         output = torch.empty(num_rows, width, device=gate_up.device)
         grid, sizes = (num_rows, triton.cdiv(width, 1024)), {"IS_GELU": is_gelu, "BLOCK": 1024}
@@ -252,7 +246,7 @@ class TritonOps(EagerOps):
             output,
             num_heads,
             num_chunks,
-            **self._join_constants(head_dim, sinks),
+            **_join_constants(head_dim, sinks),
         )
 
     def attend_together(  # noqa: PLR0913, PLR0917 - what a kernel reads
@@ -289,7 +283,7 @@ class TritonOps(EagerOps):
             output if sinks is None else sinks,
             output,
             num_heads,
-            **self._join_constants(head_dim, sinks),
+            **_join_constants(head_dim, sinks),
             **self.overlap,
         )
 
@@ -305,10 +299,6 @@ class TritonOps(EagerOps):
         sizes = {"CHUNK": CHUNK, "STEP": 64, "TILE": tile, "HEADS": heads}
         dims = {"HEAD_DIM": head_dim, "BLOCK_DIM": triton.next_power_of_2(head_dim)}
         return {**sizes, **dims, "WIDE": is_wide, "num_warps": 4, "num_stages": 3, **OPTIONS}
-
-    def _join_constants(self, head_dim: int, sinks: Tensor | None) -> dict[str, int | bool]:
-        dims = {"HEAD_DIM": head_dim, "BLOCK_DIM": triton.next_power_of_2(head_dim), "HAS_SINKS": sinks is not None}
-        return {"CHUNK": CHUNK, "JOINED": attention.JOINED, **dims, "num_warps": 2, **OPTIONS}
 
     def is_wide(self, dtype: torch.dtype) -> bool:
         """Whether products of this type are made of float32: it is float32, or the interpreter knows no other way."""
@@ -329,6 +319,12 @@ class TritonOps(EagerOps):
         choose.add_noise[grid](logits, temperatures, keys, *found, *sizes, PIECES=pieces, **blocks)
         choose.settle[(num_rows,)](sums, winners, ids, num_pieces, PIECES=pieces, num_warps=1, **OPTIONS)
         return ids
+
+
+def _join_constants(head_dim: int, sinks: Tensor | None) -> dict[str, int | bool]:
+    """What attention's chunks of this head dimension are joined with."""
+    dims = {"HEAD_DIM": head_dim, "BLOCK_DIM": triton.next_power_of_2(head_dim), "HAS_SINKS": sinks is not None}
+    return {"CHUNK": CHUNK, "JOINED": attention.JOINED, **dims, "num_warps": 2, **OPTIONS}
 
 
 def norm_options(size: int) -> dict[str, int | bool]:

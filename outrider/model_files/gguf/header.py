@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Self
 
 from outrider.errors import ModelRefused, shown
 from outrider.model_files.gguf.files import part_names
+from outrider.model_files.gguf.types import TYPES, BlockType, TensorType
 from outrider.model_files.stamp import Stamp
 
 MAGIC = b"GGUF"
@@ -26,60 +27,12 @@ VERSIONS = (2, 3)
 MAX_HEADER_BYTES, MAX_KEYS, MAX_TENSORS, MAX_VALUES = 256 << 20, 1 << 14, 1 << 17, 1 << 22
 MAX_NAME_BYTES, MAX_DIMENSIONS, MAX_ALIGNMENT, DEFAULT_ALIGNMENT = 1 << 16, 4, 1 << 16, 32
 BOOL, STRING, ARRAY = 7, 8, 9
+BLOCK_DTYPES = {"file": 8, "file-a15": 15}
+"""Types of weights that keep a file's blocks, and the bits of the activations that these are multiplied with."""
+# Rounded to eight bits, activations lose more the smaller a model is, and its rows are cheap.
+MOST_PARAMETERS_OF_SMALL = 500_000_000
 # Type codes of array and struct by the format's number of a value's type; a boolean is one byte.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", BOOL: "B", 10: "Q", 11: "q", 12: "d"}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorType:
-    """Storage of numbers: in blocks of so many, each of so many bytes."""
-
-    name: str
-    block_len: int
-    block_bytes: int
-    kept_bits: float | None = None
-    """`memory_bits`, where they are others than in the file."""
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether a matrix of it is kept in blocks, as the file has it."""
-        return self.block_len > 1 and self.memory_bits != 16
-
-    @property
-    def memory_bits(self) -> float:
-        """Bits of a number in memory under `--dtype file`."""
-        return self.kept_bits or 8 * self.block_bytes / self.block_len
-
-
-# All types that the gguf package turns into float32, by the format's number.
-TYPES = {
-    0: TensorType("F32", 1, 4),
-    1: TensorType("F16", 1, 2, 32),
-    2: TensorType("Q4_0", 32, 18),
-    3: TensorType("Q4_1", 32, 20),
-    6: TensorType("Q5_0", 32, 22),
-    7: TensorType("Q5_1", 32, 24),
-    8: TensorType("Q8_0", 32, 34),
-    10: TensorType("Q2_K", 256, 84, 5.125),
-    11: TensorType("Q3_K", 256, 110, 4.5625),
-    12: TensorType("Q4_K", 256, 144, 4.625),
-    13: TensorType("Q5_K", 256, 176, 5.625),
-    14: TensorType("Q6_K", 256, 210),
-    16: TensorType("IQ2_XXS", 256, 66, 16),
-    17: TensorType("IQ2_XS", 256, 74, 16),
-    18: TensorType("IQ3_XXS", 256, 98, 16),
-    19: TensorType("IQ1_S", 256, 50, 16),
-    20: TensorType("IQ4_NL", 32, 18),
-    21: TensorType("IQ3_S", 256, 110, 16),
-    22: TensorType("IQ2_S", 256, 82, 16),
-    23: TensorType("IQ4_XS", 256, 136, 4.3125),
-    29: TensorType("IQ1_M", 256, 56, 16),
-    30: TensorType("BF16", 1, 2),
-    34: TensorType("TQ1_0", 256, 54, 16),
-    35: TensorType("TQ2_0", 256, 66, 16),
-    39: TensorType("MXFP4", 32, 17),
-    40: TensorType("NVFP4", 64, 36, 16),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +63,14 @@ class GgufFile:
     """End of the header, as far as tensors are concerned."""
     stamps: Mapping[Path, Stamp]
     """The files of a split model, in order, or the one file; and what each was when its header was read."""
+
+    @property
+    def block_dtype(self) -> str:
+        """The one of BLOCK_DTYPES that suits the model; empty for a file without blocks."""
+        if not any(isinstance(each.type, BlockType) for each in self.tensors.values()):
+            return ""
+        is_small = sum(math.prod(each.shape) for each in self.tensors.values()) <= MOST_PARAMETERS_OF_SMALL
+        return "file-a15" if is_small else "file"
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -293,5 +254,5 @@ class _Cursor:
         if 0 in shape or shape[-1] % kind.block_len:
             rows = f"rows of a multiple of {kind.block_len} numbers"
             raise self.refuse(f"has the shape {list(shape)} for {what}, but {kind.name} needs {rows}")
-        size = math.prod(shape) // kind.block_len * kind.block_bytes
+        size = kind.row_bytes(math.prod(shape))
         return TensorPlace(name, shape, type_id, offset, size, self.path)

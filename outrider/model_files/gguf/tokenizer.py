@@ -80,7 +80,7 @@ SIGNATURES = {
     "smollm": {0: "<|endoftext|>", 1: "<|im_start|>", 2: "<|im_end|>", 3: "<repo_name>", 5: "<file_sep>"},
     "gpt-2": {220: "\u0120", 256: "\u0120t", 257: "\u0120a", 50256: "<|endoftext|>"},
 }
-# Special tokens of Phi 3 behind which white space is text; behind its others it is none, as in its tokenizer.json.
+# Special tokens of Phi 3 after which white space is text; after its others it is none, as in its tokenizer.json.
 PHI_3, LEAVES_SPACE = "phi3", ("<unk>", "<s>", "<|endoftext|>")
 # Names of special tokens in templates, and the file's; "seperator" is how the format spells it.
 SPECIAL = {

@@ -1,9 +1,10 @@
-"""Parts of every message of a round, as protobuf and plain: fence, times, log-probabilities, steps, and the end."""
+"""Parts of every message of a round, as protobuf and plain: fence, times, log-probabilities, steps, load, end."""
 
 from collections.abc import Iterable
 
 from outrider.beams import BeamStep, Candidate
-from outrider.estimates.timing import ComputeTimes
+from outrider.errors import InvalidRequest, check_range
+from outrider.estimates.timing import ComputeTimes, ServiceLoad
 from outrider.parameters import (
     FinishReason,
     TokenLogprob,
@@ -19,6 +20,9 @@ FINISH_REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
 FINISH_REASONS_BY_NUMBER = {number: reason for reason, number in FINISH_REASONS.items()}
+
+# No service has more, and what is chosen by such figures stays finite.
+MAX_TOKENS, MAX_US, MAX_LINKS, MAX_ROWS = 1 << 40, 1 << 40, 1 << 16, 1 << 20
 
 
 def fence_from(message: pb.Fence) -> Fence:
@@ -60,6 +64,38 @@ def times_message(times: ComputeTimes) -> pb.ComputeTimes:
     message = pb.ComputeTimes()
     write_times(message, times)
     return message
+
+
+def write_load(message: pb.ServiceLoad, load: ServiceLoad) -> None:
+    message.waiting_tokens, message.own_waiting_tokens = load.waiting_tokens, load.own_waiting_tokens
+    message.owner_count = load.owner_count
+    message.free_blocks, message.cached_blocks = load.free_blocks, load.cached_blocks
+    message.step_us, message.step_rows = load.step_us, load.step_rows
+    message.prefill_us_per_token = load.prefill_us_per_token
+    message.is_draining, message.drain_left_ms = load.is_draining, load.drain_left_ms
+
+
+def load_from(message: pb.ServiceLoad, block_count: int, came_s: float) -> ServiceLoad:
+    """The load of a service with a cache of so many blocks; raises InvalidRequest about what none can have."""
+    waiting_tokens = check_range("load.waiting_tokens", message.waiting_tokens, 0, MAX_TOKENS)
+    free_blocks = check_range("load.free_blocks", message.free_blocks, 0, block_count)
+    prefill_us = message.prefill_us_per_token
+    # Comparisons with what is no number are false.
+    if not 0 <= prefill_us <= MAX_US:
+        raise InvalidRequest("load.prefill_us_per_token", prefill_us, f"in [0, {MAX_US}]")
+    return ServiceLoad(
+        waiting_tokens,
+        check_range("load.own_waiting_tokens", message.own_waiting_tokens, 0, waiting_tokens),
+        check_range("load.owner_count", message.owner_count, 1, MAX_LINKS),
+        free_blocks,
+        check_range("load.cached_blocks", message.cached_blocks, 0, free_blocks),
+        check_range("load.step_us", message.step_us, 0, MAX_US),
+        check_range("load.step_rows", message.step_rows, 0, MAX_ROWS),
+        prefill_us,
+        message.is_draining,
+        check_range("load.drain_left_ms", message.drain_left_ms, 0, (1 << 31) - 1),
+        came_s,
+    )
 
 
 def finish_reason(message: pb.FinishReason.ValueType) -> FinishReason | None:

@@ -63,6 +63,7 @@ def open_message(spec: SessionSpec, token_ids: Sequence[int]) -> pb.OpenSession:
         cache_salt=spec.cache_salt,
         trace_context=dict(spec.trace_context),
         grammar=spec.grammar,
+        unrecorded=spec.unrecorded,
     )
 
 
@@ -164,6 +165,7 @@ def spec_from(
         cache_salt=message.cache_salt,
         trace_context=trace_context,
         grammar=_grammar(message, is_compiled=is_compiled),
+        unrecorded=message.unrecorded,
     )
 
 

@@ -17,7 +17,7 @@ MAX_SUPPORT = 256
 MAX_WEIGHT = 65535
 MAX_BRANCHES = 64
 MAX_BRANCHES_BYTES = 192 << 10
-"""Of one message: less than a frame of a link. With distributions of 64 tokens a guess takes about 350 bytes."""
+"""Most in one message: less than a frame of a link. With distributions of 64 tokens a guess takes about 350 bytes."""
 
 
 def tree_from(message: pb.TokenTree, vocabulary_size: int, max_rows: int, *, with_logprobs: bool = False) -> TokenTree:

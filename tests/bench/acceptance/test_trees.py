@@ -14,6 +14,7 @@ from bench.acceptance.trees import Proposed, TreeCounts, kept_rows, measure_tree
 from outrider.cli.bench.common import OPENINGS
 from outrider.drafters.hosted import HostedModel
 from outrider.engine.runner import ModelRunner
+from outrider.estimates.timing import ComputeTimes
 from outrider.token_tree import TokenTree
 
 pytestmark = pytest.mark.slow
@@ -59,8 +60,9 @@ def test_the_path_of_the_text_is_what_is_kept() -> None:
     tree = TokenTree((5, 6, 7, 8), (0, 0, 2, 3))
     assert [list(kept_rows(tree, text)) for text in ([6, 7, 8, 9], [6, 8], [9], [5, 7])] == [[2, 3, 4], [2], [], [1]]
     proposed = Proposed()
-    proposed.add(tree, 3, [0.1, 0.2])
+    proposed.add(tree, 3, ComputeTimes(compute_us=600, forward_count=3))
     assert (proposed.tokens_per_round, proposed.depths, proposed.promised) == (4.0, 3, 0)
+    assert (proposed.forwards, proposed.step_us) == (3, [200.0])
 
 
 def test_the_report_has_every_size(

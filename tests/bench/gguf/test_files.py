@@ -9,9 +9,9 @@ from support.models.model_cases import all_logits, random_ids
 from support.models.tiny_models import TARGET
 
 from bench.gguf import start
-from bench.gguf.speed import OURS, Found, Run, render, step_bytes
+from bench.gguf.speed import OURS, Found, SpeedRun, render, step_bytes
 from bench.gguf.subjects import Subject
-from bench.gguf.write import Words, write_model
+from bench.gguf.write import WrittenWords, write_model
 from outrider.cli.bench.common import AUTO, PLAIN
 from outrider.engine.models.checkpoints import FolderCheckpoint, SizedCheckpoint, find_checkpoint
 from outrider.engine.runner import ModelRunner
@@ -35,10 +35,10 @@ def checkpoint(name: str) -> FolderCheckpoint:
 def test_a_written_file_is_the_model(tmp_path: Path, name: str) -> None:
     """Its tokenizer and, to the bit, its logits: queries and keys in llama.cpp's order are put back."""
     model, file = checkpoint(name), tmp_path / "model.gguf"
-    write_model(model, Words.of_folder(TARGET, model.config), file)
+    write_model(model, WrittenWords.of_folder(TARGET, model.config), file)
     assert Vocabulary.read(file) == Vocabulary.read(TARGET)
     again = tmp_path / "again.gguf"
-    write_model(model, Words.of_file(file), again)
+    write_model(model, WrittenWords.of_file(file), again)
     assert again.read_bytes() == file.read_bytes()
     token_ids = random_ids(24, 4096)
     written, made = (
@@ -51,7 +51,7 @@ def test_a_written_file_is_the_model(tmp_path: Path, name: str) -> None:
 def test_a_step_reads_all_but_an_embedding_of_its_own(tmp_path: Path) -> None:
     """Of an embedding that is also the output it reads every row."""
     model, file = checkpoint("embedded"), tmp_path / "model.gguf"
-    write_model(model, Words.of_folder(TARGET, model.config), file)
+    write_model(model, WrittenWords.of_folder(TARGET, model.config), file)
     read = GgufFile.read(file)
     whole = sum(place.size for place in read.tensors.values())
     assert step_bytes(read) == whole
@@ -84,12 +84,12 @@ def test_ratios_are_those_of_one_prompt(tmp_path: Path, monkeypatch: pytest.Monk
     file = tmp_path / "tales-Q8_0.gguf"
     monkeypatch.setattr("bench.gguf.subjects.FILES", tmp_path)
     model = checkpoint("embedded")
-    write_model(model, Words.of_folder(TARGET, model.config), file)
+    write_model(model, WrittenWords.of_folder(TARGET, model.config), file)
     subject = Subject("sized:200m", "Q8_0")
     file.rename(subject.file)
 
-    def runs(*speeds: float, text: tuple[int, ...] = (1, 2, 3)) -> list[Run]:
-        return [Run(text, 0.1, speed, 1.0) for speed in speeds]
+    def runs(*speeds: float, text: tuple[int, ...] = (1, 2, 3)) -> list[SpeedRun]:
+        return [SpeedRun(text, 0.1, speed, 1.0) for speed in speeds]
 
     found = Found(
         {PLAIN: runs(10, 20, 40), "lookup 2": runs(5, 10, 20), "draft 4": runs(20, 10, 30)},

@@ -1,4 +1,4 @@
-"""Beside llama.cpp, which is compiled for this machine (make test-lab): its mixes, its logits, its texts."""
+"""Beside llama.cpp, which is compiled for this machine (make test-harness): its mixes, its logits, its texts."""
 
 from collections.abc import Iterator
 from itertools import takewhile
@@ -16,7 +16,7 @@ from bench.gguf.lab import Llama, LlamaFailed
 from bench.gguf.quality import BASE, LLAMA, measure, read_text
 from bench.gguf.sized import write_sized
 from bench.gguf.subjects import Subject, make, quantise
-from bench.gguf.write import Words, name_in_file, write_model
+from bench.gguf.write import WrittenWords, name_in_file, write_model
 from bench.quality import interval, log_probabilities
 from outrider.engine.batching import Feed
 from outrider.engine.models.checkpoints import FolderCheckpoint, SizedCheckpoint, find_checkpoint
@@ -49,7 +49,7 @@ def test_mixes_of_its_quantiser_are_read(tmp_path: Path, llama: Llama, mix: str,
     found = SizedCheckpoint.of("sized", TARGET, WIDE, 3) if is_wide else find_checkpoint(str(TARGET))
     assert isinstance(found, FolderCheckpoint)
     wide, file = tmp_path / "wide.gguf", tmp_path / "file.gguf"
-    write_model(found, Words.of_folder(TARGET, found.config), wide)
+    write_model(found, WrittenWords.of_folder(TARGET, found.config), wide)
     quantise(llama, wide, file, mix, 2)
     read = GgufFile.read(file)
     matrices = {name: place for name, place in read.tensors.items() if len(place.shape) > 1}
@@ -71,7 +71,7 @@ def test_a_sized_model_is_written_in_a_mix(tmp_path: Path, llama: Llama, mix: st
     """At once, with the types and the spread that its quantiser gives to the whole model, and the same words."""
     found = SizedCheckpoint.of("sized", TARGET, WIDE, 3)
     wide, theirs, ours = (tmp_path / f"{name}.gguf" for name in ("wide", "theirs", "ours"))
-    write_model(found, Words.of_folder(TARGET, found.config), wide)
+    write_model(found, WrittenWords.of_folder(TARGET, found.config), wide)
     quantise(llama, wide, theirs, mix, 2)
     write_sized(found, mix, llama, ours, 2)
     one, other = GgufFile.read(theirs), GgufFile.read(ours)

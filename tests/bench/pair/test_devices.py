@@ -4,26 +4,26 @@ import random
 
 import pytest
 
-from bench.pair.devices import ACCEPTANCE, Load, Pair, hit_rate, hosted, models_of, plain, remote, run_ahead
+from bench.pair.devices import ACCEPTANCE, DevicePair, PairLoad, hit_rate, hosted, models_of, plain, remote, run_ahead
 from outrider.errors import InvalidRequest
 from outrider.model_files.model_names import embedded_model, parse, parse_simulated
 
 
-def load(streams: int = 1, one_way_s: float = 0.0, name: str = "8b") -> Load:
+def load(streams: int = 1, one_way_s: float = 0.0, name: str = "8b") -> PairLoad:
     """A pair with texts of 100 tokens."""
-    return Load(Pair.named(name), streams, 100, one_way_s)
+    return PairLoad(DevicePair.named(name), streams, 100, one_way_s)
 
 
 def test_pairs_are_models_that_services_take() -> None:
     """By their names, stretched or not; in their own time both are the same."""
-    pair = Pair.named("70b", stretch=4)
+    pair = DevicePair.named("70b", stretch=4)
     assert parse_simulated(pair.target.name) == pair.target
     assert parse_simulated(pair.draft.name) == pair.draft
     assert pair.target.name == "sim:h100-70b@rows=0.13,stretch=4"
-    assert pair.real == Pair.named("70b")
+    assert pair.real == DevicePair.named("70b")
     assert pair.target.step_s(7, 100, 700) == pytest.approx(4 * pair.real.target.step_s(7, 100, 700))
     with pytest.raises(InvalidRequest, match="--pairs is '9b', but must be of 8b, 70b, 200m, 200m-10m"):
-        Pair.named("9b")
+        DevicePair.named("9b")
 
 
 def test_pairs_that_compute_have_no_stretch() -> None:

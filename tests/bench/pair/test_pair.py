@@ -11,21 +11,25 @@ import pytest
 from support.command_line import scripted_gateway
 
 from bench.pair.__main__ import PairOptions, plan_of
-from bench.pair.campaign import Run, check
-from bench.pair.report import Cell, cells_of, render
-from bench.pair.settings import Kind, Setting, settings_of
+from bench.pair.campaign import PairRun, check
+from bench.pair.report import TableCell, cells_of, render
+from bench.pair.settings import GuessSetting, SettingKind, settings_of
 from outrider.cli.bench.common import TokensDiffer
 from outrider.cli.bench.load.driver import Block, Burst, Clocks, Driver, LoadAnswer, LoadPlan
 from outrider.errors import InvalidRequest
 
-PLAIN, SLOW, FAST = Setting(Kind.PLAIN), Setting(Kind.REMOTE, 2), Setting(Kind.REMOTE, 3)
-AHEAD = Setting(Kind.RUN_AHEAD, 3, 32)
+PLAIN, SLOW, FAST = (
+    GuessSetting(SettingKind.PLAIN),
+    GuessSetting(SettingKind.REMOTE, 2),
+    GuessSetting(SettingKind.REMOTE, 3),
+)
+AHEAD = GuessSetting(SettingKind.RUN_AHEAD, 3, 32)
 LOAD = LoadPlan(
     streams=(1,), draft_counts=(), temperatures=(0.0,), tokens=16, requests=2, turns=1, connections=1, seed=0
 )
 
 
-def run(setting: Setting, tokens: int, turn: int = 0, *, streams: int = 1, stretch: float = 1.0) -> Run:
+def run(setting: GuessSetting, tokens: int, turn: int = 0, *, streams: int = 1, stretch: float = 1.0) -> PairRun:
     """Ten seconds of a target that computes for six of them, with a message of so many tokens each second.
 
     Branches of each third one were late, and the others hits; behind the first message there are three and six.
@@ -34,13 +38,13 @@ def run(setting: Setting, tokens: int, turn: int = 0, *, streams: int = 1, stret
     answers = [LoadAnswer(0, 0.0, [1, 2], bursts)]
     clocks = [Clocks(at_s, {"gateway": at_s * 0.25, "client": at_s * 0.5}, {"target": at_s * 0.6}) for at_s in (0, 10)]
     block = Block(0.0, streams, setting.name, turn, clocks[0], clocks[1], answers)
-    return Run("8b", 1.0, setting, stretch, block)
+    return PairRun("8b", 1.0, setting, stretch, block)
 
 
 def test_settings_are_kinds_with_counts_and_branches() -> None:
     """Only run-ahead has options of the gateway."""
-    found = settings_of(Kind, (2, 3), (16,))
-    auto = settings_of(Kind, (None,), (16,))
+    found = settings_of(SettingKind, (2, 3), (16,))
+    auto = settings_of(SettingKind, (None,), (16,))
     names = ["plain, no guesses", "remote, K = 2", "remote, K = 3", "hosted, K = 2", "hosted, K = 3"]
     ahead = ["run-ahead, K = 2, B = 16", "run-ahead, K = 3, B = 16"]
     assert [each.name for each in found] == names + ahead
@@ -98,12 +102,12 @@ def test_figures_are_of_devices_that_are_not_stretched() -> None:
 def test_run_ahead_is_held_against_the_best_other() -> None:
     """The fastest setting of each kind by its median, and ratios of the same turn; nothing without run-ahead."""
     runs = [run(PLAIN, 2), run(SLOW, 3), run(FAST, 4), run(AHEAD, 6), run(PLAIN, 20, 1), run(SLOW, 30, 1)]
-    cell = Cell("8b", 1.0, 1, [*runs, run(FAST, 40, 1), run(AHEAD, 80, 1)], 16)
-    assert cell.best == {Kind.PLAIN: PLAIN, Kind.REMOTE: FAST, Kind.RUN_AHEAD: AHEAD}
-    ratio = cell.ratio(Kind.RUN_AHEAD, Kind.PLAIN, Kind.REMOTE)
+    cell = TableCell("8b", 1.0, 1, [*runs, run(FAST, 40, 1), run(AHEAD, 80, 1)], 16)
+    assert cell.best == {SettingKind.PLAIN: PLAIN, SettingKind.REMOTE: FAST, SettingKind.RUN_AHEAD: AHEAD}
+    ratio = cell.ratio(SettingKind.RUN_AHEAD, SettingKind.PLAIN, SettingKind.REMOTE)
     assert ratio is not None
     assert (ratio.low, ratio.median, ratio.high) == (1.625, 1.75, 1.875)
-    assert replace(cell, runs=runs[:3]).ratio(Kind.RUN_AHEAD, Kind.PLAIN) is None
+    assert replace(cell, runs=runs[:3]).ratio(SettingKind.RUN_AHEAD, SettingKind.PLAIN) is None
     assert cell.predicted(PLAIN) == pytest.approx(1 / 0.00633, rel=0.01)
 
 
@@ -150,6 +154,6 @@ def test_the_smallest_grid(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, check=False, timeout=240, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("## 8b SIMULATED: ")
-    assert re.findall(r"\| ([a-z-]+), tokens/s", done.stdout) == [*Kind, "formula"]
-    assert done.stdout.count("| 8b | 0.25 ms | 2 |") == 1 + len(Kind)
+    assert re.findall(r"\| ([a-z-]+), tokens/s", done.stdout) == [*SettingKind, "formula"]
+    assert done.stdout.count("| 8b | 0.25 ms | 2 |") == 1 + len(SettingKind)
     assert save.stat().st_size > 1000

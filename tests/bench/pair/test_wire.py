@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from bench.pair.wire import Link, carry, delayed
+from bench.pair.wire import WireLink, carry, delayed
 
 ONE_WAY_S = 0.01
 
@@ -22,7 +22,7 @@ async def slow_echo() -> AsyncIterator[str]:
     """Address of a proxy in front of a server that echoes."""
     async with await asyncio.start_server(echo, "127.0.0.1", 0) as server:
         upstream = "{}:{}".format(*server.sockets[0].getsockname())
-        [(proxy, address)] = await carry([Link(upstream, ONE_WAY_S)])
+        [(proxy, address)] = await carry([WireLink(upstream, ONE_WAY_S)])
         async with proxy:
             yield address
 
@@ -73,7 +73,7 @@ async def test_a_service_that_is_gone_refuses() -> None:
     """The connection ends instead of hanging."""
     async with await asyncio.start_server(echo, "127.0.0.1", 0) as server:
         upstream = "{}:{}".format(*server.sockets[0].getsockname())
-    [(proxy, address)] = await carry([Link(upstream, ONE_WAY_S)])
+    [(proxy, address)] = await carry([WireLink(upstream, ONE_WAY_S)])
     async with proxy:
         reader, _ = await connect(address)
         with suppress(ConnectionResetError):
@@ -82,8 +82,8 @@ async def test_a_service_that_is_gone_refuses() -> None:
 
 def test_without_a_delay_there_is_nothing_between() -> None:
     """And with one the other links are left alone; the proxies' process ends with the context."""
-    with delayed([Link("127.0.0.1:1", 0.0)]) as places:
+    with delayed([WireLink("127.0.0.1:1", 0.0)]) as places:
         assert places == ["127.0.0.1:1"]
-    with delayed([Link("127.0.0.1:1", 0.0), Link("127.0.0.1:2", ONE_WAY_S)]) as places:
+    with delayed([WireLink("127.0.0.1:1", 0.0), WireLink("127.0.0.1:2", ONE_WAY_S)]) as places:
         assert places[0] == "127.0.0.1:1"
         assert places[1] != "127.0.0.1:2"

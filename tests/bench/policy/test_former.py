@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.policy.devices import Law, Simulation, TextKind, World
+from bench.policy.devices import Law, Simulation, World
 from bench.policy.former import ESTIMATES, ROUNDS, files_of, import_files, simulation_with
+from bench.policy.texts import TextKind
 from bench.policy.worlds import world
 from gateway.rounds.round import ANY_DRAFT, LOOKUP
 from outrider.cli.bench.common import REPOSITORY

@@ -1,25 +1,28 @@
 """The policy in worlds that are all known: against plain decoding, the best settings, and itself without a part."""
 
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from bench.policy.__main__ import Outcome, by_streams, run_world, speeds, summary
-from bench.policy.devices import Law, Planner, Simulation, TextKind, World, grown
+from bench.policy.devices import Law, Planner, Simulation, World, grown
 from bench.policy.oracle import FixedChoice, FixedPlanner, best, speed
 from bench.policy.parts import PARTS
-from bench.policy.worlds import HOSTED, TABLES, h100, staircase, table, world
+from bench.policy.texts import TextKind
+from bench.policy.worlds import HOSTED, TABLES, h100, of_experts, staircase, table, union, with_experts, world
 from gateway.rounds.round import Makes
 
 QUICK = (6, 8, 12, 13, 16, 20, 24, 33)
 """Seeds of worlds of several devices, places and loads that take a second each."""
+QUICK_EXPERTS = (6, 13)
+"""The same of worlds whose targets have experts."""
 
 
-def over_plain(seed: int, part: str = "") -> float:
+def over_plain(simulated: World, part: str = "") -> float:
     """Tokens of the policy after the first second, over those of plain decoding."""
-    simulated = world(seed)
     plain = [FixedChoice()] * len(simulated.phases)
     from_fixed = speeds(Simulation(simulated, 0, plain_planner), plain, [])
     return speeds(PARTS[part](simulated), plain, []) / from_fixed
@@ -30,10 +33,13 @@ def plain_planner() -> Planner:
     return FixedPlanner(FixedChoice)
 
 
-@pytest.mark.parametrize("seed", QUICK)
-def test_no_world_is_much_slower_than_plain_decoding(seed: int) -> None:
+WORLDS = [(world, seed) for seed in QUICK] + [(with_experts, seed) for seed in QUICK_EXPERTS]
+
+
+@pytest.mark.parametrize(("made", "seed"), WORLDS)
+def test_no_world_is_much_slower_than_plain_decoding(made: Callable[[int], World], seed: int) -> None:
     """After its first second."""
-    assert over_plain(seed) >= 0.95
+    assert over_plain(made(seed)) >= 0.95
 
 
 def test_what_services_have_measured_is_worth_it() -> None:
@@ -44,6 +50,23 @@ def test_what_services_have_measured_is_worth_it() -> None:
         simulation.load(8)
         tokens[part] = simulation.run(1)
     assert tokens["measured"] < 0.9 * tokens[""]
+
+
+BUSY = (6.0, 4.0)
+
+
+@pytest.mark.parametrize("num_sessions", [1, 4])
+def test_what_was_measured_on_a_busy_machine_is_forgotten(num_sessions: int) -> None:
+    """Twenty seconds after it has become quiet, the choice is as good as one that never saw it busy."""
+    costs = table(TABLES["135m bfloat16"])
+    quiet = World("busy at first", costs, (Law(HOSTED, lambda rows: 0.05 * costs(rows)),), (TextKind(rates=(0.6,)),))
+    tokens = []
+    for simulated, seed in product((quiet, replace(quiet, busy=BUSY)), range(3)):
+        simulation = Simulation(simulated, seed)
+        simulation.load(num_sessions)
+        simulation.run(BUSY[0] + 20)
+        tokens.append(simulation.run(10))
+    assert min(tokens[3:]) >= 0.95 * min(tokens[:3])
 
 
 CPU = table(TABLES["135m bfloat16"])
@@ -76,7 +99,7 @@ HARMED = {
         4.0,
         3,
     ),
-    "doubt": (world(57), 4, 1.0, 4.0, 2),
+    "doubt": (world(94), 4, 1.0, 4.0, 2),
     "plain": (world(60), 4, 1.0, 4.0, 2),
 }
 """Worlds that a missing part harms, with sessions, seconds before and of the measurement, and seeds."""
@@ -101,6 +124,21 @@ def test_regret_is_small() -> None:
     """Over two dozen worlds at most three hundredths in the mean; in some a second decides, so few say nothing."""
     outcomes = [run_world(seed, [Simulation])[0] for seed in range(24)]
     assert statistics.mean(each.regret for each in outcomes) <= 0.03
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_regret_is_small_where_rows_read_experts() -> None:
+    """With the same bound: at few rows each guess costs almost a token, and at many, which have read all, nothing."""
+    outcomes = [run_world(seed, [Simulation], with_experts)[0] for seed in (1, 4, 6, 10, 13, 17, 18)]
+    assert statistics.mean(each.regret for each in outcomes) <= 0.03
+
+
+def test_rows_read_the_union_of_their_experts() -> None:
+    """By hand: of 8 with 2 a row, two rows read 3.5 and many all; of the cost of a row experts are a half here."""
+    assert [union(8, 2, rows) for rows in (1, 2, 1000)] == pytest.approx([2.0, 3.5, 8.0])
+    law = of_experts(1000.0, 8, 2, share=0.5, row_share=0.0)
+    assert [law(rows) for rows in (1, 2, 1000)] == pytest.approx([1000.0, 1375.0, 2500.0])
 
 
 def test_a_table_goes_through_its_points() -> None:

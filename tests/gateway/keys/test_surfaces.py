@@ -20,12 +20,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 from support.basics import eventually
-from support.keys import bearer, key_of, write_keys
+from support.keys import bearer, key_of, samples_of, write_keys
 from support.rest.rest_stack import exchange
 from support.services.markov_services import MarkovStack, markov_stack, request, write_tokenizer
 
 from gateway.keys.door import REST
 from gateway.keys.tenant import Tenant
+from gateway.keys.usage import OwnUsage
 from gateway.rest.guard import LIMIT_HEADERS
 from outrider.client import AsyncClient, Client
 from outrider.errors import InvalidKey, InvalidRequest, OutriderError, RateLimited
@@ -263,7 +264,7 @@ def still(stack: MarkovStack, name: str) -> Tenant:
     """The holder of a name's key, for whose limits time stands still: requests at once are so on any machine."""
     assert stack.gateway.door is not None
     tenant = stack.gateway.door.enter(REST, [], [key_of(name).encode()])
-    tenant.clock = lambda: 1000.0
+    tenant.usage = OwnUsage(lambda: 1000.0)
     return tenant
 
 
@@ -328,8 +329,9 @@ async def test_what_is_refused_counts_for_its_key(stack: MarkovStack, http: http
         asked = channel.unary_stream("/outrider.v1.GenerationService/Generate")
         got = await asked(wrong.SerializeToString(), metadata=tuple(bearer("faulty").items())).code()
     assert got is grpc.StatusCode.INVALID_ARGUMENT
-    assert tenant.requests is not None
-    assert tenant.requests.remaining == 0
+    requests, _ = await tenant.allowances()
+    assert requests is not None
+    assert requests.remaining == 0
     head = (
         f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nx-api-key: {key_of('faulty')}"
     )
@@ -345,8 +347,9 @@ async def test_a_refused_body_is_as_many_tokens_as_it_may_have_been(
     """Where a key's tokens alone are limited, what is wrong is no way around that."""
     tenant = still(stack, "verbose")
     await http.post("/v1/completions", content=b"[" * 80, headers={**bearer("verbose"), **JSON})
-    assert tenant.tokens is not None
-    assert tenant.tokens.remaining == 40
+    _, tokens = await tenant.allowances()
+    assert tokens is not None
+    assert tokens.remaining == 40
 
 
 async def test_tokens_of_a_key_are_never_more_than_may_be(stack: MarkovStack, http: httpx.AsyncClient) -> None:
@@ -371,10 +374,11 @@ async def test_samples_of_a_key_are_never_more_than_may_be(stack: MarkovStack, h
             await places.enter_async_context(admission.entry())
         calls = [asyncio.create_task(call(stack, "narrow")) for _ in range(200)]
         await eventually(lambda: sum(each.done() for each in calls) == 193, PATIENCE_S)
-        await eventually(lambda: admission.waiting == tenant.samples == 7, PATIENCE_S)
+        await eventually(lambda: admission.waiting == 7, PATIENCE_S)
+        assert await samples_of(tenant) == 7
     ends = await asyncio.gather(*calls)
     assert [type(end) for end in ends].count(RateLimited) == 193
-    assert tenant.samples == 0
+    assert await samples_of(tenant) == 0
     assert (await ask(http, "narrow", n=7)).status_code == 200
     too_many = await ask(http, "narrow", n=8)
     assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "n")
@@ -490,7 +494,7 @@ async def test_who_waits_for_a_place_behind_the_end_of_its_key_begins_nothing(
             over_grpc, over_rest, other = await waiting
     assert isinstance(over_grpc, InvalidKey)
     assert (over_rest.status_code, other.status_code) == (401, 200)
-    assert tenant.samples == 0
+    assert await samples_of(tenant) == 0
 
 
 async def test_who_was_not_let_in_is_counted(stack: MarkovStack, http: httpx.AsyncClient) -> None:

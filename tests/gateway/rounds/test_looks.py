@@ -262,7 +262,7 @@ def test_a_chain_and_the_same_chain_as_a_tree_get_the_same_count() -> None:
         for number in range(400):
             count = 1 + number % 8
             proposal, accepted = grown((0.8,) * 8, count, noise, as_tree=as_tree)
-            policy.costs.observe_tree(proposal, GuessRequest(count=count))
+            policy.costs.of(proposal.learner).observe_tree(proposal, GuessRequest(count=count))
             verdict = Verdict(
                 5, tuple(range(1, accepted + 1)), 1, None, min(accepted + 1, count), 2000 + 90 * count, 1, count + 1, 1
             )
@@ -281,7 +281,7 @@ def test_promises_that_are_not_kept_are_corrected() -> None:
         for _ in range(300):
             proposal, _ = grown((0.8,) * 8, 8, noise, as_tree=True)
             accepted = next((depth for depth in range(8) if noise.random() > 0.8 * honesty), 8)
-            machine.policy.costs.observe_tree(proposal, GuessRequest(count=8))
+            machine.policy.costs.of(proposal.learner).observe_tree(proposal, GuessRequest(count=8))
             verdict = Verdict(5, tuple(range(1, accepted + 1)), 1, None, min(accepted + 1, 8), 2170, 1, 9, 1)
             machine.policy.observe(Round(proposal, verdict, (1,) * (accepted + 1), (), 4400), unasked=False)
         machine.plain(5)

@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 import pytest
 from support.services.markov import round_of
 
+from bench.policy.worlds import of_experts
+from gateway.rounds.choice import Table, choose
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import ANY_DRAFT
+from gateway.rounds.round import ANY_DRAFT, DrafterId, Place
+from gateway.rounds.tuning import TUNING
 
 
 @dataclass
@@ -26,12 +29,16 @@ class Machine:
     tokens: int = 0
     counts: list[int] = field(default_factory=list)
 
+    def forward_us(self, draft_count: int) -> float:
+        """Cost of a forward of the target."""
+        return self.verify_us + self.row_us * draft_count
+
     def round(self, draft_count: int, unasked: bool = False) -> None:
         """One round: the costs, the luck, and what the policy sees of them."""
         accepted = 0
         while accepted < draft_count and self.noise.random() < self.alpha:
             accepted += 1
-        verify_us = (self.verify_us + self.row_us * draft_count) * self.noise.uniform(0.9, 1.1)
+        verify_us = self.forward_us(draft_count) * self.noise.uniform(0.9, 1.1)
         draft_us = self.draft_us * draft_count
         round_us = verify_us + draft_us + (20 if unasked else self.message_us)
         self.elapsed_us += round_us
@@ -61,13 +68,20 @@ class Machine:
 
     def best_speed(self) -> float:
         """Tokens per microsecond of the best fixed K, from the true costs."""
-        plain = 1 / (self.verify_us + 20)
+        plain = 1 / (self.forward_us(0) + 20)
         speeds = [plain]
         for count in range(1, 9):
             tau = sum(self.alpha**power for power in range(count + 1))
-            cost_us = self.verify_us + self.row_us * count + self.draft_us * count + self.message_us
+            cost_us = self.forward_us(count) + self.draft_us * count + self.message_us
             speeds.append(tau / cost_us)
         return max(speeds)
+
+
+class ExpertMachine(Machine):
+    """One whose rows read experts of their own: 8 of 64 each."""
+
+    def forward_us(self, draft_count: int) -> float:
+        return of_experts(self.verify_us, 64, 8, share=0.6, row_share=0.0)(draft_count + 1)
 
 
 def common(counts: list[int]) -> int:
@@ -80,6 +94,22 @@ def test_a_cheap_good_draft_is_used_to_the_full() -> None:
     machine = Machine(alpha=0.95, draft_us=50, row_us=20)
     machine.run(300)
     assert common(machine.counts[100:]) == 8
+
+
+def test_fewer_guesses_are_made_where_each_row_reads_experts_of_its_own() -> None:
+    """At the same acceptance, from the first round after the services' own tables on, by the choice from a table."""
+    flat, growing = (kind(alpha=0.8, draft_us=100, row_us=20, message_us=100) for kind in (Machine, ExpertMachine))
+    for machine in (flat, growing):
+        target = {rows: machine.forward_us(rows - 1) for rows in (1, 2, 4, 8, 16)}
+        machine.policy.costs.begin(target, {ANY_DRAFT: {1: machine.draft_us}})
+        machine.run(20)
+        choice = machine.policy.choose(8)
+        assert isinstance(choice.table, Table)
+        assert choose(choice.table, TUNING) == choice
+        machine.run(300)
+        assert machine.tokens / machine.elapsed_us > 0.9 * machine.best_speed()
+    assert 0 < common(growing.counts[:20]) < common(flat.counts[:20])
+    assert 0 < common(growing.counts[20:]) < common(flat.counts[20:])
 
 
 def test_an_expensive_way_means_plain_decoding() -> None:
@@ -163,3 +193,15 @@ def test_an_observed_policy_chooses_what_it_would_have_chosen() -> None:
         assert pickle.dumps(watched.policy) == before
     assert alone.counts == watched.counts
     assert len(set(alone.counts)) > 1
+
+
+def test_a_chain_of_the_target_s_own_begins_with_two_guesses() -> None:
+    """Until both places were tested; costs that a service measured say nothing of what is kept there."""
+    policy, head = SpeculationPolicy(), DrafterId("eagle3", Place.HOSTED)
+    policy.costs.begin({1: 10_000, 9: 11_000}, {head: {1: 100}})
+    session = policy.session(head)
+    assert policy.choose(8, session, ready=False).draft_count == 2
+    estimates = policy.costs.of(head).acceptance
+    for accepted, tested, most in ((0, 1, 2), (1, 2, 8)):
+        estimates.observe(accepted, tested)
+        assert max(each.draft_count for each in policy.candidates(head, 8, session)) == most

@@ -2,8 +2,9 @@
 
 import pytest
 
-from bench.policy.devices import Law, Simulation, TextKind, World
+from bench.policy.devices import Law, Simulation, World
 from bench.policy.oracle import FixedChoice, speed
+from bench.policy.texts import TextKind
 from gateway.rounds.round import ANY_DRAFT
 
 

@@ -117,7 +117,7 @@ def test_branches_that_miss_more_than_expected_are_worth_more() -> None:
     before = policy.costs.round_us(AHEAD, 3)
     for outcome, is_dearer in ((LATE, False), (MISS, True)):
         for _ in range(40):
-            policy.costs._observe_ahead(
+            policy.costs.of(AHEAD).observe_ahead(
                 round_after(outcome, 3, 9_000), AheadRound(AHEAD, 3, 16, outcome), is_usual=False
             )
         assert (policy.costs.round_us(AHEAD, 3) > before) == is_dearer
@@ -160,8 +160,8 @@ def test_a_round_says_what_came_of_branches(outcome: BranchOutcome, of_branch: b
 
 def test_a_cheap_draft_is_waited_for_on_a_miss_and_a_dear_one_is_not() -> None:
     """By what a plain token costs beyond what it brings."""
-    assert not known_policy(step_us=200).costs.is_plain_on_miss(AHEAD, 3)
-    assert known_policy(step_us=2_500).costs.is_plain_on_miss(AHEAD, 3)
+    assert not known_policy(step_us=200).costs.of(AHEAD).is_plain_on_miss(3)
+    assert known_policy(step_us=2_500).costs.of(AHEAD).is_plain_on_miss(3)
 
 
 def test_hits_hide_the_draft_and_the_ways() -> None:

@@ -16,7 +16,7 @@ from gateway.rounds.round import BranchOutcome, GuessRequest, Round, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.draft_opening import ALONE, DraftOpening
 from gateway.sessions.peer import ServicePeer
-from gateway.sessions.replicas import Replicas
+from gateway.sessions.replicas import Placing, Replicas
 from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
@@ -200,7 +200,7 @@ class LyingSession(MarkovSession):
 async def run(target: ServicePeer, draft: ServicePeer | None) -> list[Round]:
     """A request; with a draft it asks for four guesses and two branches a round."""
     log, deadline = TokenLog(PROMPT), RoundDeadline(0.05, 0.05)
-    verifying = RemoteTargetSession(Replicas([target]), TargetTimeouts(deadline), SPEC, log, SESSION, "hash")
+    verifying = RemoteTargetSession(Replicas([target]), TargetTimeouts(deadline), SPEC, log, SESSION, Placing("hash"))
     planner = RoundPlanner(SpeculationPolicy(), 4 if draft else 0, 40, max_draft_count=8, branches=2)
     drafting = RemoteDraftSession(Replicas([draft or target]), DraftDeadline(), SPEC, log, SESSION, warm=False)
     drafting.on_branches = verifying.run_ahead

@@ -16,7 +16,7 @@ from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
 from gateway.sessions.draft_opening import DrafterSeat
 from gateway.sessions.draft_team import DraftTeam
 from gateway.sessions.peer import ModelInfo, ServicePeer
-from gateway.sessions.replicas import Replicas
+from gateway.sessions.replicas import Placing, Replicas
 from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
@@ -56,7 +56,7 @@ class Team:
         drafting = Drafting((DrafterId("+".join(NAMES)), *((LOOKUP,) if looks else ())), merges=True)
         planner = RoundPlanner(SpeculationPolicy(), draft_count, MAX_LEN, 32, drafting)
         target = RemoteTargetSession(
-            Replicas(self.links[:1]), TargetTimeouts(RoundDeadline(PATIENT_S)), SPEC, log, session_id, "hash"
+            Replicas(self.links[:1]), TargetTimeouts(RoundDeadline(PATIENT_S)), SPEC, log, session_id, Placing("hash")
         )
         drafts = [
             RemoteDraftSession(
@@ -168,7 +168,9 @@ async def test_a_stretch_is_ended_over_a_real_link() -> None:
             # A fixed number, because what `auto` makes of a busy machine is none of this test's business.
             planner = RoundPlanner(SpeculationPolicy(), 8, 400, 32, Drafting((LOOKUP,)))
             timeouts = TargetTimeouts(RoundDeadline(PATIENT_S))
-            target = RemoteTargetSession(Replicas(here.links[:1]), timeouts, spec, log, bytes([seed] * 16), "hash")
+            target = RemoteTargetSession(
+                Replicas(here.links[:1]), timeouts, spec, log, bytes([seed] * 16), Placing("hash")
+            )
             lookup = LookupGuesses(LookupSources().session(PROMPT, (), ""), Rule.MATCH, 32)
             rounds = [each async for each in speculate(log, planner, target, AbsentDraftSession(), lookup)]
             assert log.tokens() == plain_decoding(here.target.model, PROMPT, seed, 400)

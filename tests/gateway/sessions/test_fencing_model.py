@@ -7,15 +7,17 @@ import os
 from functools import partial
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from simulation.invariants import Broken
+from hypothesis import HealthCheck, Phase, example, given, settings
+from simulation.invariants import Broken, Client
 from simulation.loop import Deadlock, Livelock
+from simulation.models import Asked
 from simulation.scenarios import rough_ways, scenarios
 from simulation.world import Scenario, simulate
 
 from gateway.sessions.link import Link
 from gateway.sessions.target import TargetOpening
 from outrider.model_service.leases import LeaseTable
+from outrider.parameters import Rule
 from outrider.rpc.fencing import Fence, MessageStatus, SessionView, classify
 from outrider.v1 import target_service_pb2 as pb
 
@@ -33,8 +35,37 @@ simulation_settings = partial(
 )
 
 
+# At its end the leases of a target are swept at the very instant at which its device is looked at.
+SWEPT_WHILE_LOOKED_AT = Scenario(
+    clients=(
+        Client(Asked(prompt=0, seed=0, max_tokens=4), None, Rule.RATIO, starts_s=0.1, cancel_at=4),
+        Client(Asked(prompt=3, temperature=0.8, seed=0, max_tokens=12), None, starts_s=0.1),
+        Client(Asked(prompt=3, temperature=0.8, max_tokens=12), 1, deadline_s=5.0, dawdle_s=0.05),
+        Client(Asked(prompt=2, temperature=0.8, seed=0, max_tokens=24), 0, starts_s=0.1, cancel_at=44),
+    ),
+    storm=0.1,
+    storm_places=("target-a", "target-b", "draft"),
+    seed=44908941,
+    hosts=("target-a",),
+    branches=4,
+)
+# Here so too, and the process whose leases they are gets no turn meanwhile.
+SWEPT_LATER_THAN_LOOKED_AT = Scenario(
+    clients=(Client(Asked(prompt=0, temperature=0.8, seed=2, max_tokens=12), 4, starts_s=0.01, cancel_at=52),),
+    storm=0.3,
+    storm_places=("target-a", "target-b", "draft"),
+    seed=9,
+    kv_tokens=64,
+    hosts=("target-a", "target-b"),
+)
+
+
+# The usual worlds take up to forty seconds beside other tests.
+@pytest.mark.timeout(240)
 @simulation_settings(max_examples=EXAMPLES)
 @given(scenarios)
+@example(SWEPT_WHILE_LOOKED_AT)
+@example(SWEPT_LATER_THAN_LOOKED_AT)
 def test_no_weather_changes_a_token_or_leaves_anything_behind(scenario: Scenario) -> None:
     """Tokens are those of plain decoding, every request ends once, and no session, block or task is left."""
     simulate(scenario)
@@ -48,9 +79,9 @@ def taking_repetitions(
     return MessageStatus.CURRENT if status is MessageStatus.REPEAT else status
 
 
-async def receive_in_order(self: TargetOpening, timeout_s: float) -> pb.VerifyResponse:
+async def receive_in_order(self: TargetOpening, until_s: float) -> pb.VerifyResponse:
     """A gateway that takes the next message for the answer, whatever it is about."""
-    response = await self.read(timeout_s)
+    response = await self.read(until_s)
     self.is_opening = False
     response.fence.base_len = len(self._log)
     return response

@@ -14,15 +14,15 @@ from support.services.silences import DraftSilence
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import NOTHING, FallbackReason, GuessRequest, Proposal, Round, TokenLog
-from gateway.sessions.breaker import CircuitBreaker
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.peer import ModelInfo, ServicePeer
-from gateway.sessions.replicas import Replicas
+from gateway.sessions.replicas import Placing, Replicas
 from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
 from outrider.errors import PeerLost
 from outrider.parameters import SamplingParameters, SessionSpec
+from outrider.rpc.breaker import CircuitBreaker
 from outrider.v1 import model_service_pb2 as model_pb
 
 PROMPT = (3, 5)
@@ -71,7 +71,9 @@ class Pair:
 
     def target_session(self, log: TokenLog) -> RemoteTargetSession:
         """A target session with a name of its own."""
-        return RemoteTargetSession(Replicas([self.target_link]), self.timeouts, SPEC, log, self.session_id(), "hash")
+        return RemoteTargetSession(
+            Replicas([self.target_link]), self.timeouts, SPEC, log, self.session_id(), Placing("hash")
+        )
 
     async def run(self) -> list[Round]:
         """A request with four guesses a round; its tokens are not looked at here."""

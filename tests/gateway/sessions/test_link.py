@@ -17,12 +17,12 @@ from support.services.markov_services import Mischief, TargetServicer, linked
 from gateway.rounds.round import NOTHING, TokenLog
 from gateway.sessions.link import MAX_UNREAD, PART_TOKENS, TURN_ANSWERS
 from gateway.sessions.peer import ServicePeer
-from gateway.sessions.replicas import Replicas
+from gateway.sessions.replicas import Placing, Replicas
 from gateway.sessions.session import TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from outrider.errors import Overloaded, ProtocolViolation
 from outrider.parameters import SamplingParameters, SessionSpec
-from outrider.rpc import channels
+from outrider.rpc import channels, wire
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1 import types_pb2
@@ -56,7 +56,9 @@ class Request:
         self.log = TokenLog(prompt)
         self.reopens = 0
         spec = SessionSpec(prompt, len(prompt), SamplingParameters(), seed, self.max_len, frozenset({0}), frozenset())
-        self.session = RemoteTargetSession(Replicas([peer]), TargetTimeouts(), spec, self.log, self.session_id, "hash")
+        self.session = RemoteTargetSession(
+            Replicas([peer]), TargetTimeouts(), spec, self.log, self.session_id, Placing("hash")
+        )
 
     async def __aenter__(self) -> "Request":
         await self.session.__aenter__()
@@ -118,13 +120,13 @@ async def test_no_frame_has_more_of_a_session_than_its_service_takes() -> None:
     service = target()
     async with linked(service) as peer, Request(peer, 1) as request:
         await request.round()
-        for base_len in range(3, 3 + 2 * channels.MAX_OF_SESSION + 1):
+        for base_len in range(3, 3 + 2 * wire.MAX_OF_SESSION + 1):
             fence = types_pb2.Fence(session_id=request.session_id, epoch=1, base_len=base_len)
             peer.link().send(request.session_id, [pb.VerifyRequest(fence=fence, acknowledge=pb.Acknowledge())])
-        await eventually(lambda: len(list(messages(service))) == 2 * channels.MAX_OF_SESSION + 2)
+        await eventually(lambda: len(list(messages(service))) == 2 * wire.MAX_OF_SESSION + 2)
         _, *frames = ([message.fence.base_len for message in frame.requests] for frame in service.frames)
-    assert [len(frame) for frame in frames] == [channels.MAX_OF_SESSION, channels.MAX_OF_SESSION, 1]
-    assert [*chain.from_iterable(frames)] == [*range(3, 3 + 2 * channels.MAX_OF_SESSION + 1)]
+    assert [len(frame) for frame in frames] == [wire.MAX_OF_SESSION, wire.MAX_OF_SESSION, 1]
+    assert [*chain.from_iterable(frames)] == [*range(3, 3 + 2 * wire.MAX_OF_SESSION + 1)]
 
 
 async def test_a_target_that_may_go_on_to_the_end_is_not_told_so_again() -> None:
@@ -146,7 +148,13 @@ async def test_a_large_frame_is_answered_in_parts() -> None:
             for _ in range(2):
                 await request.round()
 
-        await asyncio.gather(*map(two_rounds, requests))
+        await eventually(lambda: service.greetings == 1)
+        service.reading.clear()
+        rounds = asyncio.gather(*map(two_rounds, requests))
+        # An answer that comes before the link knows that it has sent the frame would find it still writing.
+        await eventually(lambda: peer.link()._has_left)
+        service.reading.set()
+        await rounds
         counts = [len(frame.requests) for frame in service.frames]
         # What comes while a frame is on its way shares the next one.
         assert counts[:2] == [len(requests), TURN_ANSWERS]

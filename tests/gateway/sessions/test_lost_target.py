@@ -10,7 +10,8 @@ from support.services.markov_services import Mischief, TargetServicer, serving
 
 from gateway.rounds.round import NOTHING, TokenLog
 from gateway.sessions.peer import ModelInfo, ServicePeer
-from gateway.sessions.replicas import Need, Replicas
+from gateway.sessions.placement import NO_WISH, PlaceWish
+from gateway.sessions.replicas import Need, Placing, Replicas
 from gateway.sessions.session import RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from outrider.errors import CacheFull, PeerLost
@@ -23,10 +24,17 @@ PROMPT = (3, 5)
 class Patient(Replicas):
     """Replicas whose link is open whenever a session looks for one, however busy the machine is."""
 
-    async def wait(self, session: object, need: Need, until_s: float, failed: ServicePeer | None = None) -> ServicePeer:
+    async def wait(
+        self,
+        session: object,
+        need: Need,
+        until_s: float,
+        failed: ServicePeer | None = None,
+        wish: PlaceWish = NO_WISH,
+    ) -> ServicePeer:
         """Waits as always."""
         await eventually(lambda: self.info is not None)
-        return await super().wait(session, need, until_s, failed)
+        return await super().wait(session, need, until_s, failed, wish)
 
 
 class Request:
@@ -45,7 +53,7 @@ class Request:
         spec = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), 9, 60, frozenset({0}), frozenset())
         self.log = TokenLog(PROMPT)
         timeouts = TargetTimeouts(RoundDeadline(0.5, 0.5), rebuild_budget_s=0.2)
-        session = RemoteTargetSession(self._replicas([link]), timeouts, spec, self.log, os.urandom(16), "hash")
+        session = RemoteTargetSession(self._replicas([link]), timeouts, spec, self.log, os.urandom(16), Placing("hash"))
         self.session = await self._parts.enter_async_context(session)
         return self
 

@@ -122,10 +122,12 @@ async def test_a_watch_outlives_whatever_comes_in_between() -> None:
             faults.append(RuntimeError("another one"))
             await life.enter_async_context(serving(target, address))
             await eventually(lambda: link.info is not None)
+            [family] = upkeep.collect()
+            assert [sample.value for sample in family.samples] == [3]
         finally:
             await link.close()
-    [family] = upkeep.collect()
-    assert [sample.value for sample in family.samples] == [3]
+    assert upkeep.failing == ()
+    assert [family.samples for family in upkeep.collect()] == [[]]
 
 
 def test_every_address_of_a_list_is_checked() -> None:

@@ -17,7 +17,7 @@ from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import NOTHING, GuessRequest, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.peer import ModelInfo, ServicePeer
-from gateway.sessions.replicas import Replicas
+from gateway.sessions.replicas import Placing, Replicas
 from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
@@ -66,7 +66,9 @@ def session(
     links: list[ServicePeer], log: TokenLog | None = None, timeouts: TargetTimeouts = TIMEOUTS
 ) -> RemoteTargetSession:
     """A session of a request of its own, unless a log is given."""
-    return RemoteTargetSession(Replicas(links), timeouts, SPEC, log or TokenLog(PROMPT), os.urandom(16), "hash")
+    return RemoteTargetSession(
+        Replicas(links), timeouts, SPEC, log or TokenLog(PROMPT), os.urandom(16), Placing("hash")
+    )
 
 
 async def test_a_trial_ends_with_its_link() -> None:

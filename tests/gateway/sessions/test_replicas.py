@@ -1,5 +1,6 @@
 """A request over two targets: where it goes, what it survives, and what it says about that."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -13,13 +14,15 @@ from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import Round, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
-from gateway.sessions.peer import ModelInfo, ServicePeer
-from gateway.sessions.replicas import Replicas
+from gateway.sessions.peer import TRIAL_S, ModelInfo, ServicePeer
+from gateway.sessions.placement import NO_PREFIX
+from gateway.sessions.replicas import Placing, Replicas
 from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
 from outrider.errors import PeerLost
 from outrider.parameters import SamplingParameters, SessionSpec
+from outrider.rpc.breaker import BREAKERS, CircuitBreaker
 from outrider.v1 import model_service_pb2 as model_pb
 
 PROMPT, SEED, MAX_LEN = (3, 5), 9, 60
@@ -28,7 +31,7 @@ SPEC = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), SEED, MAX_LEN, fro
 
 @dataclass
 class World:
-    """Two targets and two drafts; each pair has the same model, the second of a kind is the spare one."""
+    """Targets and two drafts; those of a role have the same model."""
 
     targets: list[TargetServicer]
     drafts: list[DraftServicer]
@@ -37,13 +40,15 @@ class World:
     lives: list[AsyncExitStack]
     timeouts: TargetTimeouts
 
-    async def rounds(self, draft_count: int) -> AsyncIterator[Round]:
-        """The rounds of one request."""
-        log = TokenLog(PROMPT)
+    async def rounds(
+        self, draft_count: int, session_id: bytes = b"0123456789abcdef", at: ServicePeer | None = None
+    ) -> AsyncIterator[Round]:
+        """The rounds of one request, which begins at a target if one is given."""
+        log, placing = TokenLog(PROMPT), Placing("hash", peer=at)
         planner = RoundPlanner(SpeculationPolicy(), draft_count, MAX_LEN, max_draft_count=8)
-        target = RemoteTargetSession(self.target, self.timeouts, SPEC, log, b"0123456789abcdef", "hash")
+        target = RemoteTargetSession(self.target, self.timeouts, SPEC, log, session_id, placing)
         deadline = DraftDeadline(0.5, 0.5)
-        draft = RemoteDraftSession(self.draft, deadline, SPEC, log, b"0123456789abcdef", warm=draft_count > 0)
+        draft = RemoteDraftSession(self.draft, deadline, SPEC, log, session_id, warm=draft_count > 0)
         async with aclosing(speculate(log, planner, target, draft)) as rounds:
             async for committed in rounds:
                 yield committed
@@ -55,13 +60,16 @@ class World:
 
 
 @asynccontextmanager
-async def world() -> AsyncIterator[World]:
-    """All four services and links to them."""
+async def world(num_targets: int = 2) -> AsyncIterator[World]:
+    """All services and links to them."""
 
     def accept(info: ModelInfo) -> None:
         """Every model fits."""
 
-    targets = [TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel(), instance_id=number) for number in (1, 2)]
+    targets = [
+        TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel(), instance_id=number + 9)
+        for number in range(num_targets)
+    ]
     drafts = [
         DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3), instance_id=number) for number in (3, 4)
     ]
@@ -74,7 +82,7 @@ async def world() -> AsyncIterator[World]:
             stack.push_async_callback(links[-1].close)
             assert await links[-1].settled(5)
         timeouts = TargetTimeouts(RoundDeadline(0.1, 0.1), rebuild_budget_s=0.5)
-        yield World(targets, drafts, Replicas(links[:2]), Replicas(links[2:]), lives, timeouts)
+        yield World(targets, drafts, Replicas(links[:num_targets]), Replicas(links[num_targets:]), lives, timeouts)
 
 
 @pytest.mark.parametrize("draft_count", [0, 4])
@@ -105,11 +113,70 @@ async def test_the_spare_draft_takes_the_session_over() -> None:
         assert rounds[-2].draft_count > 0
 
 
-async def test_a_spare_target_is_idle_while_the_first_one_works() -> None:
-    """Replicas stand in for one another; they do not share the load."""
+async def test_sessions_of_a_killed_target_spread_over_the_others() -> None:
+    """Six that were all there go on with two others, and say what one target says."""
+    async with world(num_targets=3) as here:
+        requests = [here.rounds(0, bytes([number] * 16), here.target.peers[0]) for number in range(6)]
+        begun = [[await anext(each)] for each in requests]
+        assert [peer.book.session_count for peer in here.target.peers] == [6, 0, 0]
+        await here.lives[0].aclose()
+        for each in await asyncio.gather(*map(_rest, requests, begun)):
+            here.check(each)
+        opened = [peer.book.num_opened for peer in here.target.peers]
+        assert opened[0] == sum(opened[1:]) == 6
+        assert min(opened[1:]) >= 2
+        assert [peer.book.session_count for peer in here.target.peers] == [0, 0, 0]
+
+
+async def _rest(rounds: AsyncIterator[Round], begun: list[Round]) -> list[Round]:
+    return [*begun, *[committed async for committed in rounds]]
+
+
+async def test_drafts_share_sessions_too() -> None:
+    """Of eight that are there at once each draft has some."""
     async with world() as here:
+        requests = [here.rounds(4, bytes([number] * 16)) for number in range(8)]
+        begun = [[await anext(each), await anext(each)] for each in requests]
+        counts = [peer.book.session_count for peer in here.draft.peers]
+        assert sum(counts) == 8
+        assert min(counts) >= 2
+        for each, rounds in zip(requests, begun, strict=True):
+            here.check(await _rest(each, rounds))
+        assert [peer.book.session_count for peer in here.draft.peers] == [0, 0]
+
+
+async def test_a_target_that_hung_is_left_alone_while_there_is_another() -> None:
+    """However idle it looks. After a while one session tries it, and no other one meanwhile."""
+    async with world() as here:
+        now_s = 100.0
+        hung, other = here.target.peers
+        hung.breaker = CircuitBreaker(*BREAKERS["target"], clock_s=lambda: now_s)
+        hung.breaker.failed(b"first", PeerLost("it does not answer requests"))
+        for number in range(9):
+            other.book.opened(bytes([number]), 50, NO_PREFIX)
+        assert here.target.pick(b"second") is other
+        now_s += TRIAL_S + 1
+        assert here.target.pick(b"second") is hung
+        hung.breaker.enter(b"second")
+        assert here.target.pick(b"third") is other
+        assert here.target.pick(b"second") is hung
+
+
+async def test_each_link_has_deadlines_of_its_own() -> None:
+    """What one target or draft takes, or fails to say in time, changes nothing for another one."""
+    async with world() as here:
+        rounds, draft = RoundDeadline(), DraftDeadline()
+        for _ in range(50):
+            rounds.of(here.target.peers[0]).observe(1.0)
+            draft.of(here.draft.peers[0]).observe(0.02, 1)
+            draft.of(here.draft.peers[1]).observe(0.001, 1)
+        assert [round(rounds.of(peer).seconds(), 1) for peer in here.target.peers] == [19.9, 2.0]
+        draft.of(here.draft.peers[0]).missed()
+        assert [round(draft.of(peer).seconds(1), 2) for peer in here.draft.peers] == [0.8, 0.25]
+        # A session learns about the one where it is.
         here.check([committed async for committed in here.rounds(4)])
-        assert here.targets[1].answers == here.drafts[1].answers == 0
+        learnt = [here.timeouts.deadline.of(peer) == here.timeouts.deadline for peer in here.target.peers]
+        assert learnt == [False, True]
 
 
 async def test_another_model_never_goes_on_with_a_session() -> None:
@@ -136,6 +203,22 @@ async def test_a_target_with_other_numerics_takes_over_and_is_named() -> None:
             if len(rounds) == 1:
                 await here.lives[0].aclose()
         assert {committed.verdict.numerics_id for committed in rounds} == {"markov", "other"}
+
+
+async def test_a_lost_session_prefers_targets_of_its_numerics() -> None:
+    """Where there is one it says what the seed says everywhere else."""
+    async with world(num_targets=3) as here:
+        here.targets[1].numerics_id, peer = "other", here.target.peers[1]
+        peer.report_lost(peer.link())
+        await eventually(lambda: peer.info is not None and peer.info.numerics_id == "other")
+        rounds: list[Round] = []
+        async for committed in here.rounds(0, at=here.target.peers[0]):
+            rounds.append(committed)
+            if len(rounds) == 1:
+                await here.lives[0].aclose()
+        here.check(rounds)
+        assert {committed.verdict.numerics_id for committed in rounds} == {"markov"}
+        assert here.targets[1].answers == 0 < here.targets[2].answers
 
 
 @pytest.mark.parametrize("drifter", ["targets", "drafts"])

@@ -27,13 +27,13 @@ from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import FallbackReason, Round, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.peer import ModelInfo, ServicePeer, WrongService
-from gateway.sessions.replicas import Replicas
+from gateway.sessions.replicas import Placing, Replicas
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
 from outrider.errors import InvalidRequest, PeerLost, VocabularyMismatch
 from outrider.parameters import SamplingParameters, SessionSpec
-from outrider.rpc.channels import PROTOCOL_VERSION
+from outrider.rpc.fencing import PROTOCOL_VERSION
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import target_service_pb2 as target_pb
@@ -60,7 +60,9 @@ class Pair:
         spec = SessionSpec(PROMPT, len(PROMPT), SamplingParameters(), SEED, MAX_LEN, frozenset({0}), frozenset())
         log, session_id = TokenLog(PROMPT), b"0123456789abcdef"
         planner = RoundPlanner(SpeculationPolicy(), draft_count, MAX_LEN, max_draft_count=8)
-        target = RemoteTargetSession(Replicas([self.target_link]), self.timeouts, spec, log, session_id, "hash")
+        target = RemoteTargetSession(
+            Replicas([self.target_link]), self.timeouts, spec, log, session_id, Placing("hash")
+        )
         drafts = Replicas([self.draft_link])
         draft = RemoteDraftSession(drafts, self.deadline, spec, log, session_id, planner.expects_draft())
         async with aclosing(speculate(log, planner, target, draft)) as rounds:

@@ -39,6 +39,7 @@ OPTIONAL: Mapping[str, Any] = {
     **CLOSED,
     "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}, "c": {"enum": [1, 2]}},
 }
+CALLING = [name for name, each in FORMATS.items() if each.calls]
 SCHEMAS = {"count": COUNT, "rest": NOTHING, "maybe": OPTIONAL}
 TOOLS = tuple(OfferedTool(name, schema, strict=True) for name, schema in SCHEMAS.items())
 SPECIAL = ("<|end|>", "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>")
@@ -114,7 +115,7 @@ def babbler(request: pytest.FixtureRequest) -> Babbler:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CALLING)
 @pytest.mark.parametrize("max_calls", [None, 1])
 def test_calls_that_must_come_are_read_back(babbler: Babbler, name: str, max_calls: int | None) -> None:
     """At least one, no more than allowed, each with arguments that a second validator takes, and nothing else."""
@@ -139,7 +140,7 @@ def test_calls_that_must_come_are_read_back(babbler: Babbler, name: str, max_cal
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CALLING)
 def test_a_free_answer_is_text_or_calls_that_fit(babbler: Babbler, name: str) -> None:
     """And a marker in it is followed by a call."""
     reading = Reading(FORMATS[name], SCHEMAS)
@@ -192,7 +193,7 @@ SHAPES = {
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, ConstraintKind.JSON_SCHEMA) for name in FORMATS), *(("hermes", kind) for kind in SHAPES)],
+    [*((name, ConstraintKind.JSON_SCHEMA) for name in CALLING), *(("hermes", kind) for kind in SHAPES)],
 )
 def test_a_form_comes_behind_reasoning_or_instead_of_calls(babbler: Babbler, name: str, kind: ConstraintKind) -> None:
     """Of any notation and in any family; and the reader reads it as content, as it is."""
@@ -226,7 +227,7 @@ def test_a_form_comes_behind_reasoning_or_instead_of_calls(babbler: Babbler, nam
             assert not tools or babbler.takes(needed.text, f"{thought}{call}")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CALLING)
 def test_strict_tools_leave_reasoning_free(babbler: Babbler, name: str) -> None:
     """Also where nothing must be called; and thinking of a call makes none."""
     reading = Reading(replace(FORMATS[name], reasoning=(THINK,)), SCHEMAS)

@@ -17,6 +17,7 @@ from outrider.errors import InvalidRequest
 
 COUNT: Mapping[str, Any] = {"type": "object", "properties": {"n": {"type": "integer"}, "of": {"type": "string"}}}
 TOOLS = {"count": COUNT, "rest": {}}
+CALLING = [name for name, each in FORMATS.items() if each.calls]
 # What answers are made of that trouble readers.
 SHARDS = (
     *("<tool_call>", "</tool_call>", "<tool_", "call>", "<think>", "</think>", "<function=count>", "<parameter=n>"),
@@ -40,7 +41,7 @@ def without_ids(deltas: list[Delta]) -> list[object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CALLING)
 def test_random_answers_are_read_alike_however_they_are_cut(name: str) -> None:
     """In one piece, by characters, and in random pieces; without calls all letters are there."""
     rng = random.Random(f"cuts of {name}")

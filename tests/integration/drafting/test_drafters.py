@@ -29,8 +29,8 @@ from support.stack import (
     token_ids,
 )
 
+from gateway.lookup.datastore.build import build
 from outrider.cli.bench.common import OPENINGS
-from outrider.datastore.build import build
 from outrider.model_files.vocabulary import Vocabulary
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2

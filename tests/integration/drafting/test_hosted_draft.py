@@ -3,18 +3,19 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import grpc
 import pytest
 import torch
-from support.heads.tiny_heads import eagle1, write_head
+from support.heads.tiny_heads import dflash, eagle1, write_head
 from support.network import SMALL_WINDOW
 from support.stack import request_of
 
 from outrider.cli.local_stack import Addresses, Stack, start_stack
+from outrider.engine.models.weights import NUMERICS
 from outrider.errors import InvalidRequest
 from outrider.model_files.model_names import embedded_model
 from outrider.process.children import RestartPolicy, Supervisor
@@ -96,27 +97,30 @@ async def test_tokens_are_those_of_plain_decoding(alone: Stack) -> None:
         assert refused.message.startswith("speculation.drafter is 'model', but must be one of lookup, hosted")
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
-async def test_packed_weights_draft_for_packed_weights(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "write"), [("int8", dflash), ("int4", eagle1)])
+async def test_packed_weights_draft_for_packed_weights(tmp_path: Path, dtype: str, write: Callable[..., Path]) -> None:
     """A head and a draft, each in the target's process and in its type, give the tokens of plain decoding."""
-    head = str(eagle1(tmp_path / "head", hidden=384, vocab=4096, scale=0.3))
+    head = str(write(tmp_path / "head", hidden=384, vocab=4096, scale=0.3))
     stack = Stack(TARGET, None, target_flags={"--head": head, "--draft-model": DRAFT}, dtype=dtype)
     async with served(stack) as (stub, _, _):
         plain, _, completion = await answer(stub, temperature=0.8, draft_count=0)
-        assert f"cpu-{dtype}-" in completion.numerics_id
-        for drafter in ("hosted", "eagle1"):
+        assert f"cpu-{NUMERICS.get(dtype, dtype)}-" in completion.numerics_id
+        for drafter in ("hosted", write.__name__):
             said, _, completion = await answer(stub, temperature=0.8, draft_count=4, drafter=drafter)
             assert said == plain
             assert completion.speculation.drafts > 0.8 * completion.speculation.rounds
 
 
-@pytest.mark.parametrize("drafter", ["hosted", "eagle1"])
+@pytest.mark.parametrize("drafter", ["hosted", "eagle1", "dflash"])
 async def test_a_target_killed_within_an_unasked_stretch_costs_time_and_no_token(
     alone: Stack, tmp_path: Path, drafter: str
 ) -> None:
     """Its successor fills the cache of the draft, or of a head that is mostly wrong, from the gateway's tokens."""
     if drafter == "eagle1":
         head = eagle1(tmp_path / "head", hidden=384, vocab=4096, scale=0.3)
+        alone = Stack(TARGET, None, target_flags={"--head": head})
+    elif drafter == "dflash":
+        head = dflash(tmp_path / "head", hidden=384, vocab=4096, scale=0.3)
         alone = Stack(TARGET, None, target_flags={"--head": head})
     async with served(alone) as (stub, supervisor, _):
         for temperature in (0.0, 0.8):

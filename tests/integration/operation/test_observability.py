@@ -33,7 +33,7 @@ PROMPT = f"Once upon a time there was a {MARKER} who said: open"
 # On every dashboard of processes, and a size that does not change.
 OTHER_EYES = {
     *("process_cpu_seconds_total", "process_resident_memory_bytes"),
-    *("outrider_tasks", "outrider_kv_blocks", "outrider_drafter_kv_blocks"),
+    *("outrider_tasks", "outrider_kv_blocks", "outrider_drafter_kv_blocks", "outrider_key_store_up"),
 }
 METRIC = re.compile(r"\b(outrider_\w+)\b")
 

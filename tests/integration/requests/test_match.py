@@ -12,6 +12,7 @@ from support.models.tiny_models import TARGET, TRAINED, write_tiny_model
 from support.stack import Answer, HaltedTarget, RunningStack, answers, running_stack, token_ids
 
 from outrider.cli.bench.common import OPENINGS
+from outrider.model_files.gguf.header import BLOCK_DTYPES
 from outrider.v1 import types_pb2
 
 TEMPERATURES = (0.7, 1.0, 1.3)
@@ -90,13 +91,18 @@ async def test_a_parameter_changes_no_token_by_speculation(parameters: dict[str,
 
 
 @pytest.mark.parametrize(
-    "mix", ["Q4_K_M", DYNAMIC, *(pytest.param(mix, marks=pytest.mark.slow) for mix in OTHER_MIXES)]
+    ("mix", "dtype"),
+    [
+        *(("Q4_K_M", dtype) for dtype in BLOCK_DTYPES),
+        *((DYNAMIC, dtype) for dtype in BLOCK_DTYPES),
+        *(pytest.param(mix, "file", marks=pytest.mark.slow) for mix in OTHER_MIXES),
+    ],
 )
-async def test_the_bits_of_a_gguf_file_change_no_token_by_speculation(tmp_path: Path, mix: str) -> None:
+async def test_the_bits_of_a_gguf_file_change_no_token_by_speculation(tmp_path: Path, mix: str, dtype: str) -> None:
     """The embedded target in a mix, whose widths make types of 32 and 256 of it, with its draft in bfloat16."""
     native()
     file = write_gguf(TARGET, tmp_path / "target.gguf", mix)
-    async with running_stack(str(file), str(TRAINED), target_options={"dtype": "file"}) as stack:
+    async with running_stack(str(file), str(TRAINED), target_options={"dtype": dtype}) as stack:
         await check(stack, OPENINGS[:4], (0.0, 1.0), DRAFT_COUNTS, {}, max_tokens=24)
 
 

@@ -18,23 +18,25 @@ import draft_service
 import gateway
 import outrider
 import target_service
+from gateway.lookup.datastore.command import app as datastore
 from outrider.cli import app as commands
 from outrider.cli import main
 from outrider.cli.bench.load.__main__ import app as bench_load
 from outrider.cli.bench.rounds.__main__ import app as bench_rounds
 from outrider.cli.bench.speed import app as bench_speed
 from outrider.cli.bench.timeline import app as bench_timeline
-from outrider.datastore.command import app as datastore
 from outrider.errors import OutriderError
 from outrider.parameters import MAX_STOPS
 from outrider.process.certs import app as certs
 from outrider.process.options import IO_EXIT_CODE
-from outrider.rpc.channels import MAX_MESSAGE_BYTES
+from outrider.rpc.wire import MAX_MESSAGE_BYTES
 
 DOCS = (Path(__file__).resolve().parents[3] / "docs" / "cli.md").read_text()
 PACKAGES = (outrider, gateway, draft_service, target_service, bench)
 # Programs that read their command line when they are imported, what is loaded by name alone, and what runs elsewhere.
-APART = re.compile(r".*(__main__|\.hf_models(\..*)?|\._native\w*|bench\.gguf\.llama)$")
+APART = re.compile(
+    r".*(__main__|\.hf_models(\..*)?|\._native\w*|bench\.gguf\.llama|bench\.vllm\.engine|drafting\.vllm)$"
+)
 
 
 def walk(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from outrider.datastore.command import app
-from outrider.datastore.reader import Datastore
+from gateway.lookup.datastore.command import app
+from gateway.lookup.datastore.reader import Datastore
 from outrider.model_files.model_names import embedded_model
 from outrider.model_files.vocabulary import Vocabulary
 from outrider.process.options import run_app

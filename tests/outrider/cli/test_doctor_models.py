@@ -343,7 +343,7 @@ def test_weights_of_a_gguf_file_are_counted_by_type(tmp_path: Path) -> None:
     assert (files.name, files.family, weights.is_tied) == ("tiny", "LlamaForCausalLM", False)
     assert weights.mix.startswith("Q8_0 (9")
     assert "Q4_0 (" in weights.mix
-    assert (weights.served("auto", "cpu"), weights.served("auto", "cuda:0")) == ("file", "bfloat16")
+    assert (weights.served("auto", "cpu"), weights.served("auto", "cuda:0")) == ("file-a15", "bfloat16")
     runner = ModelRunner.load(str(file), kv_tokens=64)
     assert weights.memory_bytes("file") == pytest.approx(sum(each.nbytes for each in runner.model.weights), rel=0.01)
     assert weights.memory_bytes("file") - weights.token_bytes("file") == embedding * 34 // 32
@@ -351,7 +351,9 @@ def test_weights_of_a_gguf_file_are_counted_by_type(tmp_path: Path) -> None:
         loaded = sum(each.nbytes for each in ModelRunner.load(str(file), dtype=dtype, kv_tokens=64).model.weights)
         assert weights.memory_bytes(dtype) == pytest.approx(loaded, rel=0.02)
     finding = models.check_model("target", str(file), files, "auto")
-    assert f"{weights.count:,} parameters in {weights.mix}, served in the types of the file" in finding.sentence
+    assert (
+        f"{weights.count:,} parameters in {weights.mix}, served in the types of the file (file-a15)" in finding.sentence
+    )
     assert models.check_model("target", TARGET, read("target", TARGET), "file").status is Status.FAILED
 
 

@@ -22,7 +22,7 @@ from support.command_line import RESULT, ScriptedGateway, scripted_gateway
 
 from outrider.cli.generate import InOrder
 from outrider.client import Result, Round
-from outrider.rpc.channels import MAX_MESSAGE_BYTES
+from outrider.rpc.wire import MAX_MESSAGE_BYTES
 from outrider.v1 import types_pb2
 
 COMMAND = (sys.executable, "-c", "from outrider.cli import main; main()", "generate")
@@ -73,7 +73,7 @@ EVERY_OPTION = (
     *("--top-p", "0.9", "--min-p", "0.1", "--repetition-penalty", "1.1", "--presence-penalty", "-0.5"),
     *("--frequency-penalty", "0.25", "--logit-bias", "5=-1.5", "--logit-bias", "6=2", "--draft-count", "4"),
     *("--rule", "lenient", "--drafter", "sampled", "--lenience", "0.25", "--typical-epsilon", "0.125"),
-    *("--typical-delta", "nan", "--logprobs", "3", "--echo", "--cache-salt", "mine", "--show-rejected"),
+    *("--typical-delta", "nan", "--logprobs", "3", "--echo", "--cache-salt", "mine", "--unrecorded", "--show-rejected"),
     *("--choice", "fox", "--choice", "Grüße"),
 )
 
@@ -106,7 +106,7 @@ async def test_every_field_has_an_option(gateway: ScriptedGateway, tmp_path: Pat
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (-0.5, 0.25)
     assert (request.stop_token_ids, request.banned_words) == ([5, 6], ["cat", "Grüße"])
     assert (request.sample_count, request.logprob_count, request.echo) == (2, 3, True)
-    assert (request.cache_salt, speculation.return_rounds) == ("mine", True)
+    assert (request.cache_salt, request.unrecorded, speculation.return_rounds) == ("mine", True, True)
     assert (speculation.rule, speculation.drafter) == (types_pb2.ACCEPTANCE_RULE_LENIENT, "sampled")
     assert (speculation.acceptance.lenience, speculation.acceptance.typical_epsilon) == (0.25, 0.125)
     assert math.isnan(speculation.acceptance.typical_delta)

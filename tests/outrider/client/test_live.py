@@ -14,7 +14,7 @@ from support.stack import PATIENCE_S, RunningStack, running_stack
 
 from outrider.client import Answer, Client, GenerationOptions, Speculation
 
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "client.md"
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "clients" / "client.md"
 DOCUMENTED_ADDRESS = "127.0.0.1:50050"
 OUTRIDER = (sys.executable, "-c", "from outrider.cli import main; main()")
 EXAMPLES: list[str] = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from outrider.beams import BeamSearch
 from outrider.client import GenerationOptions, InvalidRequest, PromptTooLong, Rule, Speculation
 from outrider.client.requests import CONSTRAINTS, chat_request, generate_request
-from outrider.rpc.channels import MAX_MESSAGE_BYTES
+from outrider.rpc.wire import MAX_MESSAGE_BYTES
 from outrider.token_tree import TreeShape
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
@@ -35,6 +35,7 @@ EVERYTHING = GenerationOptions(
     logprob_count=3,
     echo=True,
     cache_salt="mine",
+    unrecorded=True,
     speculation=Speculation(
         draft_count=4,
         rule="lenient",

@@ -15,7 +15,7 @@ from outrider.engine.batching import Feed
 from outrider.engine.models import decoder
 from outrider.engine.ops.library import load_kernels
 from outrider.engine.ops.reference import ReferenceOps
-from outrider.engine.runner import ModelRunner
+from outrider.engine.runner import ForwardCounts, ModelRunner
 from outrider.engine.session import Session
 from outrider.errors import CacheFull, InvalidRequest, ModelRefused, PromptTooLong
 from outrider.token_tree import EMPTY, TokenTree
@@ -299,6 +299,20 @@ def test_heads_too_wide_for_the_kernels_are_refused_before_loading(tmp_path: Pat
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(ModelRefused, match=r"^tiny has heads of 1024, but at most 512 fit the kernels$"):
         ModelRunner.load(str(folder), kv_tokens=64)
+
+
+def test_what_reading_costs_is_learnt_where_much_is_read() -> None:
+    """Not from small pieces, nor where most rows are others'; the last forward is known in any case."""
+    counts = ForwardCounts()
+    for num_rows, num_prompt_rows, seconds in ((63, 63, 1.0), (300, 100, 2.0)):
+        counts.add(1, num_rows, num_prompt_rows)
+        counts.end(seconds)
+        assert (counts.last, counts.reading_row_s) == ((seconds, num_rows), 0.0)
+    for seconds, row_s in ((1.0, 0.01), (2.0, 0.0125)):
+        counts.add(2, 100, 64)
+        counts.end(seconds)
+        assert counts.reading_row_s == pytest.approx(row_s)
+    assert counts.busy_s == 6.0
 
 
 def test_the_device_is_busy_from_a_forward_to_its_end(runner: ModelRunner) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.models.engine_cases import make_feeds
 
 from outrider.engine.batching import MAX_STEP_TOKENS, Feed
-from outrider.engine.sharing import GRACE_STEPS, MIN_PROMPT_ROWS, PROBE_STEPS, Pace, share_rows
+from outrider.engine.sharing import GRACE_STEPS, MIN_PROMPT_ROWS, PROBE_STEPS, ForwardPace, share_rows
 from outrider.estimates.row_costs import NUM_SAMPLES
 
 
@@ -165,7 +165,7 @@ class Device:
     def __init__(self, law: Callable[[int, int], float], most_steps: float = 1.0) -> None:
         self.law = law
         self.now_s = 0.0
-        self.pace = Pace(lambda: self.now_s, most_steps)
+        self.pace = ForwardPace(lambda: self.now_s, most_steps)
 
     def step(self, feeds: list[Feed], max_rows: int = 512) -> tuple[int, float]:
         """Rows of prompts in a step, of which every feed wants more than there are, and its seconds."""

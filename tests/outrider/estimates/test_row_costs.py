@@ -67,6 +67,15 @@ def test_a_table_goes_on_in_a_straight_line() -> None:
     assert RowCosts().at(7) == 0
 
 
+def test_a_table_that_flattens_goes_on_flat() -> None:
+    """As with experts, which many rows have read all; one that gets steeper goes on as on the whole."""
+    flattens, steepens = RowCosts(), RowCosts()
+    flattens.begin({rows: 100 * (1 - 0.8**rows) for rows in (1, 2, 4, 8, 16, 32)})
+    steepens.begin({1: 100, 2: 100, 4: 100, 8: 200, 16: 400})
+    assert 100 < flattens.at(128) < 120
+    assert 1000 < steepens.at(64) < 1600
+
+
 def test_a_slower_machine_is_slower_for_every_number_of_rows() -> None:
     """What is seen of one number of rows is believed a little of the others."""
     table = RowCosts()
@@ -122,3 +131,15 @@ def test_what_is_taken_away_was_never_there() -> None:
     line.move(4, 3)
     assert line.means == (2.5, 26.5)
     assert line.slope(0, 0) == pytest.approx(11)
+
+
+@pytest.mark.parametrize("metering", METERINGS)
+def test_what_was_not_seen_for_long_is_unknown(metering: Metering) -> None:
+    """A busy machine's cost of five rows says nothing when only one and two were seen for long; theirs are known."""
+    table = RowCosts(metering=metering)
+    table.begin({1: 100, 2: 110, 5: 900})
+    for _ in range(metering.forget_steps):
+        table.add(1, 10)
+        table.add(2, 11)
+    assert table.at(5) < 30
+    assert [table.at(1), table.at(2)] == pytest.approx([10, 11], rel=0.1)

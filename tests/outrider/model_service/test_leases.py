@@ -36,6 +36,9 @@ class Lodger:
         self.stopped += 1
         return False
 
+    def closed(self) -> None:
+        """Has nothing to say at its end."""
+
     def free(self) -> None:
         """Leaves the bed."""
         self.beds.remove(self.name)

@@ -24,9 +24,10 @@ from outrider.grammar import Grammar, GrammarEngine, GrammarRefused
 from outrider.model_service.link import MAX_UNFINISHED_FRAMES
 from outrider.model_service.outbox import MAX_UNSENT
 from outrider.model_service.server import LoadedModel, RunningModelService
-from outrider.rpc.channels import FRAME_BYTES, MAX_OF_SESSION, open_link_channel
+from outrider.rpc.channels import open_link_channel
 from outrider.rpc.fencing import Fence
 from outrider.rpc.messages.round import logprobs_from
+from outrider.rpc.wire import FRAME_BYTES, MAX_OF_SESSION
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb
 from target_service.server import start_with
@@ -368,7 +369,7 @@ async def test_a_draining_service_ends_each_link_when_it_has_no_session(
         await each.open(SPECS[0])
         await each.verdict()
     for _ in range(2):
-        service.servicer.drain()
+        service.servicer.drain(PATIENCE_S)
         await idle.drain()
     await late.open(SPECS[1])
     with pytest.raises(NotReady, match="the service is stopping"):

@@ -1,5 +1,6 @@
 """The figures of a service: what its parts count is what a scrape says, at that moment."""
 
+import pytest
 from prometheus_client import generate_latest
 from support.observability import families, findings
 
@@ -26,6 +27,7 @@ FACTS = ServiceFacts(
     eos_token_ids=frozenset(),
     block_size=16,
     block_count=8,
+    row_costs={1: 1_000, 2: 1_200, 4: 1_600},
 )
 COUNTS = ServiceCounts(
     free_block_count=6,
@@ -50,7 +52,7 @@ class Device:
 
 def exposition(forwards: ForwardCounts, *answers: ComputeTimes) -> str:
     """What a scrape of a service with these forwards and answers gets."""
-    metrics = ServiceMetrics(FACTS, lambda: COUNTS, forwards, Device())
+    metrics = ServiceMetrics(FACTS, lambda: COUNTS, lambda: {1: 300, 2: 200}, forwards, Device())
     for times in answers:
         metrics.observe(times)
     metrics.observe_rollback(0.00002)
@@ -84,6 +86,8 @@ def test_counts_are_told_as_they_are() -> None:
         "forward_rows_total": 0,
         "device_busy_seconds_total": 0.25,
         "waiting_jobs": 3,
+        # A row in four costs 400 us.
+        "backlog_seconds": pytest.approx(0.2),
         "device_stalled_seconds": 0.5,
     }
 

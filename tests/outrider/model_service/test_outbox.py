@@ -75,3 +75,19 @@ async def test_an_outbox_is_bounded() -> None:
     error = await asyncio.wait_for(outbox.overflow, PATIENCE_S)
     assert str(error) == f"the client has left {MAX_UNSENT} answers of this link unread"
     assert len(await outbox.take()) == MAX_UNSENT + 1
+
+
+async def test_a_nudge_lets_go_of_who_waits_for_answers() -> None:
+    """With what there is, which may be nothing; that is no end, after which nothing else comes."""
+    outboxes = Outboxes()
+    outbox: Outbox = Outbox(outboxes)
+    taking = asyncio.ensure_future(outbox.take())
+    await asyncio.sleep(0)
+    outbox.nudge()
+    assert await asyncio.wait_for(taking, PATIENCE_S) == []
+    outbox.put(_answer(bytes(16), 5))
+    outbox.nudge()
+    outbox.end()
+    answers = await asyncio.wait_for(outbox.take(), PATIENCE_S)
+    assert [answer.fence.base_len for answer in answers or ()] == [5]
+    assert [await asyncio.wait_for(outbox.take(), PATIENCE_S) for _ in range(2)] == [None, None]

@@ -36,8 +36,9 @@ def test_each_doubling_of_rows_is_measured(runner: ModelRunner) -> None:
 
 
 def test_it_ends_where_model_or_time_do(tmp_path: Path, runner: ModelRunner) -> None:
-    """A small cache holds few rows, and without time nothing is measured."""
+    """A small cache holds few rows, and without time nothing is measured; with little, what says what a row costs."""
     assert measure_rows(runner, budget_s=0.0) == {}
+    assert list(measure_rows(runner, budget_s=1e-9)) == [1, 2]
     small = ModelRunner.load(str(tmp_path), num_threads=1, kv_tokens=16)
     assert max(measure_rows(small, budget_s=60.0)) == 16
 

@@ -3,7 +3,7 @@
 import pytest
 
 from outrider.errors import InvalidRequest
-from outrider.rpc.channels import check_address
+from outrider.rpc.wire import check_address
 
 BAD = [
     "",

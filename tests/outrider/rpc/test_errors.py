@@ -18,8 +18,9 @@ from outrider.errors import (
     Overloaded,
     PeerLost,
     ProtocolViolation,
+    error_classes,
 )
-from outrider.rpc import channels, errors
+from outrider.rpc import channels, errors, wire
 from outrider.v1 import model_service_pb2 as pb
 from outrider.v1 import types_pb2 as pb_types
 from outrider.v1.model_service_pb2_grpc import (
@@ -71,12 +72,12 @@ async def test_a_loss_that_the_peer_tells_is_not_the_loss_of_the_peer(server: ch
 @pytest.mark.parametrize("limited", ["sender", "receiver"])
 async def test_a_message_over_the_limit_is_the_senders_fault(server: channels.RunningServer, limited: str) -> None:
     """Whichever side noticed it; gRPC calls it an exhausted resource, and waiting would not help."""
-    options = channels.channel_options() if limited == "sender" else (("grpc.max_send_message_length", -1),)
+    options = wire.channel_options() if limited == "sender" else (("grpc.max_send_message_length", -1),)
     async with grpc.aio.insecure_channel(server.address, options=options) as channel:
         method = channel.unary_unary("/outrider.v1.ModelService/GetModelInfo")
-        error = errors.error_from(await error_of(method(b"x" * (channels.MAX_MESSAGE_BYTES + 5), timeout=10)))
+        error = errors.error_from(await error_of(method(b"x" * (wire.MAX_MESSAGE_BYTES + 5), timeout=10)))
     assert type(error) is InvalidRequest
-    assert error.message == f"message is '{channels.MAX_MESSAGE_BYTES + 5} bytes', but must be at most 4194304 bytes"
+    assert error.message == f"message is '{wire.MAX_MESSAGE_BYTES + 5} bytes', but must be at most 4194304 bytes"
 
 
 async def test_other_exhausted_resources_stay_what_they_are() -> None:
@@ -114,7 +115,7 @@ def test_what_ends_a_session_arrives_as_it_was_raised(error: OutriderError) -> N
 )
 def test_an_error_that_says_anything_is_an_error_with_its_sentence(parts: str) -> None:
     """Of every class, whatever its constructor wants; what are no parts of a sentence are none."""
-    for reason in (*errors._classes(), "NEW"):
+    for reason in (*error_classes(), "NEW"):
         sent = pb_types.SessionError(message="why", reason=reason, metadata={"parts": parts})
         arrived = errors.session_error_from(sent)
         assert isinstance(arrived, OutriderError)

@@ -160,7 +160,7 @@ def one_by_one(ops: TritonOps, x: Tensor, query: Tensor, cache: Tensor, mlp: int
     ops.rotate_and_store(query, key, key, plan, table, table, cache, cache)
     ops.attention(query, plan, cache, cache, 0.1)
     ops.rms_norm(x, empty(x.shape[1]), 1e-5)
-    ops.silu_multiply(empty(num_rows, 2 * mlp))
+    ops.gate_multiply(empty(num_rows, 2 * mlp))
     ops.linear(x, empty(1000, x.shape[1], dtype=cache.dtype), empty(1000))
 
 

@@ -255,3 +255,56 @@ def mtp_speculators(folder: Path, *, kind: str = "qwen3") -> Path:
     config = speculators_config("mtp", num_nextn_predict_layers=1)
     config["transformer_layer_config"]["model_type"] = kind
     return write_head(folder, config, random_tensors(shapes, 9))
+
+
+def block_shapes(hidden: int = HIDDEN, *, layers: int = 3, taps: int = 2, biased: bool = False) -> Shapes:
+    """Tensors of a DFlash drafter, whose matrices for tokens are the target's."""
+    shapes: Shapes = {"fc.weight": (hidden, taps * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    for layer in range(layers):
+        before = f"layers.{layer}."
+        shapes |= layer_shapes(before, hidden, biased=biased) | {f"{before}input_layernorm.weight": (hidden,)}
+        shapes |= {f"{before}self_attn.{name}_norm.weight": (HEAD_DIM,) for name in "qk"}
+        shapes |= {f"{before}self_attn.o_proj.bias": (hidden,)} if biased else {}
+    return shapes
+
+
+def dflash(
+    folder: Path,
+    *,
+    layers: int = 3,
+    ids: tuple[int, ...] = (3, 1),
+    hidden: int = HIDDEN,
+    vocab: int = VOCAB,
+    mask: int = 7,
+    block_size: int = 5,
+    biased: bool = False,
+    scale: float = 1.0,
+    dflash_config: Json | None = None,
+    **keys: object,
+) -> Path:
+    """DFlash by its authors, whose configuration is a Qwen 3's; with smaller weights it is less sure of itself."""
+    tensors = random_tensors(block_shapes(hidden, layers=layers, taps=len(ids), biased=biased), 12)
+    config: Json = {
+        **SIZES,
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "model_type": "qwen3",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "vocab_size": vocab,
+        "rope_theta": 1000000,
+        "block_size": block_size,
+        "tie_word_embeddings": True,
+        "dflash_config": {"target_layer_ids": list(ids), "mask_token_id": mask, **(dflash_config or {})},
+    }
+    return write_head(folder, config | keys, {name: scale * each for name, each in tensors.items()})
+
+
+def dflash_speculators(folder: Path, **keys: object) -> Path:
+    """DFlash by speculators, which counts boundaries, and keeps an output matrix of the ids that it knows."""
+    shapes = block_shapes(layers=2) | {"lm_head.weight": (DRAFT_VOCAB, HIDDEN)}
+    config = speculators_config("dflash", draft_vocab_size=DRAFT_VOCAB, block_size=4, mask_token_id=3)
+    config |= {"aux_hidden_state_layer_ids": [2, 5], "architectures": ["DFlashSpeculator"]}
+    config["transformer_layer_config"] |= {"model_type": "qwen3", "num_hidden_layers": 2}
+    config["transformer_layer_config"] |= keys.pop("layer", {})
+    return write_head(folder, config | keys, random_tensors(shapes, 13) | vocabulary_map())

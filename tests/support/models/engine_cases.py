@@ -120,12 +120,12 @@ class AttentionCase:
     value_cache: Tensor
 
 
-def native(name: str = "", num_threads: int = 2, packed_bits: int | None = None) -> NativeOps:
+def native(name: str = "", num_threads: int = 2, packed_bits: int | None = None, input_bits: int = 8) -> NativeOps:
     """Compiled operations; skips, with a reason in the summary, where there was no compiler to build the kernels."""
     kernels = load_kernels(*([name] if name else []))
     if kernels is None:
         pytest.skip("the CPU kernels are not built: install a C compiler and run `pip install -e .` again")
-    return NativeOps(kernels, num_threads, packed_bits=packed_bits)
+    return NativeOps(kernels, num_threads, packed_bits=packed_bits, input_bits=input_bits)
 
 
 def every_ops(packed_bits: int | None = None) -> list[Ops]:

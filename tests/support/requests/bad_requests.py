@@ -326,7 +326,7 @@ FAULTS: dict[str, Faults] = {
     "cache_salt": set_in("cache_salt", st.sampled_from(("x" * 65, "é" * 33, LONG, "é" * 5000))),
 }
 # Every value of these is a good one.
-FAULTLESS = {"seed", "sampling.ignore_eos", "speculation.enabled", "speculation.return_rounds"}
+FAULTLESS = {"seed", "sampling.ignore_eos", "speculation.enabled", "speculation.return_rounds", "unrecorded"}
 
 
 def paths(descriptor: Descriptor = pb.GenerateRequest.DESCRIPTOR, prefix: str = "") -> set[str]:

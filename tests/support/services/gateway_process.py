@@ -43,13 +43,24 @@ async def gateway_process(
 ) -> AsyncIterator[GatewayProcess]:
     """A gateway with these options, on free ports; `before` is a program that starts it."""
     target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel(), Vocabulary.read(tokenizer).digests)
-    async with serving(target) as address:
-        words = ("-P", "-m", "gateway", "--target", address, "--tokenizer", tokenizer, *flags)
-        command = (*before, sys.executable, *words)
-        launch = Launch("gateway", command, further={"rest": f"{HOST}:0"}, environment=environment or {})
-        running = GatewayProcess(None)  # type: ignore[arg-type]
-        running.process = await ServiceProcess.start(launch, running.lines.append)
-        try:
-            yield running
-        finally:
-            await running.process.stop(0.0)
+    async with (
+        serving(target) as address,
+        gateway_before(address, tokenizer, *flags, environment=environment, before=before) as running,
+    ):
+        yield running
+
+
+@asynccontextmanager
+async def gateway_before(
+    target: str, tokenizer: str, *flags: str, environment: Mapping[str, str] | None, before: tuple[str, ...] = ()
+) -> AsyncIterator[GatewayProcess]:
+    """The same in front of a target at this address."""
+    words = ("-P", "-m", "gateway", "--target", target, "--tokenizer", tokenizer, *flags)
+    command = (*before, sys.executable, *words)
+    launch = Launch("gateway", command, further={"rest": f"{HOST}:0"}, environment=environment or {})
+    running = GatewayProcess(None)  # type: ignore[arg-type]
+    running.process = await ServiceProcess.start(launch, running.lines.append)
+    try:
+        yield running
+    finally:
+        await running.process.stop(0.0)

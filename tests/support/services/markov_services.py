@@ -24,9 +24,11 @@ from gateway.settings import GatewaySettings
 from outrider.errors import CacheFull, InvalidRequest, OutriderError, PeerLost
 from outrider.model_files.vocabulary import Vocabulary
 from outrider.rpc import channels
-from outrider.rpc.channels import PROTOCOL_VERSION, open_channel
+from outrider.rpc.channels import open_channel
 from outrider.rpc.errors import error_from, session_error
+from outrider.rpc.fencing import PROTOCOL_VERSION
 from outrider.rpc.messages.tree import tree_from
+from outrider.rpc.tls import TlsFiles
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import draft_service_pb2_grpc, model_service_pb2_grpc, target_service_pb2_grpc, types_pb2
 from outrider.v1 import generation_service_pb2 as pb
@@ -221,9 +223,9 @@ class MarkovLink:
 class Service(model_service_pb2_grpc.ModelServiceServicer, ABC):
     """What both services know about themselves.
 
-    `sessions` counts those that are open, `opens` has all that ever were; `frames` has all that came with
-    messages, `greetings` counts those without, and while `reading` is not set no more are taken than one; `link` is
-    the newest.
+    `sessions` and `open_links` count those that are open, `opens` and `links` have all that ever were; `frames` has all
+    that came with messages, `greetings` counts those without, and while `reading` is not set no more are taken than
+    one; `link` is the newest.
     """
 
     role: "model_pb.ServiceRole.ValueType"
@@ -238,6 +240,7 @@ class Service(model_service_pb2_grpc.ModelServiceServicer, ABC):
     answers: int = 0
     sessions: int = 0
     links: int = 0
+    open_links: int = 0
     opens: list[types_pb2.OpenSession] = field(default_factory=list)
     frames: list[Any] = field(default_factory=list)
     greetings: int = 0
@@ -274,6 +277,7 @@ class Service(model_service_pb2_grpc.ModelServiceServicer, ABC):
     async def Link(self, frames: AsyncIterator[Any], context: Any) -> None:  # noqa: N802
         """Carries all sessions of a gateway; each of them ends with it."""
         self.links += 1
+        self.open_links += 1
         link = self.link = MarkovLink(self)
         reading = asyncio.create_task(link.read(frames))
         try:
@@ -292,6 +296,7 @@ class Service(model_service_pb2_grpc.ModelServiceServicer, ABC):
                 if None in said:
                     return
         finally:
+            self.open_links -= 1
             reading.cancel()
             link.end()
 
@@ -560,7 +565,7 @@ class MarkovSession(Taking):
 
 
 @asynccontextmanager
-async def serving(service: Service, listen: str = "127.0.0.1:0") -> AsyncIterator[str]:
+async def serving(service: Service, listen: str = "127.0.0.1:0", tls: TlsFiles | None = None) -> AsyncIterator[str]:
     """Serves one of the two on a free port; yields its address. Leaving the context kills it at once."""
     add: dict[str, Callable[[grpc.aio.Server], None]] = {
         "outrider.v1.ModelService": lambda server: model_service_pb2_grpc.add_ModelServiceServicer_to_server(
@@ -575,7 +580,7 @@ async def serving(service: Service, listen: str = "127.0.0.1:0") -> AsyncIterato
         add["outrider.v1.TargetService"] = lambda server: target_service_pb2_grpc.add_TargetServiceServicer_to_server(
             service, server
         )
-    running = await channels.serve(listen, add)
+    running = await channels.serve(listen, add, tls=tls)
     try:
         yield running.address
     finally:

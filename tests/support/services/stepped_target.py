@@ -6,16 +6,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 import torch
 from support.basics import Answers, SteppedDevice, spec_of
 from support.models.engine_cases import kv_state
 
 from outrider.drafters.drafter import Drafter, GuessLimits
+from outrider.drafters.scales import Ranks, Scales
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.leases import LeaseTable
 from outrider.model_service.outbox import SessionAnswer
-from outrider.parameters import SessionSpec
+from outrider.parameters import Rule, SessionSpec
 from outrider.rpc.fencing import Fence
 from outrider.token_tree import EMPTY, TokenTree, TreeShape
 from target_service.sessions import TargetSessions
@@ -196,6 +198,31 @@ def storm(own: OwnTarget, spec: SessionSpec, chance: random.Random) -> tuple[lis
         take()
         said.append(list(own.tokens))
     return said, proposals
+
+
+def check_storm(
+    runner: ModelRunner,
+    drafter: Drafter,
+    own: OwnTarget,
+    spec: SessionSpec,
+    shape: TreeShape,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A drafter that learns nothing proposes pure trees in a storm, and under `match` the tokens are those of plain
+    decoding.
+    """
+    monkeypatch.setattr(Scales, "learn", lambda *_arguments: None)
+    monkeypatch.setattr(Ranks, "learn", lambda *_arguments: None)
+    said, proposals = storm(own, spec, random.Random(7))
+    rule = spec.acceptance.rule
+    if rule is Rule.MATCH:
+        tokens = plain(runner, spec)
+        assert own.tokens == tokens
+        assert all(each == tokens[: len(each)] for each in said)
+    assert len(proposals) > 5
+    assert all(bool(tree.distributions) == rule.needs_distributions for _, tree in proposals)
+    check_pure(runner, drafter, spec, proposals, shape)
+    own.table.clear()
 
 
 def check_pure(

@@ -4,13 +4,14 @@ import asyncio
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.basics import check_empty, spec_of
-from support.heads.heads import random_head
+from support.heads.heads import random_block, random_head
 from support.heads.tiny_chains import CHAINS, VOCAB, write_chain
 from support.models.tiny_models import write_tiny_model
 from support.observability import families
@@ -23,10 +24,11 @@ from outrider.drafters.drafter import Drafter, GuessLimits
 from outrider.drafters.hosted import FeatureCopy, HostedDraft, host_head
 from outrider.engine.batching import Feed
 from outrider.engine.cache import KVCache, Slots
+from outrider.engine.heads.block_head import BlockHead
 from outrider.engine.heads.checkpoint import HEAD_FILES
 from outrider.engine.heads.decoder import HeadDecoder
 from outrider.engine.heads.feature_head import FeatureHead, Fuse
-from outrider.engine.heads.head import HeadRows
+from outrider.engine.heads.head import Head, HeadRows
 from outrider.engine.runner import ModelRunner
 from outrider.engine.session import Session
 from outrider.model_service.settings import Dtype
@@ -147,14 +149,15 @@ STORIES = (
 Stories = Callable[[ModelRunner, Drafter], Iterator[Story]]
 
 
-def tell(runner: ModelRunner, stories: Stories, max_rows: int = 512) -> None:
+def tell(runner: ModelRunner, stories: Stories, make: Callable[[ModelRunner], Head], max_rows: int = 512) -> None:
     """Asserts that every proposal of the stories is a fresh session's; whatever happens, nothing is left."""
-    hosting = host_head(runner, random_head(runner), "")
+    hosting = host_head(runner, make(runner), "")
     assert hosting.runner is not None
-    # Memory that was not written may still hold the right states, of the test before.
-    states = hosting.runner.cache.features
-    states.normal_(0, 3, generator=torch.Generator().manual_seed(1))
-    states[:, -1] = 0
+    # Memory that was not written may still hold the right states, keys and values, of the test before.
+    cache = hosting.runner.cache
+    for kept in (cache.features, *cache.keys, *cache.values):
+        kept.normal_(0, 3, generator=torch.Generator().manual_seed(1))
+    cache.features[:, -1] = 0
     told: list[Story] = []
     runner.max_rows = max_rows
     try:
@@ -168,11 +171,14 @@ def tell(runner: ModelRunner, stories: Stories, max_rows: int = 512) -> None:
             story.own.table.clear()
 
 
+@pytest.mark.parametrize("make", [random_head, random_block])
 @pytest.mark.parametrize("max_rows", [512, 12])
 @pytest.mark.parametrize("stories", STORIES)
-def test_proposals_are_those_of_fresh_sessions(target: ModelRunner, stories: Stories, max_rows: int) -> None:
-    """In whatever pieces a text was read."""
-    tell(target, stories, max_rows)
+def test_proposals_are_those_of_fresh_sessions(
+    target: ModelRunner, stories: Stories, max_rows: int, make: Callable[[ModelRunner], Head]
+) -> None:
+    """In whatever pieces a text was read, of heads with states, and of blocks over keys and values of features."""
+    tell(target, stories, make, max_rows)
 
 
 def _keep_guessed_rows(patch: pytest.MonkeyPatch) -> None:
@@ -213,7 +219,13 @@ def _read_features_too_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostedDraft, "reads_features", property(lambda draft: False))
 
 
-FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Stories]] = {
+def _begin_each_piece_at_its_own_start(patch: pytest.MonkeyPatch) -> None:
+    real = BlockHead.keep
+    patch.setattr(BlockHead, "keep", lambda head, features, first, slots, cache: real(head, features, 0, slots, cache))
+
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+FAULTS: dict[str, tuple[Fault, Stories]] = {
     "rows of right guesses are kept": (_keep_guessed_rows, guesses_that_are_right),
     "features stay where rows were": (_leave_features_behind, rows_of_a_bushy_tree),
     "a plain stretch is skipped": (_forget_plain_stretches, plain_stretches),
@@ -222,13 +234,30 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Stories]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_would_be_seen(target: ModelRunner, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+# Nothing that stands on guesses has states in a block's cache, so there are none to keep.
+BLOCK_FAULTS = {name: fault for name, fault in FAULTS.items() if fault[1] is not guesses_that_are_right} | {
+    "positions begin where a piece does": (_begin_each_piece_at_its_own_start, plain_stretches)
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "plant", "stories"),
+    [
+        *(pytest.param(random_head, *fault, id=name) for name, fault in FAULTS.items()),
+        *(pytest.param(random_block, *fault, id=f"block: {name}") for name, fault in BLOCK_FAULTS.items()),
+    ],
+)
+def test_a_fault_would_be_seen(
+    target: ModelRunner,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[ModelRunner], Head],
+    plant: Fault,
+    stories: Stories,
+) -> None:
     """Each of these made another engine slower, and it went unnoticed."""
-    plant, stories = FAULTS[fault]
     plant(monkeypatch)
     with pytest.raises((AssertionError, ValueError)):
-        tell(target, stories)
+        tell(target, stories, make)
 
 
 def test_a_token_stands_with_the_state_before_it(target: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,26 +321,31 @@ async def test_a_service_says_what_its_head_is_and_holds(tmp_path: Path) -> None
         await running.stop(0)
 
 
-def test_nothing_is_guessed_past_the_head_s_positions(target: ModelRunner) -> None:
-    """A text that grows past them goes on plainly."""
-    hosting = host_head(target, random_head(target, context_len=24), "")
+@pytest.mark.parametrize("make", [random_head, random_block])
+def test_nothing_is_guessed_past_the_head_s_positions(target: ModelRunner, make: Callable[..., Head]) -> None:
+    """A text that grows past them goes on plainly; a block is never cut, and so ends where its last mask would lie."""
+    hosting = host_head(target, make(target, context_len=24), "")
     story = Story(target, hosting)
     story.ask(SPEC)
     while story.own.held.finish_reason is None:
         story.go_on(4)
     lengths = [len(before) + len(tree) for before, tree in story.proposals]
-    assert max(lengths) == 24
+    if make is random_head:
+        assert max(lengths) == 24
+    else:
+        assert 19 < max(lengths) <= 24
+        assert max(len(before) for before, _ in story.proposals) <= 24 - 5
     story.own.table.clear()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="NO CUDA DEVICE: no test of heads on a GPU here")
-@pytest.mark.parametrize("fuse", Fuse)
-def test_a_head_on_a_gpu_guesses_what_it_guesses_on_the_cpu(folder: Path, fuse: Fuse) -> None:
+@pytest.mark.parametrize("make", [*(partial(random_head, fuse=fuse) for fuse in Fuse), random_block])
+def test_a_head_on_a_gpu_guesses_what_it_guesses_on_the_cpu(folder: Path, make: Callable[..., Head]) -> None:
     """The first guess after the same tokens in float32, for nearly all of twenty texts: rounding may turn a tie."""
     found = []
     for device in ("cpu", "cuda:0"):
         runner = ModelRunner.load(str(folder), dtype="float32", kv_tokens=4096, device=device)
-        hosting, guesses = host_head(runner, random_head(runner, fuse), ""), []
+        hosting, guesses = host_head(runner, make(runner), ""), []
         for text in range(20):
             session, draft = runner.open([*PROMPT, text, 7, text + 1], 5), hosting.open(SPEC, None)
             runner.forward([Feed(session, without_last=True)])

@@ -16,13 +16,12 @@ from support.heads.kangaroo import write_kangaroo
 from support.heads.tiny_chains import CHAINS, VOCAB, write_chain
 from support.models.tiny_models import write_tiny_model, write_tokenizer
 from support.services.stepped_draft import Draft
-from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, OwnTarget, check_pure, plain, storm
+from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, OwnTarget, check_pure, check_storm, plain, storm
 from tokenizers import Tokenizer
 
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.drafters.drafter import Drafter, GuessLimits
 from outrider.drafters.hosted import HOSTED, HostedModel, host_head
-from outrider.drafters.scales import Ranks, Scales
 from outrider.drafters.shelf.early_exit import LAYER_SKIP, Kangaroo, LayerSkip
 from outrider.engine.heads.checkpoint import read_head
 from outrider.engine.heads.feature_head import Fuse
@@ -334,19 +333,8 @@ def test_a_storm_leaves_trees_pure(
     runner: ModelRunner, small: ModelRunner, shape: TreeShape, rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was not learned from is a function of tokens, rows, depth and noise alone, distributions included."""
-    monkeypatch.setattr(Scales, "learn", lambda *_arguments: None)
-    monkeypatch.setattr(Ranks, "learn", lambda *_arguments: None)
-    hosting, spec = HostedModel(small), ruled(SPEC, rule)
-    own = OwnTarget(runner, hosting, shape)
-    said, proposals = storm(own, spec, random.Random(7))
-    if rule is Rule.MATCH:
-        tokens = plain(runner, spec)
-        assert own.tokens == tokens
-        assert all(each == tokens[: len(each)] for each in said)
-    assert len(proposals) > 5
-    assert all(bool(tree.distributions) == rule.needs_distributions for _, tree in proposals)
-    check_pure(runner, hosting, spec, proposals, shape)
-    own.table.clear()
+    hosting = HostedModel(small)
+    check_storm(runner, hosting, OwnTarget(runner, hosting, shape), ruled(SPEC, rule), shape, monkeypatch)
 
 
 def test_the_hosted_model_grows_the_trees_of_a_draft_service(runner: ModelRunner, small: ModelRunner) -> None:
@@ -389,7 +377,7 @@ def test_what_is_rolled_back_teaches_nothing(runner: ModelRunner, small: ModelRu
         hosted.free()
 
 
-@pytest.mark.parametrize("drafter", ["eagle1", "medusa", LAYER_SKIP, "kangaroo"])
+@pytest.mark.parametrize("drafter", [LAYER_SKIP, "kangaroo"])
 def test_who_makes_chains_is_asked_for_no_tree(wide: Path, small: ModelRunner, tmp_path: Path, drafter: str) -> None:
     """By name, in every message that may ask; so is a session without a drafter."""
     runner = ModelRunner.load(str(wide), dtype="float32", kv_tokens=4096)

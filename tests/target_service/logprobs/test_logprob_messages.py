@@ -10,7 +10,7 @@ from support.services.session_clients import TargetClient
 
 from outrider.errors import InvalidRequest
 from outrider.parameters import TokenLogprob
-from outrider.rpc import channels
+from outrider.rpc import wire
 from outrider.rpc.messages.round import logprobs_from
 from target_service import servicer
 
@@ -57,7 +57,7 @@ async def test_a_prompt_too_long_for_a_message_is_refused(
     client: TargetClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At its open, by field, value and limit; 217 bytes an entry of 20 alternatives leave room for four here."""
-    monkeypatch.setattr(channels, "MAX_MESSAGE_BYTES", servicer.OTHER_VERDICT_BYTES + 5 * 217 - 1)
+    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", servicer.OTHER_VERDICT_BYTES + 5 * 217 - 1)
     await client.open(replace(SPEC, logprob_count=20, prompt_logprobs=True))
     message = r"^session\.prompt_len is 6, but must be at most 5 under prompt_logprobs with logprob_count 20$"
     with pytest.raises(InvalidRequest, match=message):
@@ -66,7 +66,7 @@ async def test_a_prompt_too_long_for_a_message_is_refused(
 
 async def test_what_fits_into_a_message_is_not_refused(client: TargetClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five entries for six tokens; nor are log-probabilities of the output alone."""
-    monkeypatch.setattr(channels, "MAX_MESSAGE_BYTES", servicer.OTHER_VERDICT_BYTES + 5 * 217)
+    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", servicer.OTHER_VERDICT_BYTES + 5 * 217)
     await client.open(replace(SPEC, logprob_count=20, prompt_logprobs=True))
     assert len((await verdicts(client, 1))[0]) == 5
 

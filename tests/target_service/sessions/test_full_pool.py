@@ -51,6 +51,19 @@ def test_sessions_take_turns(small: Target, runner: ModelRunner) -> None:
         alone.table.clear()
 
 
+def test_what_is_unread_is_counted(small: Target) -> None:
+    """Prompts until they are read, also one that waits for room, all but their last tokens; and of no idle session."""
+    small.open(spec_of(range(1, 41), 60, eos=()), budget=20)
+    first, small.session_id = small.session_id, os.urandom(16)
+    small.open(spec_of(range(101, 131), 60, eos=()))
+    assert sum(small.sessions.unread().values()) == 39 + 29
+    while (held := small.table.get(first)) is not None and held.session.cached_len < 40:
+        small.device.step(small.verifier.advance)
+    assert sum(small.sessions.unread().values()) == 29
+    small.run()
+    assert sum(small.sessions.unread().values()) == 0
+
+
 def test_an_idle_session_gives_way_and_comes_back(small: Target, runner: ModelRunner) -> None:
     """Its client may be slow; its tokens stay, and its next step computes the cache again."""
     spec = spec_of(PROMPT, 60, eos=())

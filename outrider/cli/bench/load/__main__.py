@@ -44,7 +44,7 @@ from outrider.cli.running import Interrupts, run
 from outrider.errors import InvalidRequest
 from outrider.process import telemetry
 from outrider.process.options import between, grouped
-from outrider.rpc.channels import check_address
+from outrider.rpc.wire import check_address
 
 MOST_STREAMS, MOST_REQUESTS, MOST_TURNS = 4096, 1000, 1000
 MAX_TREE_ROWS, TREE_SIZE = 32, re.compile("(?P<rows>[0-9]{1,3})x(?P<depth>[0-9]{1,3})")

@@ -10,7 +10,7 @@ block is over.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -167,6 +167,7 @@ class Driver:
     """Settings by their names; by default those of the plan."""
     numbers: Iterator[int] = field(default_factory=count)
     """Numbers of the requests, of which no other driver of the same models must have any."""
+    prompt: Callable[[int], str] = fresh_prompt
     models: dict[str, str] = field(default_factory=dict)
     """Names of the served models by process, as far as they have been read."""
     _calls: list[GenerateCall] = field(default_factory=list)
@@ -280,7 +281,7 @@ class Driver:
 
     def _request(self, number: int, temperature: float, speculation: Speculation, tokens: int) -> pb.GenerateRequest:
         return generate_request(
-            fresh_prompt(number),
+            self.prompt(number),
             {
                 "max_tokens": tokens,
                 "ignore_eos": True,

@@ -1,13 +1,14 @@
-/* The product of quantised rows and blocks of weights, once for each way to multiply integers; linear_blocks.c includes
- * this file with the names that it needs:
+/* The product of quantised rows and blocks of weights, once for each way to multiply integers and for inputs of one byte and
+ * of two; linear_blocks.c includes this file with the names that it needs:
  *
  *   TARGET        the attribute of a function that may use these instructions, or nothing
  *   NAMED(name)   the name of a function in this copy
  *   dot(sums, weights, inputs, is_wide)
  *                 adds to each 32-bit sum the products of its four bytes of weights with the four of inputs; weights are
  *                 below 64 unless they are wide
- *   MAX_ROWS      rows of a tile
  *   IS_CENTRED    whether `dot` takes 128 from wide weights itself
+ *   PLANES        bytes of an input
+ *   MAX_ROWS      rows of a tile
  *
  * Integers are exact, so all copies have the same bits. */
 
@@ -38,26 +39,36 @@ TARGET INLINE void NAMED(add_group)(const block_kind *kind, const uint8_t *head,
     UNROLL
     for (int part = 0; part < PARTS; part++) {
         const int outputs = part * WIDTH, width = kind->scale == FLOAT16 ? 2 : 1;
-        ints products[MAX_ROWS];
-        UNROLL
-        for (int r = 0; r < num_rows; r++)
-            products[r] = splat_int(-offset * (rows[r]->sums[0] + (is_halved ? 0 : rows[r]->sums[1])));
+        ints products[MAX_ROWS][PLANES];
         UNROLL
         for (int half = 0; half < 2; half++) {
+            if (half == 0 || is_halved) {
+                UNROLL
+                for (int r = 0; r < num_rows; r++) {
+                    const int32_t sum = rows[r]->sums[half] + (is_halved ? 0 : rows[r]->sums[1]);
+                    products[r][0] = splat_int(PLANES == 1 ? -offset * sum : 0);
+                    products[r][PLANES - 1] = splat_int(-offset * sum);
+                }
+            }
             UNROLL
             for (int quad = 0; quad < 4; quad++) {
                 const bytes weights = NAMED(load_weights)(kind, lines, part, half, quad);
                 UNROLL
                 for (int r = 0; r < num_rows; r++) {
-                    const int32_t inputs = four_bytes(rows[r]->inputs + GROUP / 2 * half + 4 * quad);
-                    products[r] = dot(products[r], weights, inputs, is_wide);
+                    UNROLL
+                    for (int plane = 0; plane < PLANES; plane++) {
+                        const int32_t inputs = four_bytes(rows[r]->inputs[plane] + GROUP / 2 * half + 4 * quad);
+                        products[r][plane] = dot(products[r][plane], weights, inputs, is_wide);
+                    }
                 }
             }
             if (half == 0 && !is_halved) continue;
             const floats shared = load_scales(kind->scale, scales + outputs * width, head + 2 * outputs, half);
             UNROLL
-            for (int r = 0; r < num_rows; r++)
-                sums[r][part] = fused(__builtin_convertvector(products[r], floats), shared * rows[r]->scale, sums[r][part]);
+            for (int r = 0; r < num_rows; r++) {
+                const ints product = PLANES == 1 ? products[r][0] : (products[r][0] << LOW_BITS) + products[r][PLANES - 1];
+                sums[r][part] = fused(__builtin_convertvector(product, floats), shared * rows[r]->scale, sums[r][part]);
+            }
             if (kind->has_minimum) {
                 const uint8_t *minimum_head = head + 2 * LANES + 2 * outputs;
                 const floats least = load_scales(kind->scale, minima + outputs * width, minimum_head, half);
@@ -66,10 +77,6 @@ TARGET INLINE void NAMED(add_group)(const block_kind *kind, const uint8_t *head,
                     const float sum = is_halved ? rows[r]->scale * (float)rows[r]->sums[half] : rows[r]->scaled_sum;
                     sums[r][part] = fused(least, splat(sum), sums[r][part]);
                 }
-            }
-            if (half == 0) {
-                UNROLL
-                for (int r = 0; r < num_rows; r++) products[r] = splat_int(-offset * rows[r]->sums[1]);
             }
         }
     }
@@ -107,16 +114,22 @@ TARGET INLINE void NAMED(block_tile)(const block_job *job, const block_part *par
 TARGET INLINE void NAMED(block_strip)(const block_job *job, const block_part *part, int64_t row, int64_t block,
                                       int64_t num_rows, const block_kind *kind) {
     switch (num_rows) {
-#if MAX_ROWS > 5
+#if MAX_ROWS > 8
     case 10: NAMED(block_tile)(job, part, row, block, 10, kind); break;
     case 9: NAMED(block_tile)(job, part, row, block, 9, kind); break;
+#endif
+#if MAX_ROWS > 5
     case 8: NAMED(block_tile)(job, part, row, block, 8, kind); break;
     case 7: NAMED(block_tile)(job, part, row, block, 7, kind); break;
     case 6: NAMED(block_tile)(job, part, row, block, 6, kind); break;
 #endif
+#if MAX_ROWS > 4
     case 5: NAMED(block_tile)(job, part, row, block, 5, kind); break;
+#endif
+#if MAX_ROWS > 2
     case 4: NAMED(block_tile)(job, part, row, block, 4, kind); break;
     case 3: NAMED(block_tile)(job, part, row, block, 3, kind); break;
+#endif
     case 2: NAMED(block_tile)(job, part, row, block, 2, kind); break;
     default: NAMED(block_tile)(job, part, row, block, 1, kind); break;
     }

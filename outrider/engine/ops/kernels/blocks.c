@@ -228,6 +228,17 @@ int64_t outrider_fill_blocks(pool *threads, int64_t kind, const uint8_t *rows, i
     return atomic_load(&faults);
 }
 
+/* What a kind is taken for here, to be compared with outrider/model_files/gguf/types.py: inputs and bytes of a file's block,
+ * bits, number of the scale, whether there are minima, offset, and sixteen values or zeros. Returns how many kinds there are. */
+int64_t outrider_describe_kind(int64_t number, int64_t facts[6 + 16]) {
+    const block_kind *kind = &block_kinds[number];
+    const int64_t first[6] = {kind->file_inputs, kind->file_bytes, line_bytes(kind) / LINE, kind->scale, kind->has_minimum,
+                              kind->table ? 0 : kind->offset};
+    memcpy(facts, first, sizeof first);
+    for (int i = 0; i < 16; i++) facts[6 + i] = kind->table ? kind->table[i] - kind->offset : 0;
+    return NUM_KINDS;
+}
+
 INLINE float scale_of(int scale, const uint8_t *scales, const uint8_t *head, int lane, int half) {
     const int part = lane / WIDTH * WIDTH, width = scale == FLOAT16 ? 2 : 1;
     return load_scales(scale, scales + part * width, head + 2 * part, half)[lane % WIDTH];
@@ -235,7 +246,7 @@ INLINE float scale_of(int scale, const uint8_t *scales, const uint8_t *head, int
 
 /* Row `row` of a matrix in blocks, exactly as a file's reader has it in float32. */
 static void read_block_row(int64_t format, const uint8_t *blocks, int64_t row, int64_t num_inputs, float *to) {
-    const block_kind *kind = &block_kinds[format - FIRST_KIND];
+    const block_kind *kind = &block_kinds[kind_of(format)];
     const int in_head = head_bytes(kind), in_group = group_bytes(kind), lane = (int)(row % LANES);
     const uint8_t *at = blocks + row / LANES * block_bytes(kind, num_inputs), *head = at;
     for (int64_t group = 0; group * GROUP < num_inputs; group++, at += in_group) {

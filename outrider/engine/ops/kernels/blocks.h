@@ -9,7 +9,8 @@
  *   a line of fifth bits, of which bit j of a byte belongs to inputs 4 j to 4 j + 3, or two of fifth and sixth bits;
  *   its scales of 16 outputs, and its minima in the same way.
  *
- * outrider/engine/ops/blocks.py states the same for torch. */
+ * outrider/engine/ops/blocks.py states the same for torch; the table below is compared with that of
+ * outrider/model_files/gguf/types.py when the kernels are loaded. */
 #ifndef OUTRIDER_BLOCKS_H
 #define OUTRIDER_BLOCKS_H
 
@@ -34,8 +35,9 @@ typedef struct {
     int file_inputs, file_bytes;
 } block_kind;
 
-/* Numbers of weights' formats: floats by their bits, parts that each have a format of their own, kinds of blocks. */
-enum { FORMAT_PARTS = 1, FORMAT_BF16 = 16, FORMAT_F32 = 32, FIRST_KIND = 256 };
+/* Numbers of weights' formats: floats by their bits, parts that each have a format of their own, kinds of blocks whose
+ * products take inputs of one byte, and the same with two; all parts of a matrix take the same. */
+enum { FORMAT_PARTS = 1, FORMAT_BF16 = 16, FORMAT_F32 = 32, FIRST_KIND = 256, FIRST_OF_TWO = 512 };
 #define FOR_KINDS(X)                                                                                          \
     X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(MXFP4)
 #define NAME(kind) kind,
@@ -60,6 +62,8 @@ static const block_kind block_kinds[NUM_KINDS] = {
     [IQ4_XS] = {CHOSEN, BYTE, 0, 128, nonlinear, 256, 136},
     [MXFP4] = {CHOSEN, POWER, 0, 12, fourth, 32, 17},
 };
+
+static inline int64_t kind_of(int64_t format) { return format - (format < FIRST_OF_TWO ? FIRST_KIND : FIRST_OF_TWO); }
 
 /* One of the matrices whose outputs stand side by side. */
 typedef struct {

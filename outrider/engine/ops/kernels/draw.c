@@ -1,5 +1,5 @@
 /* Choosing a token: float64 probabilities, and the argmax of scores plus counter-based Gumbel noise. Knows no
- * parameters.
+ * parameter but a temperature, whose scores are those of outrider/engine/ops/temperature.py, element for element.
  *
  * The noise is that of outrider/engine/noise.py: word = mix(key + G * (token + 1)), u = ((word >> 12) + 0.5) * 2^-52,
  * gumbel = -log(-log(u)). The finaliser is that of splitmix64 (Steele, Lea and Flood, 2014). */
@@ -22,12 +22,15 @@
 /* Above every noise: the largest uniform is 1 - 2^-53, whose noise is 36.74. */
 #define MOST_NOISE 37.0
 
+/* Rows lie row_length apart. Without temperatures they are scores; `highest` is what stands in each row then. */
 typedef struct {
     const float *scores;
     const int64_t *keys;
-    int64_t num_tokens, stretches;
+    int64_t row_length, num_tokens, stretches;
     double *best;
     int64_t *ids;
+    const double *temperatures;
+    float *highest;
 } draw_job;
 
 typedef struct {
@@ -102,16 +105,13 @@ INLINE void consider(const double *sums, int64_t first, int count, double *best,
     }
 }
 
-static void draw_block(const draw_job *job, int64_t row, int64_t first, int64_t end, double *best, int64_t *id) {
-    const float *scores = job->scores + row * job->num_tokens;
-    const int64_t count = end - first < BLOCK ? end - first : BLOCK;
-    if (greatest_float(scores + first, count) + MOST_NOISE <= *best) return;
-    const uint64_t key = (uint64_t)job->keys[row];
+/* scores are those from the token first on. */
+static void draw_block(const float *scores, uint64_t key, int64_t first, int64_t left, double *best, int64_t *id) {
+    if (greatest_float(scores, left < BLOCK ? left : BLOCK) + MOST_NOISE <= *best) return;
     doubles uniforms[BLOCK / DWIDTH], widened[BLOCK / DWIDTH], bound = splat_double(-INFINITY);
     for (int part = 0; part < BLOCK / DWIDTH; part++) {
-        const int64_t token = first + part * DWIDTH;
-        widened[part] = load_scores(scores + token, end - token);
-        uniforms[part] = uniform_of(key, (uint64_t)token);
+        widened[part] = load_scores(scores + part * DWIDTH, left - part * DWIDTH);
+        uniforms[part] = uniform_of(key, (uint64_t)(first + part * DWIDTH));
         const doubles sums = widened[part] + gumbel_bound(uniforms[part]);
         bound = pick_double(sums > bound, sums, bound);
     }
@@ -124,19 +124,52 @@ static void draw_block(const draw_job *job, int64_t row, int64_t first, int64_t 
     }
 }
 
+/* Whether one of them is NaN or +inf. */
+static int has_fault(const float *values, int64_t count) {
+    ints fault = {0};
+    int64_t i = 0;
+    for (; i + WIDTH <= count; i += WIDTH) fault |= ~(load(values + i) < INFINITY);
+    int found = 0;
+    for (int lane = 0; lane < WIDTH; lane++) found |= fault[lane];
+    for (; i < count; i++) found |= !(values[i] < INFINITY);
+    return found;
+}
+
+/* The lowest of the places where the greatest stands; -1 where all are -inf. */
+static int64_t place_of_greatest(const float *values, int64_t count, float greatest) {
+    if (greatest == -INFINITY) return -1;
+    int64_t place = 0;
+    while (place + BLOCK < count && greatest_float(values + place, BLOCK) < greatest) place += BLOCK;
+    while (place < count - 1 && !(values[place] == greatest)) place++;
+    return place;
+}
+
 /* The id stays -1 where no score is finite, and becomes -2 where one is NaN or +inf. */
 static void draw_stretch(const void *argument, uint32_t index) {
     const draw_job *job = argument;
     const int64_t row = index / job->stretches, from = index % job->stretches * STRETCH;
-    const int64_t end = from + STRETCH < job->num_tokens ? from + STRETCH : job->num_tokens;
-    const float *scores = job->scores + row * job->num_tokens;
+    const int64_t count = job->num_tokens - from < STRETCH ? job->num_tokens - from : STRETCH;
+    const float *scores = job->scores + row * job->row_length + from;
+    const double temperature = job->temperatures ? job->temperatures[row] : 1.0;
+    const uint64_t key = (uint64_t)job->keys[row];
+    float scaled[STRETCH];
     double best = -INFINITY;
     int64_t id = -1;
-    int faults = 0;
-    for (int64_t token = from; token < end; token++) faults += !(scores[token] < INFINITY);
-    for (int64_t first = from; first < end; first += BLOCK) draw_block(job, row, first, end, &best, &id);
+    const int is_faulty = has_fault(scores, count);
+    if (temperature == 0.0) {
+        best = greatest_float(scores, count);
+        id = place_of_greatest(scores, count, (float)best);
+        if (id >= 0) id += from;
+    } else {
+        if (temperature != 1.0) {
+            const float highest = job->highest[row], divisor = (float)temperature;
+            for (int64_t i = 0; i < count; i++) scaled[i] = (scores[i] - highest) / divisor;
+            scores = scaled;
+        }
+        for (int64_t i = 0; i < count; i += BLOCK) draw_block(scores + i, key, from + i, count - i, &best, &id);
+    }
     job->best[index] = best;
-    job->ids[index] = faults ? -2 : id;
+    job->ids[index] = is_faulty ? -2 : id;
 }
 
 /* Leaves each row's winner in front of its stretches' and returns how many rows have none. */
@@ -161,9 +194,34 @@ static int64_t settle(const draw_job *job, int64_t num_rows) {
  * afterwards ids begins with the winners of the rows. Returns the number of rows without a sound winner. */
 int64_t outrider_draw(pool *threads, const float *scores, const int64_t *keys, double *best, int64_t *ids,
                       int64_t num_rows, int64_t num_tokens, int64_t stretches) {
-    const draw_job job = {scores, keys, num_tokens, stretches, best, ids};
+    const draw_job job = {scores, keys, num_tokens, num_tokens, stretches, best, ids, NULL, NULL};
     pool_run_costing(threads, draw_stretch, &job, (uint32_t)(num_rows * stretches),
                      8.0 * (double)(num_rows * num_tokens));
+    return settle(&job, num_rows);
+}
+
+static void find_highest(const void *argument, uint32_t row) {
+    const draw_job *job = argument;
+    const double temperature = job->temperatures[row];
+    if (temperature == 0.0 || temperature == 1.0) return;
+    job->highest[row] = greatest_float(job->scores + row * job->row_length, job->num_tokens);
+}
+
+/* logits [num_rows, num_logits], of which the first num_tokens count, and temperatures [num_rows]; highest [num_rows] is
+ * room, all else as for outrider_draw. At temperature 0 no noise is computed: the lowest of the greatest wins. */
+int64_t outrider_choose(pool *threads, const float *logits, const double *temperatures, const int64_t *keys,
+                        float *highest, double *best, int64_t *ids, int64_t num_rows, int64_t num_logits,
+                        int64_t num_tokens, int64_t stretches) {
+    const draw_job job = {logits, keys, num_logits, num_tokens, stretches, best, ids, temperatures, highest};
+    double cost = 0.0;
+    int is_scaled = 0;
+    for (int64_t row = 0; row < num_rows; row++) {
+        cost += (temperatures[row] == 0.0 ? 0.5 : 8.0) * (double)num_tokens;
+        is_scaled |= temperatures[row] != 0.0 && temperatures[row] != 1.0;
+    }
+    if (is_scaled)
+        pool_run_costing(threads, find_highest, &job, (uint32_t)num_rows, 0.5 * (double)(num_rows * num_tokens));
+    pool_run_costing(threads, draw_stretch, &job, (uint32_t)(num_rows * stretches), cost);
     return settle(&job, num_rows);
 }
 
@@ -250,7 +308,8 @@ static void rank_row(const void *argument, uint32_t row) {
     for (int64_t first = 0; first < num_tokens; first += DWIDTH) {
         const int64_t end = first + DWIDTH < num_tokens ? first + DWIDTH : num_tokens;
         doubles sum = load_scores(scores + first, end - first);
-        if (job->keys) sum += gumbel(uniform_of((uint64_t)job->keys[row], (uint64_t)first));
+        /* Of the ids of a target most are none of a head's. */
+        if (job->keys && greatest(sum) > -INFINITY) sum += gumbel(uniform_of((uint64_t)job->keys[row], (uint64_t)first));
         memcpy(sums + first, &sum, (size_t)(end - first) * sizeof(double));
         if (greatest(sum) > best[count - 1]) rank_block(sums, first, end, best, ids, count);
     }
@@ -263,7 +322,7 @@ static void rank_row(const void *argument, uint32_t row) {
             doubles gaps = splat_double(-INFINITY);
             const int64_t token = first + part * DWIDTH, left = num_tokens - token;
             if (left > 0) memcpy(&gaps, sums + token, (size_t)(left < DWIDTH ? left : DWIDTH) * sizeof(double));
-            parts[part] += exponential_double((gaps - highest) / scale);
+            if (greatest(gaps) > -INFINITY) parts[part] += exponential_double((gaps - highest) / scale);
         }
     }
     double lanes[SUM_LANES], total = 0.0;

@@ -82,7 +82,4 @@ void outrider_gate_multiply(pool *threads, const float *gate_up, float *output, 
 void outrider_clamped_multiply(pool *threads, const float *gate_up, float *output, int64_t num_rows, int64_t width,
                                float slope, float limit);
 
-int64_t outrider_draw(pool *threads, const float *scores, const int64_t *keys, double *best, int64_t *ids,
-                      int64_t num_rows, int64_t num_tokens, int64_t stretches);
-
 #endif

@@ -1,7 +1,7 @@
 /* x times the transpose of weights in blocks, plus bias: rows are quantised on the fly, products are integers.
  *
- * A row of x is quantised to eight bits in groups of 32, each with a scale of its own (as Dettmers et al., 2022, "8-bit
- * Optimizers", arXiv 2110.02861, quantise by blocks). A group's products are added as integers, which is exact in any
+ * A row of x is quantised in groups of 32, each with a scale of its own (as Dettmers et al., 2022, "8-bit Optimizers",
+ * arXiv 2110.02861, quantise by blocks), to eight bits or to fifteen. A group's products are added as integers, which is exact in any
  * order; float32 sums go from group to group in one order. So a row's bits depend on nothing but the row, as those of
  * linear.c. Weights are as blocks.h says, and none of them is rounded. */
 #include "blocks.h"
@@ -12,6 +12,10 @@
 #include <sys/auxv.h>
 #endif
 
+/* An input is a byte, or so many times a high byte plus a low one; the largest of a group is this. */
+#define LOW_BITS 7
+#define MOST_OF_ONE 127.0f
+#define MOST_OF_TWO 16319.0f
 /* Far enough that memory answers in time; hardware alone stops at each page. */
 #define PREFETCH_BYTES 8192
 #define ITEMS_PER_THREAD 16
@@ -22,9 +26,10 @@
 
 typedef uint8_t bytes __attribute__((vector_size(REGISTER_BYTES)));
 
-/* A group of a row: its integers, their scale, that times their sum, and the sums of both halves. */
+/* A group of a row: its integers as one byte each or as high and low ones, their scale, that times their sum, and the sums
+ * of both halves. */
 typedef struct {
-    int8_t inputs[GROUP];
+    int8_t inputs[2][GROUP];
     float scale, scaled_sum;
     int32_t sums[2];
 } input_group;
@@ -42,6 +47,7 @@ typedef struct {
     /* The quantised row for each row of the output; null: its own. */
     const int32_t *places;
     int64_t num_rows, num_inputs, num_groups, stride, num_stretches;
+    int has_two_bytes;
     const row_batch *batches;
     /* Of one batch. */
     uint32_t num_items;
@@ -158,13 +164,22 @@ INLINE ints dot_plain(ints sums, bytes weights, int32_t four, int is_wide) {
 #endif
 
 #define TARGET
-#define NAMED(name) name##_plain
+/* Two bytes take twice the registers; and where they are short, compilers many minutes for more rows. */
+#define ROWS_OF_TWO (REGISTER_BYTES == 16 ? 2 : 4)
 #define dot dot_plain
 #define IS_CENTRED PLAIN_IS_CENTRED
-#define MAX_ROWS 5
+#define MAX_ROWS (PLANES == 1 ? 5 : ROWS_OF_TWO)
+#define PLANES 1
+#define NAMED(name) name##_plain
 #include "block_rows.h"
-#undef TARGET
+#undef PLANES
 #undef NAMED
+#define PLANES 2
+#define NAMED(name) name##_plain_of_two
+#include "block_rows.h"
+#undef PLANES
+#undef NAMED
+#undef TARGET
 #undef dot
 #undef IS_CENTRED
 #undef MAX_ROWS
@@ -178,7 +193,7 @@ TARGET INLINE ints dot_fast(ints sums, bytes weights, int32_t four, int is_wide)
     (void)is_wide;
     return (ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(four));
 }
-#define MAX_ROWS 10
+#define MAX_ROWS (PLANES == 1 ? 10 : 8)
 #define IS_CENTRED 0
 static int has_fast(void) { return __builtin_cpu_supports("avx512vnni"); }
 #elif REGISTER_BYTES == 32
@@ -188,7 +203,7 @@ TARGET INLINE ints dot_fast(ints sums, bytes weights, int32_t four, int is_wide)
     (void)is_wide;
     return (ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, _mm256_set1_epi32(four));
 }
-#define MAX_ROWS 5
+#define MAX_ROWS (PLANES == 1 ? 5 : ROWS_OF_TWO)
 #define IS_CENTRED 0
 static int has_fast(void) { return __builtin_cpu_supports("avxvnni"); }
 #elif defined(__aarch64__)
@@ -199,24 +214,31 @@ TARGET INLINE ints dot_fast(ints sums, bytes weights, int32_t four, int is_wide)
                                       : vreinterpretq_s8_u8((uint8x16_t)weights);
     return (ints)vdotq_s32((int32x4_t)sums, centred, vreinterpretq_s8_s32(vdupq_n_s32(four)));
 }
-#define MAX_ROWS 5
+#define MAX_ROWS (PLANES == 1 ? 5 : ROWS_OF_TWO)
 #define IS_CENTRED 1
 static int has_fast(void) { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
 #endif
 
 #ifdef HAS_FAST
-#define NAMED(name) name##_fast
 #define dot dot_fast
+#define PLANES 1
+#define NAMED(name) name##_fast
 #include "block_rows.h"
-#undef TARGET
+#undef PLANES
 #undef NAMED
+#define PLANES 2
+#define NAMED(name) name##_fast_of_two
+#include "block_rows.h"
+#undef PLANES
+#undef NAMED
+#undef TARGET
 #undef dot
 #undef IS_CENTRED
 #undef MAX_ROWS
 #endif
 
-/* A group of x to eight bits. One with NaN or infinity gets such a scale, and so do all its outputs. */
-INLINE void quantise_group(const float *x, int64_t count, input_group *group) {
+/* A group of x to eight or fifteen bits. One with NaN or infinity gets such a scale, and so do all its outputs. */
+INLINE void quantise_group(const float *x, int64_t count, int has_two_bytes, input_group *group) {
     words greatest = {0};
     UNROLL
     for (int i = 0; i < GROUP; i += WIDTH) {
@@ -229,17 +251,22 @@ INLINE void quantise_group(const float *x, int64_t count, input_group *group) {
     memcpy(&largest, &most, sizeof largest);
     /* Below 2^-100 the factor would be infinite, and the products too small to be missed. */
     const int is_usable = most >= 0x0d800000 && most < 0x7f800000;
-    const float factor = is_usable ? 127.0f / largest : 0.0f, magic = 12582912.0f;
+    const float limit = has_two_bytes ? MOST_OF_TWO : MOST_OF_ONE;
+    const float factor = is_usable ? limit / largest : 0.0f, magic = 12582912.0f;
     group->sums[0] = group->sums[1] = 0;
     for (int i = 0; i < GROUP; i += WIDTH) {
         const ints value = (ints)(load_upto(x + i, count - i) * factor + magic) - 0x4b400000;
         const ints kept = is_usable ? value : (ints){0};
+        const ints high = has_two_bytes ? (kept + (1 << (LOW_BITS - 1))) >> LOW_BITS : kept;
+        const ints low = kept - (high << LOW_BITS);
         int32_t total = 0;
-        for (int lane = 0; lane < WIDTH; lane++) group->inputs[i + lane] = (int8_t)kept[lane];
+        for (int lane = 0; lane < WIDTH; lane++) group->inputs[0][i + lane] = (int8_t)high[lane];
+        if (has_two_bytes)
+            for (int lane = 0; lane < WIDTH; lane++) group->inputs[1][i + lane] = (int8_t)low[lane];
         for (int lane = 0; lane < WIDTH; lane++) total += kept[lane];
         group->sums[i >= GROUP / 2] += total;
     }
-    group->scale = is_usable || most >= 0x7f800000 ? largest / 127.0f : 0.0f;
+    group->scale = is_usable || most >= 0x7f800000 ? largest / limit : 0.0f;
     group->scaled_sum = group->scale * (float)(group->sums[0] + group->sums[1]);
 }
 
@@ -248,7 +275,7 @@ static void quantise_row(const void *argument, uint32_t row) {
     const float *x = job->x + row * job->num_inputs;
     input_group *groups = job->rows + row * job->num_groups;
     for (int64_t index = 0; index < job->num_groups; index++)
-        quantise_group(x + index * GROUP, job->num_inputs - index * GROUP, groups + index);
+        quantise_group(x + index * GROUP, job->num_inputs - index * GROUP, job->has_two_bytes, groups + index);
 }
 
 /* Bytes that outrider_linear needs beside its arguments for weights in blocks. */
@@ -267,7 +294,8 @@ void linear_blocks(pool *threads, const float *x, const row_batches *rows, const
         const matrix_part *each = &weights->parts[index];
         if (each->format >= FIRST_KIND) {
             block_part *part = &job.parts[job.num_parts++];
-            part->blocks = each->weight, part->kind = each->format - FIRST_KIND;
+            part->blocks = each->weight, part->kind = kind_of(each->format);
+            job.has_two_bytes = each->format >= FIRST_OF_TWO;
             part->num_outputs = each->num_outputs, part->first_output = first_output;
             /* With one more where some matrix begins in the middle of a block. */
             part->num_blocks = (each->num_outputs + LANES - 1) / LANES +
@@ -284,9 +312,9 @@ void linear_blocks(pool *threads, const float *x, const row_batches *rows, const
         first_output += each->num_outputs;
     }
     job.num_items = (uint32_t)num_items;
-    item_function item = block_item_plain;
+    item_function item = job.has_two_bytes ? block_item_plain_of_two : block_item_plain;
 #ifdef HAS_FAST
-    if (has_fast()) item = block_item_fast;
+    if (has_fast()) item = job.has_two_bytes ? block_item_fast_of_two : block_item_fast;
 #endif
     pool_run_costing(threads, quantise_row, &job, (uint32_t)rows->num_inputs_rows,
                      (double)rows->num_inputs_rows * (double)num_inputs);

@@ -17,6 +17,32 @@ JOINED = 16
 
 
 @triton.jit
+def _softmax_step(q, k, v, ones, columns, counts, maximum, total, output, scale_log2e, WIDE: tl.constexpr):
+    """The softmax's maximum and sum, and the weighted values, after some more keys and values."""
+    if WIDE:
+        scores = tl.dot(q, tl.trans(k.to(tl.float32)), input_precision="ieee")
+    else:
+        scores = tl.dot(q, tl.trans(k))
+    scores = tl.where(columns[None, :] < counts[:, None], scores * scale_log2e, float("-inf"))
+    highest = tl.maximum(maximum, tl.max(scores, 1))
+    # Of a row that sees nothing yet.
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp2(scores - shift[:, None])
+    decay = tl.exp2(maximum - shift)
+    total = total * decay[:, None]
+    output = output * decay[:, None]
+    # Summed by the matrix unit too, whose order does not depend on the number of warps.
+    if WIDE:
+        total = tl.dot(weights, ones, total, input_precision="ieee")
+        output = tl.dot(weights, v.to(tl.float32), output, input_precision="ieee")
+    else:
+        narrow = weights.to(v.dtype)
+        total = tl.dot(narrow, ones, total)
+        output = tl.dot(narrow, v, output)
+    return highest, total, output
+
+
+@triton.jit
 def _sum_chunk(
     query,
     key_cache,
@@ -67,33 +93,26 @@ def _sum_chunk(
         # Loads past the end give 0: a slot there is another's, and 0 times NaN would be NaN.
         k = tl.load(key_cache + places, mask=is_place, other=0.0)
         v = tl.load(value_cache + places, mask=is_place, other=0.0)
-        if WIDE:
-            scores = tl.dot(q, tl.trans(k.to(tl.float32)), input_precision="ieee")
-        else:
-            scores = tl.dot(q, tl.trans(k))
-        scores = tl.where(columns[None, :] < counts[:, None], scores * scale_log2e, float("-inf"))
-        highest = tl.maximum(maximum, tl.max(scores, 1))
-        # Of a row that sees nothing yet.
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
-        weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(maximum - shift)
-        maximum = highest
-        total = total * decay[:, None]
-        output = output * decay[:, None]
-        # Summed by the matrix unit too, whose order does not depend on the number of warps.
-        if WIDE:
-            total = tl.dot(weights, ones, total, input_precision="ieee")
-            output = tl.dot(weights, v.to(tl.float32), output, input_precision="ieee")
-        else:
-            narrow = weights.to(v.dtype)
-            total = tl.dot(narrow, ones, total)
-            output = tl.dot(narrow, v, output)
+        maximum, total, output = _softmax_step(
+            q, k, v, ones, columns, counts, maximum, total, output, scale_log2e, WIDE
+        )
     is_seen = is_lane & (counts > first_column)
     places = chunk_places * num_heads + heads
     tl.store(maxima + places, maximum, mask=is_seen)
     tl.store(sums + places, tl.max(total, 1), mask=is_seen)
     weighted_places = weighted + places[:, None] * HEAD_DIM + dims[None, :]
     tl.store(weighted_places, output, mask=is_seen[:, None] & is_dim[None, :])
+
+
+@triton.jit
+def _rows_of_item(item, item_rows, row_counts, row_chunks, token):
+    """Rows of an item of work, which of a tile's there are, what each sees, and the chunk with its places."""
+    is_row = token < tl.load(item + 1)
+    rows = tl.load(item_rows + tl.load(item) + token, mask=is_row, other=0).to(tl.int64)
+    chunk = tl.load(item + 3)
+    counts = tl.load(row_counts + rows, mask=is_row, other=0)
+    chunk_places = tl.load(row_chunks + rows, mask=is_row, other=0).to(tl.int64) + chunk
+    return rows, is_row, counts, chunk, chunk_places
 
 
 @triton.jit
@@ -122,21 +141,15 @@ def sum_shared_chunks(
     Any number of programs takes them by turns.
     """
     begin_kernel(OVERLAPS)
-    num_items = tl.load(work + NUM_ITEMS)
     items = work + tl.load(work + ITEMS)
     item_rows = work + tl.load(work + ITEM_ROWS)
     row_counts = work + tl.load(work + COUNTS)
     row_chunks = work + tl.load(work + ROW_CHUNKS)
     key_slots = work + tl.load(work + KEY_SLOTS)
     token = tl.arange(0, TILE) // HEADS
-    for index in range(tl.program_id(0), num_items * num_groups, tl.num_programs(0)):
+    for index in range(tl.program_id(0), tl.load(work + NUM_ITEMS) * num_groups, tl.num_programs(0)):
         item = items + (index // num_groups) * 4
-        group = index % num_groups
-        is_row = token < tl.load(item + 1)
-        rows = tl.load(item_rows + tl.load(item) + token, mask=is_row, other=0).to(tl.int64)
-        chunk = tl.load(item + 3)
-        counts = tl.load(row_counts + rows, mask=is_row, other=0)
-        chunk_places = tl.load(row_chunks + rows, mask=is_row, other=0).to(tl.int64) + chunk
+        rows, is_row, counts, chunk, chunk_places = _rows_of_item(item, item_rows, row_counts, row_chunks, token)
         _sum_chunk(
             query,
             key_cache,
@@ -151,7 +164,7 @@ def sum_shared_chunks(
             chunk_places,
             chunk * CHUNK,
             tl.max(counts, 0),
-            group,
+            index % num_groups,
             num_heads,
             num_groups,
             scale_log2e,

@@ -1,4 +1,4 @@
-"""Which token a row's noise chooses: the arithmetic of kernels/choose.c and kernels/draw.c, and so their ids.
+"""Which token a row's noise chooses: the arithmetic of kernels/draw.c, and so its ids.
 
 Noise is that of outrider/engine/noise.py. Its logarithm is the series of Sun's fdlibm (e_log.c) in plain products and
 sums, which every device rounds alike. Ids below 0 are faults: -1 where no score is finite, -2 at a NaN or +inf.

@@ -84,6 +84,38 @@ def multiply_silu(
     tl.store(output + row * width + columns, silu(gate) * up, mask=is_column)
 
 
+@triton.jit
+def _numbers_of_head(parts, bias, places, is_place, part_size, NUM_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Numbers of a product of which each part begins with a head, at places in it, with their bias."""
+    numbers = add_units(parts, places, is_place, part_size, NUM_PARTS)
+    if HAS_BIAS:
+        numbers += tl.load(bias + places, mask=is_place, other=0.0)
+    return numbers
+
+
+@triton.jit
+def _turned(first, second, cos, sin, position, half, TURNING: tl.constexpr):
+    """Halves of a head, of which the first TURNING // 2 pairs are turned by a position."""
+    angles = position * (TURNING // 2) + half
+    row_cos = tl.load(cos + angles, mask=half < TURNING // 2, other=1.0)
+    row_sin = tl.load(sin + angles, mask=half < TURNING // 2, other=0.0)
+    return rotated(first, second, row_cos, row_sin)
+
+
+@triton.jit
+def _place_of_head(query, key_cache, value_cache, work, row, head, num_heads, num_groups, HEAD_DIM: tl.constexpr):
+    """Where a head of a row is stored: one of the queries, the keys or the values."""
+    if head < num_heads:
+        target = query + (row * num_heads + head) * HEAD_DIM
+    else:
+        slot = tl.load(work + tl.load(work + SLOTS) + row).to(tl.int64)
+        place = (slot * num_groups + (head - num_heads) % num_groups) * HEAD_DIM
+        target = key_cache + place
+        if head >= num_heads + num_groups:
+            target = value_cache + place
+    return target
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def split_heads(
     partials,
@@ -125,37 +157,22 @@ def split_heads(
     if row < tl.load(work + NUM_ROWS):
         column = head * HEAD_DIM
         own = partials + row * row_width + column
-        first = add_units(own, low, is_half, part_size, NUM_PARTS)
-        second = add_units(own, high, is_half, part_size, NUM_PARTS)
-        if HAS_BIAS:
-            first += tl.load(bias + column + low, mask=is_half, other=0.0)
-            second += tl.load(bias + column + high, mask=is_half, other=0.0)
+        first = _numbers_of_head(own, bias + column, low, is_half, part_size, NUM_PARTS, HAS_BIAS)
+        second = _numbers_of_head(own, bias + column, high, is_half, part_size, NUM_PARTS, HAS_BIAS)
         if head < num_heads + num_groups:
             if HAS_NORM:
                 dims = tl.arange(0, BLOCK)
-                is_dim = dims < HEAD_DIM
                 # Once more as a whole: its sum is that of the operation, which does not know halves.
-                whole = add_units(own, dims, is_dim, part_size, NUM_PARTS)
-                if HAS_BIAS:
-                    whole += tl.load(bias + column + dims, mask=is_dim, other=0.0)
+                whole = _numbers_of_head(own, bias + column, dims, dims < HEAD_DIM, part_size, NUM_PARTS, HAS_BIAS)
                 factor = norm_factor(whole, size, epsilon)
                 norm = query_norm
                 if head >= num_heads:
                     norm = key_norm
                 first = first * factor * tl.load(norm + low, mask=is_half, other=0.0)
                 second = second * factor * tl.load(norm + high, mask=is_half, other=0.0)
-            angles = tl.load(work + tl.load(work + POSITIONS) + row) * (TURNING // 2) + half
-            row_cos = tl.load(cos + angles, mask=half < TURNING // 2, other=1.0)
-            row_sin = tl.load(sin + angles, mask=half < TURNING // 2, other=0.0)
-            first, second = rotated(first, second, row_cos, row_sin)
-        if head < num_heads:
-            target = query + (row * num_heads + head) * HEAD_DIM
-        else:
-            slot = tl.load(work + tl.load(work + SLOTS) + row).to(tl.int64)
-            place = (slot * num_groups + (head - num_heads) % num_groups) * HEAD_DIM
-            target = key_cache + place
-            if head >= num_heads + num_groups:
-                target = value_cache + place
+            position = tl.load(work + tl.load(work + POSITIONS) + row)
+            first, second = _turned(first, second, cos, sin, position, half, TURNING)
+        target = _place_of_head(query, key_cache, value_cache, work, row, head, num_heads, num_groups, HEAD_DIM)
         tl.store(target + low, first, mask=is_half)
         tl.store(target + high, second, mask=is_half)
 

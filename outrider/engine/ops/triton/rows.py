@@ -54,7 +54,7 @@ def gate_multiply(gate_up, output, width, IS_GELU: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def clamped_multiply(gate_up, output, width, slope, limit, BLOCK: tl.constexpr):
-    """The same with g / (1 + e^(-slope g)) (u + 1), of gates up to limit and u from -limit to limit."""
+    """Product g / (1 + e^(-slope g)) (u + 1), of gates up to limit and u from -limit to limit."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < width

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from outrider.cli.bench.timeline import Doing, Lane, Span, TimelineOptions, drawn, picture, spans_of
+from outrider.cli.bench.timeline import Doing, Lane, TimelineOptions, TimeSpan, drawn, picture, spans_of
 from outrider.client import RoundFacts
 from outrider.errors import InvalidRequest
 
@@ -31,37 +31,37 @@ AHEAD = RoundFacts(branches="hit", draft_compute_us=200, verify_wait_us=600, ver
 def test_a_round_in_turns_fills_its_waits() -> None:
     """A way, queue, computing, the way back; then the same of the target."""
     assert list(spans_of(IN_TURNS, 1000)) == [
-        Span(Lane.WIRE, Doing.WAY, 1000, 1040),
-        Span(Lane.DRAFT, Doing.QUEUE, 1040, 1060),
-        Span(Lane.DRAFT, Doing.COMPUTE, 1060, 1460),
-        Span(Lane.WIRE, Doing.WAY, 1460, 1500),
-        Span(Lane.WIRE, Doing.WAY, 1500, 1550),
-        Span(Lane.TARGET, Doing.QUEUE, 1550, 1600),
-        Span(Lane.TARGET, Doing.COMPUTE, 1600, 2350),
-        Span(Lane.WIRE, Doing.WAY, 2350, 2400),
+        TimeSpan(Lane.WIRE, Doing.WAY, 1000, 1040),
+        TimeSpan(Lane.DRAFT, Doing.QUEUE, 1040, 1060),
+        TimeSpan(Lane.DRAFT, Doing.COMPUTE, 1060, 1460),
+        TimeSpan(Lane.WIRE, Doing.WAY, 1460, 1500),
+        TimeSpan(Lane.WIRE, Doing.WAY, 1500, 1550),
+        TimeSpan(Lane.TARGET, Doing.QUEUE, 1550, 1600),
+        TimeSpan(Lane.TARGET, Doing.COMPUTE, 1600, 2350),
+        TimeSpan(Lane.WIRE, Doing.WAY, 2350, 2400),
     ]
 
 
 def test_what_took_longer_than_its_wait_began_before() -> None:
     """An unasked verdict ends with the wait for it, and so do guesses that were made ahead, with none."""
     assert list(spans_of(UNASKED, 1000)) == [
-        Span(Lane.TARGET, Doing.QUEUE, 500, 600),
-        Span(Lane.TARGET, Doing.COMPUTE, 600, 1300),
+        TimeSpan(Lane.TARGET, Doing.QUEUE, 500, 600),
+        TimeSpan(Lane.TARGET, Doing.COMPUTE, 600, 1300),
     ]
     assert list(spans_of(AHEAD, 1000)) == [
-        Span(Lane.DRAFT, Doing.COMPUTE, 800, 1000),
-        Span(Lane.TARGET, Doing.COMPUTE, 900, 1600),
+        TimeSpan(Lane.DRAFT, Doing.COMPUTE, 800, 1000),
+        TimeSpan(Lane.TARGET, Doing.COMPUTE, 900, 1600),
     ]
 
 
 def test_guesses_of_the_target_s_process_are_in_its_wait() -> None:
     """They come before the verdict, between the same two ways."""
     assert list(spans_of(HOSTED, 0)) == [
-        Span(Lane.WIRE, Doing.WAY, 0, 50),
-        Span(Lane.DRAFT, Doing.COMPUTE, 50, 250),
-        Span(Lane.TARGET, Doing.QUEUE, 250, 350),
-        Span(Lane.TARGET, Doing.COMPUTE, 350, 950),
-        Span(Lane.WIRE, Doing.WAY, 950, 1000),
+        TimeSpan(Lane.WIRE, Doing.WAY, 0, 50),
+        TimeSpan(Lane.DRAFT, Doing.COMPUTE, 50, 250),
+        TimeSpan(Lane.TARGET, Doing.QUEUE, 250, 350),
+        TimeSpan(Lane.TARGET, Doing.COMPUTE, 350, 950),
+        TimeSpan(Lane.WIRE, Doing.WAY, 950, 1000),
     ]
 
 

@@ -36,6 +36,7 @@ from outrider.engine.heads.checkpoint import read_head
 from outrider.engine.heads.layouts import read_eagle1
 from outrider.engine.ops.reference import ReferenceOps
 from outrider.errors import ModelRefused
+from outrider.model_files.drafter_layouts import DSPARK, NOT_SERVED, P_EAGLE
 
 CPU = torch.device("cpu")
 Json = dict[str, object]
@@ -58,7 +59,6 @@ def of_type(kind: str) -> Writer:
     return lambda folder: write_head(folder, speculators_config(kind), random_tensors({"fc.weight": (2, 2)}, 0))
 
 
-BLOCKS = "a block drafter (P-EAGLE, DFlash, DSpark), which guesses all tokens in one pass; only step by step is served"
 LATENT = "an MTP layer of DeepSeek-V3 or GLM-4.5, which has latent attention (MLA) and experts, which are not served"
 GATED = "an MTP layer of Qwen3-Next or Qwen3.5, whose attention is gated and whose norms are centred at zero"
 CELLS = "a Gumiho or Arctic speculator, whose cells are others than their names say"
@@ -69,14 +69,15 @@ BY_NAME: dict[str, tuple[Writer, str]] = {
     "qwen3-next": (named("mtp.pre_fc_norm_embedding.weight", "mtp.fc.weight"), GATED),
     "gumiho": (named("proj.0.weight", model_type="gumiho"), CELLS),
     "arctic": (named("proj.0.weight", architectures=["ArcticLSTMSpeculatorPreTrainedModel"]), CELLS),
-    "peagle": (of_type("peagle"), BLOCKS),
-    "dflash": (of_type("dflash"), BLOCKS),
-    "dspark": (of_type("dspark"), BLOCKS),
-    "dflash-of-its-authors": (named("fc.weight", dflash_config={"target_layer_ids": [1]}), BLOCKS),
-    "peagle-of-its-authors": (named("mask_hidden", "midlayer.hidden_norm.weight"), BLOCKS),
+    "peagle-by-its-tensors": (named("mask_hidden", "midlayer.hidden_norm.weight"), f"{P_EAGLE}: {NOT_SERVED}"),
+    "dspark-by-its-tensors": (named("fc.weight", "model.markov_head.markov_w1.weight"), f"{DSPARK}: {NOT_SERVED}"),
+    "pard": (
+        named("model.embed_tokens.weight", architectures=["LlamaForCausalLM"], pard_token=7, spd_type="pard"),
+        "a PARD draft, which is a model of its own: name it with --draft",
+    ),
     "other-speculators": (
         of_type("jetspec"),
-        "a speculators_model_type that is not served: it must be one of eagle, eagle3, mtp",
+        "a speculators_model_type that is not served: it must be one of eagle, eagle3, mtp, dflash",
     ),
     "fsdp": (named("_fsdp_wrapped_module.midlayer.hidden_norm.weight"), STATE),
     "data-parallel": (named("module.fc.weight"), STATE),

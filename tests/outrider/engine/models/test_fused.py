@@ -159,6 +159,27 @@ def test_without_kernels_the_model_computes_itself() -> None:
     assert ModelRunner(model, ModelIdentity("any", "0", "any", 1, 4096), 64).model is model
 
 
+def test_tables_are_as_long_as_what_is_served() -> None:
+    """By the cache and by the context that was asked for; a longer one later makes them longer, and no bit changes."""
+    config = ModelConfig.read(TARGET)
+    model = Transformer(config, load_tensors(TARGET, config, torch.device("cpu"), torch.bfloat16)[0], native())
+    identity = ModelIdentity("any", "0", "any", 1, 4096)
+    ModelRunner(model, identity, 1024, context_len=300)
+    short = model.tables
+    assert {len(table) for tables in short for table in tables} == {512}
+    small = ModelRunner(model, identity, 64)
+    assert model.tables is short
+    whole = ModelRunner(model, identity, 4096)
+    assert {len(table) for tables in model.tables for table in tables} == {min(4096, config.context_len)}
+    assert all(torch.equal(model.tables[0][place][:512], short[0][place]) for place in range(2))
+    states = []
+    for runner in (small, whole):
+        session = runner.open(range(1, 20), 1)
+        runner.forward([Feed(session)])
+        states.append(kv_state(runner, session)[0])
+    assert torch.equal(states[0], states[1])
+
+
 def test_tensors_that_do_not_fit_are_refused() -> None:
     """C never sees a weight, a table, a cache or a plan that it would misread."""
     runner = runner_of(TARGET, torch.bfloat16)

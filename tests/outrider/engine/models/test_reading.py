@@ -14,7 +14,7 @@ import pytest
 import torch
 from blake3 import blake3
 from gguf import GGMLQuantizationType
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.models.engine_cases import native
 from support.models.tiny_gguf import Metadata, Tensors, write_gguf
 from support.models.tiny_models import TRAINED, write_tiny_model
@@ -22,10 +22,10 @@ from torch import Tensor
 
 from outrider.engine.hf_models import checkpoint as hf_checkpoint
 from outrider.engine.models import checkpoints, gguf, reading, weights
-from outrider.engine.models.checkpoints import SizedCheckpoint, find_checkpoint
+from outrider.engine.models.checkpoints import FolderCheckpoint, SizedCheckpoint, find_checkpoint
 from outrider.engine.models.weights import kept, model_hash, weight_files
 from outrider.engine.ops import Ops, Weight
-from outrider.engine.ops.blocks import BlockMatrix, unpacked
+from outrider.engine.ops.blocks import BlockMatrix, quantise, unpacked
 from outrider.engine.ops.eager import EagerOps
 from outrider.engine.runner import ModelRunner
 from outrider.errors import ModelRefused, NotReady
@@ -109,6 +109,60 @@ def test_blocks_are_filled_in_pieces(
         torch.testing.assert_close(unpacked(weight), unpacked(expected[name]), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", ["safetensors", "F16", "Q5_1"])
+@pytest.mark.parametrize("piece_bytes", [250, 20000])
+def test_matrices_are_quantised_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, bits: int, piece_bytes: int
+) -> None:
+    """To the bits of a whole matrix in bfloat16; what is looked up stays in that."""
+    neurons = 160 if kind == "Q5_1" else 168
+    sizes = {"hidden_size": 96, "intermediate_size": neurons, "head_dim": 24, "num_attention_heads": 4}
+    place = write_tiny_model(tmp_path / "tiny", "llama", **sizes)
+    if kind != "safetensors":
+        place = write_gguf(place, tmp_path / "tiny.gguf", GGMLQuantizationType[kind])
+    found = find_checkpoint(str(place))
+    assert isinstance(found, FolderCheckpoint)
+    expected, whole = found.load(CPU, torch.bfloat16, native())
+    monkeypatch.setattr(reading, "PIECE_BYTES", piece_bytes)
+    tensors, digest = found.load(CPU, torch.bfloat16, native(packed_bits=bits))
+    assert digest == whole
+    assert sum(isinstance(weight, BlockMatrix) for weight in tensors.values()) > 10
+    for name, weight in tensors.items():
+        own = expected[name]
+        assert isinstance(own, Tensor)
+        packed = quantise([own], bits).data if isinstance(weight, BlockMatrix) else own
+        assert torch.equal(weight.data, packed), name
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "gemma3", "phi3"])
+def test_what_decides_or_is_looked_up_is_not_quantised(tmp_path: Path, family: str) -> None:
+    """Routers by any name, biases and norms are as in bfloat16; all matrices of products are quantised from that."""
+    found = find_checkpoint(str(write_tiny_model(tmp_path / "tiny", family)))
+    assert isinstance(found, FolderCheckpoint)
+    expected, tensors = (found.load(CPU, torch.bfloat16, ops)[0] for ops in (native(), native(packed_bits=8)))
+    assert tensors.keys() == expected.keys()
+    for name, weight in tensors.items():
+        own = expected[name]
+        assert isinstance(own, Tensor)
+        stays = own.ndim == 1 or name.endswith((".bias", "mlp.gate.weight", "embed_tokens.weight"))
+        assert isinstance(weight, Tensor if stays else BlockMatrix), name
+        assert torch.equal(weight.data, own if stays else quantise([own], 8).data), name
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize(("fault", "words"), [(float("nan"), "NaN or infinity"), (1e7, "beyond .* another dtype can")])
+def test_weights_that_have_no_scale_are_refused(tmp_path: Path, dtype: str, fault: float, words: str) -> None:
+    """By the file and the name of the tensor."""
+    folder = write_tiny_model(tmp_path / "tiny", "llama")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][-1, -1] = fault
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelRefused, match=rf"model\.safetensors: .*{re.escape(name)} .*{words}"):
+        ModelRunner.load(str(folder), dtype=dtype, kv_tokens=64)
+
+
 @pytest.mark.parametrize("dtype", ["file", "bfloat16"])
 def test_scales_that_are_no_numbers_are_found(tmp_path: Path, dtype: str) -> None:
     """In blocks too, by the name of the tensor; the last piece of a tensor is looked at like the first."""
@@ -144,7 +198,7 @@ def test_a_matrix_is_quantised_before_the_next_one_is_read(
         most = max(most, len(alive))
         return kept(ops, name, weight)
 
-    for module in (checkpoints, gguf):
+    for module in (checkpoints, gguf, weights):
         monkeypatch.setattr(module, "kept", counted)
     ModelRunner.load(found, dtype=dtype, kv_tokens=64)
     assert 1 <= most <= 2

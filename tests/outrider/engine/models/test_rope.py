@@ -15,6 +15,7 @@ from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.json_keys import JsonKeys
 from outrider.engine.models.rope import DynamicRope, Llama3Rope, Rope, YarnRope, rotary_tables, yarn_amplitude
 from outrider.engine.models.rope_keys import read_rope
+from outrider.engine.models.transformer import TABLE_POSITIONS
 
 CPU = torch.device("cpu")
 LENGTH = 300
@@ -124,6 +125,17 @@ def test_dynamic_rows_depend_on_nothing_but_their_position() -> None:
     plain = rotary_tables(Rope(theta=THETA), 16, LENGTH, CPU)[0]
     assert torch.equal(long[:ORIGINAL_LEN], plain[:ORIGINAL_LEN])
     assert not torch.equal(long[ORIGINAL_LEN], plain[ORIGINAL_LEN])
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("head_dim", [4, 12, 128])
+def test_shorter_tables_are_the_beginning_of_longer_ones(scaling: str, head_dim: int) -> None:
+    """To the bit, by runs of positions: what is served does not depend on how long a context it has room for."""
+    parameters, longest = {"rope_theta": THETA, **SCALINGS[scaling]}, 5 * TABLE_POSITIONS
+    whole = ours(head_dim, ORIGINAL_LEN, parameters, longest + 3)
+    for length in range(TABLE_POSITIONS, longest + 1, TABLE_POSITIONS):
+        for table, other in zip(ours(head_dim, ORIGINAL_LEN, parameters, length), whole, strict=True):
+            assert torch.equal(table, other[:length])
 
 
 def test_the_cases_have_pairs_of_every_speed() -> None:

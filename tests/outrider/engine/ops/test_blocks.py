@@ -7,6 +7,7 @@ from torch import Tensor
 
 from outrider.engine.ops import Ops
 from outrider.engine.ops.blocks import BlockMatrix, block_product, parts_of, quantise, unpacked
+from outrider.errors import ModelRefused
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 SIZES = pytest.mark.parametrize(
@@ -50,6 +51,65 @@ def test_weights_on_the_grid_stay_as_they_are(bits: int) -> None:
     once = packed(weight, bits)
     assert torch.equal(once.unpack(), weight)
     assert torch.equal(packed(once.unpack(), bits).unpack(), weight)
+
+
+def hostile_matrices() -> list[Tensor]:
+    """Rows of every size that float16 scales have, ties, zeros of both signs, and the largest weights."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.exp2(torch.linspace(-40, 13, 640))[:, None]
+    halves = torch.randint(-20, 21, (333, 96), generator=generator) / 2
+    anything = torch.randint(0, 0x477FE000, (200, 320), generator=generator, dtype=torch.int32).view(torch.float32)
+    zeros = torch.zeros(9, 96)
+    zeros[::2] *= -1
+    zeros[3:6, :32] = torch.tensor([[-1e-45], [-3e-9], [-3e-8]])
+    most = torch.tensor([[1.0, -2.0]]) * 6.5 * 65504
+    return [
+        torch.randn(640, 70, generator=generator) * sizes,
+        halves,
+        halves * sizes[:333] * 2**-13,
+        anything - anything.flip(1) / 2,
+        zeros,
+        torch.cat((most, -most)) / 2,
+        matrix_of(1, 1),
+        matrix_of(17, 31),
+    ]
+
+
+@BITS
+@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.float32, 425776), (torch.bfloat16, 423936), (torch.float16, 65504)], ids=str
+)
+def test_kernels_quantise_to_the_bits_of_torch(bits: int, name: str, dtype: torch.dtype, most: float) -> None:
+    """Scales, integers, and what fills the last block up."""
+    ops = native(name, num_threads=2, packed_bits=bits)
+    for weight in hostile_matrices():
+        given = weight.clamp(-most, most).to(dtype)
+        made = ops.quantised(given)
+        assert isinstance(made, BlockMatrix)
+        assert torch.equal(made.data, packed(given, bits).data)
+
+
+@BITS
+@pytest.mark.parametrize("fault", [float("nan"), float("-inf"), 1e7])
+def test_a_weight_without_a_scale_is_refused(bits: int, fault: float) -> None:
+    """Its whole group would become zeros, or NaN."""
+    weight = matrix_of(20, 100)
+    weight[17, 99] = fault
+    for ops in every_ops(packed_bits=bits):
+        with pytest.raises(
+            ModelRefused, match=r"1 groups of 32 weights hold NaN or a number beyond (425,776|8,319,008)"
+        ):
+            ops.quantised(weight)
+
+
+@BITS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_matrix_whose_rows_lie_apart_is_quantised_as_any(bits: int, dtype: torch.dtype) -> None:
+    """Columns that stand side by side in memory, as those of a transposed matrix do."""
+    ops, weight = native(packed_bits=bits), matrix_of(500, 384).to(dtype)
+    found, expected = (ops.quantised(each) for each in (weight.T.contiguous().T, weight))
+    assert torch.equal(unpacked(found), unpacked(expected))
 
 
 @BITS

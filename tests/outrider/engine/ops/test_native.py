@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from outrider.engine.ops import choose_ops, library
 from outrider.engine.ops.native import NativeOps
 from outrider.engine.ops.reference import ReferenceOps
 from outrider.errors import InvalidRequest
+from outrider.model_files.gguf.types import KINDS
 
 
 def product_inputs(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -67,6 +69,20 @@ def test_without_kernels_the_reference_computes(monkeypatch: pytest.MonkeyPatch,
     assert isinstance(choose_ops(torch.device("cpu"), 2), ReferenceOps)
 
 
+@pytest.mark.skipif(not BUILT, reason="no kernels are built")
+def test_kernels_that_take_blocks_for_something_else_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library of another version, by the facts of the first type that differs and of all there are."""
+    changed = KINDS | {"Q4_K": replace(KINDS["Q4_K"], block_bytes=145)}
+    monkeypatch.setattr(library, "KINDS", changed)
+    with pytest.raises(
+        RuntimeError, match=r"describes Q4_K as \[256, 144, .* the engine has 13 and \[256, 145, .*build"
+    ):
+        library.load_kernels()
+    monkeypatch.setattr(library, "KINDS", dict(list(KINDS.items())[:-1]))
+    with pytest.raises(RuntimeError, match=r"has 13 types .* the engine has 12"):
+        library.load_kernels()
+
+
 @pytest.mark.parametrize("num_threads", [0, -1, 257])
 def test_thread_counts_are_checked(num_threads: int) -> None:
     """1 to 256 threads, and nothing else."""
@@ -99,9 +115,9 @@ def test_other_operations_check_too() -> None:
     with pytest.raises(ValueError, match="weight"):
         ops.rms_norm(torch.zeros(2, 8), torch.zeros(7), 1e-6)
     with pytest.raises(ValueError, match="even"):
-        ops.silu_multiply(torch.zeros(2, 7))
+        ops.gate_multiply(torch.zeros(2, 7))
     with pytest.raises(ValueError, match="even"):
-        ops.gelu_multiply(torch.zeros(2, 7))
+        ops.gate_multiply(torch.zeros(2, 7), is_gelu=True)
     with pytest.raises(ValueError, match="even"):
         ops.clamped_multiply(torch.zeros(2, 7), 1.0, 1.0)
     with pytest.raises(ValueError, match="scores"):

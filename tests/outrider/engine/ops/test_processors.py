@@ -5,7 +5,7 @@ ARM needs a cross compiler and an emulator: `apt-get install gcc-aarch64-linux-g
 
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +15,13 @@ from support.models.engine_cases import native
 from support.models.gguf_blocks import FORMS, Array, random_blocks
 
 from outrider.engine.ops import library
-from outrider.engine.ops.blocks import KINDS
+from outrider.engine.ops.blocks import LARGEST, quantise
 from outrider.engine.ops.library import processor_levels
+from outrider.model_files.gguf.types import KINDS
 
 KERNELS = library.FOLDER / "kernels"
 DRIVER = Path(__file__).parents[3] / "support" / "blocks_driver.c"
-SOURCES = ("blocks.c", "linear_blocks.c", "linear.c", "pool.c", "rows.c")
+SOURCES = ("blocks.c", "linear_blocks.c", "linear.c", "pool.c", "quantise.c", "rows.c")
 FLAGS = ("-std=gnu11", "-O2", "-ffp-contract=off", "-pthread", "-Wno-psabi")
 OUTPUTS, INPUTS, ROWS = 37, 512, 11
 
@@ -64,19 +65,22 @@ def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.grid
 @pytest.mark.parametrize("kind", FORMS)
 def test_every_processor_has_the_same_bits(command: list[str], kind: str, tmp_path: Path) -> None:
-    """A file's values, and products of rows: one is tiny, one nothing beside a single number, and one is zero."""
+    """A file's values, products of rows, and rows in 8 and 4 bits: tiny, nothing beside a single number, or zero."""
     stored: Array = random_blocks(kind, OUTPUTS, INPUTS)
     x = torch.randn(ROWS, INPUTS, generator=torch.Generator().manual_seed(1))
+    x[2] *= torch.logspace(-12, 4, INPUTS)
     x[3] *= 1e-30
     x[4, 7] = 1e20
     x[5] = 0
     ops = native()
     matrix = ops.blocks(kind, OUTPUTS, INPUTS)
     ops.fill(matrix, torch.from_numpy(stored), 0)
-    expected = torch.cat((ops.linear(x, matrix).flatten(), ops.embed(matrix, torch.arange(OUTPUTS)).flatten()))
+    products = [ops.linear(x, replace(matrix, input_bits=bits)).flatten() for bits in LARGEST]
+    floats = torch.cat((*products, ops.embed(matrix, torch.arange(OUTPUTS)).flatten()))
+    made = [quantise([x[:4]], bits).data.flatten() for bits in (8, 4)]
+    expected = torch.cat((floats.view(torch.uint8), *made))
     (tmp_path / "stored").write_bytes(stored.tobytes())
     (tmp_path / "x").write_bytes(x.numpy().tobytes())
     sizes = (str(each) for each in (list(KINDS).index(kind), OUTPUTS, INPUTS, ROWS))
     subprocess.run([*command, *sizes, *(str(tmp_path / name) for name in ("stored", "x", "found"))], check=True)
-    found = np.fromfile(tmp_path / "found", np.uint32)
-    assert np.array_equal(found, expected.numpy().view(np.uint32))
+    assert np.array_equal(np.fromfile(tmp_path / "found", np.uint8), expected.numpy())

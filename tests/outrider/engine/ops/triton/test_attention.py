@@ -199,7 +199,7 @@ def test_the_check_passes_without_a_fault() -> None:
         # Values past a list's end are read: nought times NaN.
         ("v = tl.load(value_cache + places, mask=is_place, other=0.0)", "v = tl.load(value_cache + places)"),
         # A row sees what the longest row of its tile sees.
-        ("columns[None, :] < counts[:, None]", "columns[None, :] < end_column"),
+        ("columns[None, :] < counts[:, None]", "columns[None, :] < tl.max(counts, 0)"),
         # The rows of a tile are taken for token rows that follow each other.
         (
             "tl.load(item_rows + tl.load(item) + token, mask=is_row, other=0).to",

@@ -1,0 +1,330 @@
+"""Where a session goes: to the service with which all that wait, wait least. `choose` is pure.
+
+Each link has a book of what this gateway knows of its service; a service that was replaced has a new one. All terms of
+the cost of a place are microseconds of somebody's waiting:
+
+    p (B + U) + p min(O, (owners - 1) (B + U))      the prompt, after those that wait there already
+    + E / tau (c - least c + (n + 1) d + q)         slower steps than elsewhere, and what its rows cost all n + 1
+    + s k / (1 - k)                                 a cache that is nearly full
+
+U are the tokens of the prompt that are not in the cache there, B and O those that wait there, of this gateway and of
+others, who have equal shares; p is what a token of a prompt costs, c a step there, d what the rows of one more session
+add to it, and q how long a step is waited for. E tokens are expected, tau in a round. k is the share of the cache that
+is in use. What is known of no place is left out, and what is known of some is believed of the others.
+"""
+
+import asyncio
+import hashlib
+import math
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from statistics import fmean, median_low
+from typing import Self
+
+from gateway.rounds.target_costs import TargetCosts
+from outrider.estimates.row_costs import Average
+
+BLOCK_TOKENS = 64  # of a prompt, that have one digest
+KEY_BLOCKS = 4  # prompts that have so many blocks in common meet, where places are as good as equal
+SLICE_TOKENS = 8192  # their digests take a third of a millisecond, and then others have their turn
+SAME_COST, SAME_US = 1.05, 1_000.0  # costs that differ by so much are equal
+ALIKE = 1.5  # times the least: of two that differ by more one is another machine, or busy with something else
+LEAST_ROW_US = 10.0  # of a row in a step: messages take the time of processes where rows are free
+CACHE_US = 150_000.0  # s
+JOINING_S = 10.0  # an empty service looks best to all gateways at once
+USUAL_OUTPUT = 128.0  # tokens of an answer, before there was one
+LEAST_PROMPT = 16  # tokens that must have been read to say what one costs
+
+
+class PlacedFor(StrEnum):
+    """Why a session went where it went."""
+
+    ONLY = "only"  # no other place was open to it
+    HIT = "hit"  # more of its prompt is in the cache there than elsewhere
+    LOAD = "load"
+    TIE = "tie"  # several were as good as equal, and gateways choose alike among them
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPrefix:
+    """The beginning of a prompt, by which sessions that share it find each other."""
+
+    key: bytes = b""
+    """Names its first blocks; empty where nothing is known of it."""
+    chain: tuple[bytes, ...] = ()
+    """A digest of the salt, and one of each whole block with all before it."""
+
+    @property
+    def blocks(self) -> tuple[bytes, ...]:
+        return self.chain[1:]
+
+    @classmethod
+    async def of(cls, token_ids: Sequence[int], salt: bytes) -> Self:
+        """Prefix of a prompt; prompts of different salts have nothing in common."""
+        prefix = cls(b"", (_digest(b"", salt),))
+        for end in range(SLICE_TOKENS, len(token_ids), SLICE_TOKENS):
+            prefix = prefix.grown(token_ids[:end])
+            await asyncio.sleep(0)
+        chain = prefix.grown(token_ids).chain
+        key = chain[: KEY_BLOCKS + 1][-1] if len(chain) > 1 else _digest(chain[0], _bytes_of(token_ids))
+        return cls(key, chain)
+
+    def grown(self, token_ids: Sequence[int]) -> Self:
+        """Prefix of these tokens, which begin with those that it is of."""
+        links = list(self.chain)
+        for start in range(BLOCK_TOKENS * len(self.blocks), len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+            links.append(_digest(links[-1], _bytes_of(token_ids[start : start + BLOCK_TOKENS])))
+        return replace(self, chain=tuple(links))
+
+
+NO_PREFIX = PromptPrefix()
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceWish:
+    """What makes one place better than another for a session."""
+
+    length: int = 0
+    """Tokens that the service has to read."""
+    output: float = USUAL_OUTPUT
+    """Tokens that it is expected to make."""
+    prefix: PromptPrefix = NO_PREFIX
+    numerics_id: str = ""
+    """Numerics of where it was before; under others it may go on with other tokens."""
+
+
+NO_WISH = PlaceWish()
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFigures:
+    """What is known of one place now; None where nothing is."""
+
+    address: str
+    numerics_id: str = ""
+    hit_len: int = 0
+    """Tokens of the prompt that should be in its cache."""
+    session_count: int = 0
+    own_waiting_tokens: int = 0
+    """Tokens of this gateway's prompts that wait to be read."""
+    waiting_tokens: int = 0
+    """Tokens of all prompts that wait there."""
+    owner_count: int = 1
+    """Gateways that have sessions there."""
+    prompt_token_us: float | None = None
+    step_us: float | None = None
+    row_us: float | None = None
+    """What a step costs more with one session more."""
+    round_tokens: float = 1.0
+    queue_us: float = 0.0
+    """How long a round waits there before its step begins."""
+    free_tokens: int | None = None
+    """Tokens that its cache can take."""
+    cache_share: float | None = None
+    """Share of its cache that is in use."""
+    is_draining: bool = False
+    is_joining: bool = False
+    is_failing: bool = False
+    """The service's device hung when a session was there last."""
+    has_failed: bool = False
+    """The service has just lost this session."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A choice that was made, as it can be printed."""
+
+    address: str
+    reason: PlacedFor
+    costs_us: tuple[tuple[str, float], ...] = ()
+    """Costs of all places that were open, by address."""
+
+    def __str__(self) -> str:
+        costs = ", ".join(f"{address} {us / 1e3:.1f} ms" for address, us in self.costs_us)
+        return f"{self.address} ({self.reason}{f': {costs}' if costs else ''})"
+
+
+def choose(places: Sequence[LinkFigures], wish: PlaceWish) -> Placement | None:
+    """The place of a session; None where none is open. Gateways that know the same choose the same."""
+    steady = [each.session_count for each in places if not (each.is_joining or each.is_draining)]
+    most = median_low(steady) + 1 if steady else math.inf
+
+    def rank(each: LinkFigures) -> tuple[bool, ...]:
+        # What is worse than any cost, the worst first.
+        uncached = wish.length - each.hit_len + wish.output
+        return (
+            each.has_failed,
+            each.is_failing,
+            wish.numerics_id not in {"", each.numerics_id},
+            each.free_tokens is not None and each.free_tokens < uncached,
+            each.is_joining and each.session_count >= most,
+        )
+
+    best = min((rank(each) for each in places if not each.is_draining), default=None)
+    open_ones = [each for each in places if not each.is_draining and rank(each) == best]
+    if len(open_ones) < 2:
+        return Placement(open_ones[0].address, PlacedFor.ONLY) if open_ones else None
+    costs = costs_us(open_ones, wish)
+    least = min(costs)
+    near = [
+        each for each, cost in zip(open_ones, costs, strict=True) if cost <= max(SAME_COST * least, least + SAME_US)
+    ]
+    # The first one where nothing names the prompt.
+    chosen = max(near, key=lambda each: _weight(wish.prefix.key, each.address)) if wish.prefix.key else near[0]
+    reason = PlacedFor.TIE
+    if len(near) == 1:
+        has_most = chosen.hit_len == max(each.hit_len for each in open_ones) > min(each.hit_len for each in open_ones)
+        reason = PlacedFor.HIT if has_most else PlacedFor.LOAD
+    return Placement(chosen.address, reason, tuple(zip((each.address for each in open_ones), costs, strict=True)))
+
+
+def costs_us(places: Sequence[LinkFigures], wish: PlaceWish) -> list[float]:
+    """Cost of each place, in microseconds that somebody waits."""
+    prompts_us, steps_us = _alike([each.prompt_token_us for each in places]), _alike([each.step_us for each in places])
+    rows_us = [each.row_us for each in places if each.row_us is not None]
+    # Those of all: of one alone they are mostly chance, and a place that once looked dear would not be seen again.
+    row_us = max(fmean(rows_us or [0.0]), LEAST_ROW_US)
+    rounds = wish.output / max(1.0, *(each.round_tokens for each in places))
+    shares = _known([each.cache_share for each in places])
+    costs = []
+    for each, prompt_us, step_us, share in zip(places, prompts_us, steps_us, shares, strict=True):
+        own = each.own_waiting_tokens + max(wish.length - each.hit_len, 0)
+        others = max(each.waiting_tokens - each.own_waiting_tokens, 0)
+        read_us = prompt_us * (own + min(others, (each.owner_count - 1) * own))
+        # It was those who were there that were waited for.
+        queue_us = each.queue_us if each.session_count else 0.0
+        decode_us = rounds * (step_us - min(steps_us) + (each.session_count + 1) * row_us + queue_us)
+        full = min(share, 0.99)
+        costs.append(read_us + decode_us + CACHE_US * full / (1 - full))
+    return costs
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    """Figures of places; what is known of some is believed of the others."""
+    known = [each for each in values if each is not None]
+    mean = fmean(known or [0.0])
+    return [mean if each is None else each for each in values]
+
+
+def _alike(values: Sequence[float | None]) -> list[float]:
+    """Figures of places, where all that are hardly above the least are like it: equal services differ by chance."""
+    known = _known(values)
+    least = min(known)
+    return [each if each > ALIKE * least else least for each in known]
+
+
+def _weight(key: bytes, address: str) -> bytes:
+    """Rendezvous: of equal places the one with the highest weight, so that one more or less moves only its own keys."""
+    return hashlib.blake2b(key + address.encode(), digest_size=8).digest()
+
+
+def _digest(before: bytes, content: bytes) -> bytes:
+    return hashlib.blake2b(before + content, digest_size=16).digest()
+
+
+def _bytes_of(token_ids: Sequence[int]) -> bytes:
+    return array("q", token_ids).tobytes()
+
+
+@dataclass(slots=True)
+class OpenPlace:
+    """A session in a link's book."""
+
+    waiting: int
+    """Tokens that the service has not read yet, as far as an answer has shown."""
+    number: int
+    prefix: PromptPrefix
+    touched: tuple[int, ...]
+    """By which opening each block of its prompt was there last, as far as it was expected to be cached."""
+    oldest_waiting: float
+
+
+class LinkBook:
+    """What this gateway knows of one incarnation of a service, beside what it says in frames."""
+
+    def __init__(self, joined_s: float, cache_tokens: int = 0) -> None:
+        """`cache_tokens` is how many tokens the service's cache holds."""
+        self.joined_s = joined_s
+        self._most_blocks = cache_tokens // BLOCK_TOKENS
+        self.costs: TargetCosts | None = None
+        """What its policy has learnt."""
+        self.prompt_token_us, self.queue_us = Average(), Average()
+        self._sessions: dict[bytes, OpenPlace] = {}
+        self._sent: OrderedDict[bytes, int] = OrderedDict()
+        """Digests of prompts that were sent, by the opening that had them last; the oldest comes first."""
+        self.num_opened = 0  # sessions, since the service was there first
+
+    @property
+    def session_count(self) -> int:
+        """Sessions of this gateway there."""
+        return len(self._sessions)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of this gateway's prompts that wait to be read."""
+        return sum(each.waiting for each in self._sessions.values())
+
+    def hit_len(self, prefix: PromptPrefix) -> int:
+        """Tokens of a prompt that should be in the service's cache."""
+        blocks = prefix.blocks
+        return BLOCK_TOKENS * next((at for at, each in enumerate(blocks) if each not in self._sent), len(blocks))
+
+    def opened(self, session_id: bytes, length: int, prefix: PromptPrefix) -> None:
+        """A session with so many tokens was sent; its blocks are cached from now on, in place of the oldest."""
+        hit_len = self.hit_len(prefix)
+        touched = tuple(self._sent[each] for each in prefix.blocks[: hit_len // BLOCK_TOKENS])
+        oldest = min((each.number for each in self._sessions.values() if each.waiting), default=math.inf)
+        self.num_opened += 1
+        self._sessions[session_id] = OpenPlace(max(length - hit_len, 1), self.num_opened, prefix, touched, oldest)
+        self._keep(prefix)
+
+    def answered(self, session_id: bytes, length: int, prefix_len: int, compute_us: int) -> None:
+        """A session's first answer came: so much was in the cache, and the rest took so many microseconds."""
+        place = self._sessions.get(session_id)
+        if place is None or not place.waiting:
+            return
+        place.waiting = 0
+        if length - prefix_len >= LEAST_PROMPT and compute_us > 0:
+            self.prompt_token_us.add(compute_us / (length - prefix_len))
+        missed = prefix_len // BLOCK_TOKENS
+        if missed < len(place.touched) and place.touched[missed] < place.oldest_waiting:
+            # What was there before that block is gone too; one that was not read yet could not be there.
+            while self._sent and next(iter(self._sent.values())) <= place.touched[missed]:
+                self._sent.popitem(last=False)
+
+    def closed(self, session_id: bytes, token_ids: Sequence[int] = ()) -> None:
+        """It ended; what it said stays in the cache for the next turn, where the tokens of all of it are given."""
+        place = self._sessions.pop(session_id, None)
+        if place is not None and place.prefix.chain and token_ids and not place.waiting:
+            self._keep(place.prefix.grown(token_ids))
+
+    def figures(self, address: str, wish: PlaceWish, now_s: float, others: int = 0) -> LinkFigures:
+        """What is known for a session now, while so many sessions of other gateways are there."""
+        num_sessions, costs = self.session_count + others, self.costs
+        found = LinkFigures(
+            address,
+            hit_len=self.hit_len(wish.prefix),
+            session_count=num_sessions,
+            own_waiting_tokens=self.waiting_tokens,
+            waiting_tokens=self.waiting_tokens,
+            prompt_token_us=self.prompt_token_us.mean or None,
+            queue_us=self.queue_us.mean,
+            is_joining=now_s - self.joined_s < JOINING_S,
+        )
+        if costs is None or not costs.verify_us.known:
+            return found
+        session_rows = max(costs.rows.mean / costs.load, 1.0)
+        step_us = costs.verify_us.at((num_sessions + 1) * session_rows)
+        row_us = max(step_us - costs.verify_us.at(max(num_sessions * session_rows, 1.0)), 0.0)
+        return replace(found, step_us=step_us, row_us=row_us, round_tokens=costs.tokens.mean)
+
+    def _keep(self, prefix: PromptPrefix) -> None:
+        # The last block first: without the first one no other is of use.
+        for each in reversed(prefix.blocks):
+            self._sent[each] = self.num_opened
+            self._sent.move_to_end(each)
+        while len(self._sent) > self._most_blocks:
+            self._sent.popitem(last=False)
