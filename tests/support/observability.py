@@ -26,6 +26,13 @@ TYPES = frozenset({"gauge", "counter", "summary", "histogram"})
 RESERVED = {"_bucket": {"histogram"}, "_sum": {"histogram", "summary"}, "_count": {"histogram", "summary"}}
 
 
+def documented() -> list[str]:
+    """The families that docs/observability.md has a row for, in its order."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "observability.md"
+    rows = [line for line in page.read_text().splitlines() if line.startswith(("| `outrider_", "| `process_"))]
+    return [row.split("`")[1] for row in rows]
+
+
 def num_descriptors(pid: int) -> int:
     """How many descriptors a running process has."""
     return len(os.listdir(f"/proc/{pid}/fd"))

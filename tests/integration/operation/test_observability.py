@@ -15,7 +15,7 @@ import pytest_asyncio
 import yaml
 from faults.service import KV_TOKENS, MODELS, Process, launch_of
 from support.basics import eventually
-from support.observability import TraceCollector, collecting, families, findings
+from support.observability import TraceCollector, collecting, documented, families, findings
 from support.stack import request_of
 
 from outrider.rpc.channels import open_channel
@@ -30,12 +30,6 @@ MARKER = "swordfish"
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 REST_TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PROMPT = f"Once upon a time there was a {MARKER} who said: open"
-# On every dashboard of processes, and a size that does not change.
-OTHER_EYES = {
-    *("process_cpu_seconds_total", "process_resident_memory_bytes"),
-    *("outrider_tasks", "outrider_kv_blocks", "outrider_drafter_kv_blocks", "outrider_key_store_up"),
-}
-METRIC = re.compile(r"\b(outrider_\w+)\b")
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -159,29 +153,6 @@ async def test_services_and_gateway_count_the_same(live: Live) -> None:
     assert forwards["outrider_forward_sessions_count"] == target["outrider_forwards_total"].samples[0].value > 0
 
 
-async def test_the_dashboard_asks_only_for_what_there_is(live: Live) -> None:
-    """Every metric in it is exported, and every family but the few that are for other eyes is in it."""
-    asked = set(METRIC.findall((MONITORING / "dashboards" / "outrider.json").read_text()))
-    there = exported(live)
-    parts = {f"{name}_{part}" for name in there for part in ("bucket", "sum", "count")}
-    assert asked - there - parts == set()
-    shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked} | asked
-    assert {name for name in there - shown if not name.startswith("outrider_request_")} == OTHER_EYES
-
-
-async def test_prometheus_scrapes_what_compose_serves() -> None:
-    """Each process of compose.yaml serves its metrics where prometheus.yml looks for them."""
-    services = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
-    jobs = yaml.safe_load((MONITORING / "prometheus.yml").read_text())["scrape_configs"]
-    targets = {target for job in jobs for config in job["static_configs"] for target in config["targets"]}
-    served = {name: services[name]["environment"]["OUTRIDER_METRICS_LISTEN"] for name in ("gateway", "draft", "target")}
-    assert targets == {f"{name}:{listen.rpartition(':')[2]}" for name, listen in served.items()}
-    for service in ("prometheus", "grafana"):
-        assert services[service]["profiles"] == ["monitoring"]
-        for volume in services[service]["volumes"]:
-            assert (ROOT / "deploy" / volume.partition(":")[0]).exists()
-
-
 async def test_prometheus_can_rename_figures_to_vllm_s(live: Live) -> None:
     """Each that is to be renamed is exported by the gateway or the target."""
     jobs = yaml.safe_load((MONITORING / "prometheus.yml").read_text())["scrape_configs"]
@@ -196,12 +167,7 @@ async def test_prometheus_can_rename_figures_to_vllm_s(live: Live) -> None:
 
 async def test_the_document_lists_every_metric_and_no_other(live: Live) -> None:
     """docs/observability.md has a row for each family."""
-    rows = [
-        line
-        for line in (ROOT / "docs" / "observability.md").read_text().splitlines()
-        if line.startswith(("| `outrider_", "| `process_"))
-    ]
-    listed = [row.split("`")[1] for row in rows]
+    listed = documented()
     assert len(listed) == len(set(listed))
     assert set(listed) == exported(live)
 
