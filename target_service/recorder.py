@@ -35,7 +35,7 @@ CONTEXT_TOKENS = 256
 MIN_ANSWER_TOKENS = 8
 MAX_PENDING_BYTES = 64 << 20
 FACTS = "recorded.json"
-SHARD, SUFFIX, UNFINISHED = "shard-", ".safetensors", ".partial"
+SHARD, VERSION, SUFFIX, UNFINISHED = "shard-", "version-", ".safetensors", ".partial"
 
 
 class RecordedRows(NamedTuple):
@@ -171,9 +171,15 @@ def shards(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{SHARD}*{SUFFIX}"), key=number_of)
 
 
+def versions(folder: Path) -> list[Path]:
+    """Folders of a head's versions that were published, the oldest first."""
+    found = (path for path in folder.glob(f"{VERSION}*") if path.name.removeprefix(VERSION).isdecimal())
+    return sorted(found, key=number_of)
+
+
 def number_of(path: Path) -> int:
-    """The number in the name of such a file."""
-    return int(path.name.removeprefix(SHARD).removesuffix(SUFFIX))
+    """The number in the name of such a file or version."""
+    return int(path.name.removeprefix(SHARD).removeprefix(VERSION).removesuffix(SUFFIX))
 
 
 def _write_whole(path: Path, data: bytes) -> None:

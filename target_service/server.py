@@ -30,7 +30,7 @@ from outrider.model_service.server import LoadedModel, RunningModelService, desc
 from outrider.model_service.settings import MAX_THREADS, Dtype, Listen, ModelServiceSettings, check_model
 from outrider.parameters import SamplingParameters
 from outrider.process.options import Setting, within
-from target_service.recorder import Recorder
+from target_service.recorder import Recorder, versions
 from target_service.servicer import TargetServicer
 from target_service.sessions import TargetSessions
 from target_service.states import UNACKNOWLEDGED_WINDOW, TargetState
@@ -151,7 +151,7 @@ def load_heads(target: ModelRunner, settings: TargetSettings) -> list[Drafter[An
     """The head, and the newest version of it that was learnt from answers; raises ModelRefused about the first."""
     heads = [load_head(target, settings.head, settings.dtype, settings.draft_threads)]
     folder = Path(settings.learnt).expanduser()
-    found = sorted(folder.glob("version-*[0-9]")) if settings.learnt else []
+    found = versions(folder) if settings.learnt else []
     if settings.learnt and not found:
         log.info("no version of the head is published yet", folder=str(folder))
     if found:

@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 
 from outrider.errors import InvalidRequest
 from outrider.process.options import between
-from target_service.recorder import FACTS, number_of, shards
+from target_service.recorder import FACTS, VERSION, number_of, shards, versions
 from training.draft_report import kept_of, tokens_a_round
 from training.head_files import HeadFiles
 from training.head_run import begin_with, new_head
@@ -36,7 +36,6 @@ from training.steady import SteadyConsole
 from training.storage import Storage, write_whole
 from training.stored import AnswerBlocks, Material, StoredTeacher, head_loss, over_raw_features
 
-VERSION = "version-"
 KEPT_VERSIONS = 3
 HELD_OUT_SHARE = 0.1
 MIN_HELD_OUT = 8
@@ -193,7 +192,7 @@ class OnlineRun:
     @property
     def _published(self) -> Path | None:
         """The last version that was published before the one under way."""
-        earlier = [path for path in versions(self.storage.out) if path.name < f"{VERSION}{self._number:03}"]
+        earlier = [path for path in versions(self.storage.out) if number_of(path) < self._number]
         return earlier[-1] if earlier else None
 
     def _head(self, folder: Path) -> Eagle3:
@@ -237,11 +236,6 @@ class OnlineRun:
                 rounds.append((before, after))
                 weights.append(count)
         return gain_of(rounds, weights)
-
-
-def versions(out: Path) -> list[Path]:
-    """Folders of the published versions, the oldest first."""
-    return sorted(path for path in out.glob(f"{VERSION}*") if path.suffix != ".partial")
 
 
 def different(files: Sequence[Path]) -> list[Path]:

@@ -17,12 +17,12 @@ from support.stack import TARGET, running_stack
 
 from outrider.cli.bench.common import OPENINGS
 from outrider.errors import InvalidRequest
-from target_service.recorder import number_of, shards
+from target_service.recorder import number_of, shards, versions
 from target_service.server import TargetSettings, start
 from training.head_files import HeadFiles
 from training.idle import BlocksWhenIdle, IdleMachine
 from training.model import trained_model
-from training.online import Gain, check_record, different, gain_of, linked, versions
+from training.online import Gain, check_record, different, gain_of, linked
 
 pytestmark = pytest.mark.slow
 

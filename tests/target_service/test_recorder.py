@@ -27,7 +27,7 @@ from outrider.engine.runner import ModelRunner
 from outrider.errors import InvalidRequest
 from outrider.v1 import generation_service_pb2 as pb
 from target_service import recorder
-from target_service.recorder import Recorder, number_of, shards
+from target_service.recorder import Recorder, number_of, shards, versions
 from target_service.server import TargetSettings
 from target_service.sessions import TargetSessions
 from training.stored import Material
@@ -287,3 +287,10 @@ def test_a_killed_target_leaves_whole_files(runner: ModelRunner, tmp_path: Path)
     assert not [*kept.glob("*.partial")]
     assert [number_of(path) for path in shards(kept)] == [0, 1, 2]
     assert load_file(shards(kept)[2])["token_ids"][0].tolist() == tokens
+
+
+def test_the_newest_version_has_the_highest_number(tmp_path: Path) -> None:
+    """Also from the thousandth on; one that is being written, or has another name, is none."""
+    for name in ("version-1000", "version-999", "version-001", "version-1001.partial", "version-x1"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in versions(tmp_path)] == ["version-001", "version-999", "version-1000"]
