@@ -106,7 +106,9 @@ async def test_no_session_goes_to_a_target_that_drains() -> None:
 @pytest.mark.slow
 async def test_a_gateway_whose_only_target_drains_is_not_ready() -> None:
     """Requests that run go on; a new one is refused with the reason, and health says so before."""
-    async with running_stack(gateway={**PATIENT, "rest_listen": "127.0.0.1:0"}) as stack:
+    # What a new request waits for, a target that comes instead, does not come here.
+    settings = {**PATIENT, "rest_listen": "127.0.0.1:0", "rebuild_budget_seconds": 0.5}
+    async with running_stack(gateway=settings) as stack:
         assert stack.gateway is not None
         plain = await stack.generate(**ASKED)
         halted = HaltedTarget(stack, 6)
