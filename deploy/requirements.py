@@ -10,7 +10,8 @@ from pathlib import Path
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-GATEWAY = [*PROJECT["dependencies"], *EXTRAS["gateway"], *EXTRAS["redis"]]
+# A lock holds for each Python that the base image may have: redis needs async-timeout before 3.11.3.
+GATEWAY = [*PROJECT["dependencies"], *EXTRAS["gateway"], *EXTRAS["redis"], "async-timeout"]
 # The others are made of the gateway's environment; pip fetches the assistant.
 WANTED = {
     "gateway": GATEWAY,

@@ -37,3 +37,16 @@ def test_what_torch_needs_is_locked() -> None:
     }
     locked = pins(ROOT / "deploy" / "engine.lock")
     assert {name for name in wanted if not name.startswith(FOR_GPUS)} <= locked.keys()
+
+
+@pytest.mark.parametrize("python", ["3.11.0", "3.12.0", "3.13.0", "3.14.0"])
+def test_a_lock_holds_for_each_python(python: str) -> None:
+    """What is locked asks for nothing that is not, whichever Python the base image has."""
+    locked = pins(ROOT / "deploy" / "gateway.lock") | pins(ROOT / "deploy" / "engine.lock")
+    here = {"python_version": python.rpartition(".")[0], "python_full_version": python, "extra": ""}
+    missing = set()
+    for name in locked.keys() - {"async-timeout"}:
+        needed = [Requirement(line) for line in requires(name) or ()]
+        wanted = {canonicalize_name(each.name) for each in needed if each.marker is None or each.marker.evaluate(here)}
+        missing |= {(name, each) for each in wanted - locked.keys()}
+    assert missing == set()
