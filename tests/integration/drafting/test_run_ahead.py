@@ -172,18 +172,18 @@ async def test_a_frozen_draft_is_waited_for_at_its_deadline_alone() -> None:
     assert not any(each.facts.target_reopens for each in rounds)
 
 
-@pytest.mark.parametrize("stretch", [0.5, 5.0])
+@pytest.mark.parametrize("stretch", [2.0, 20.0])
 async def test_a_draft_that_is_slower_costs_no_token(stretch: float) -> None:
-    """Ten times as slow; what comes too late is dropped."""
+    """Ten times as slow; what comes too late is dropped. Steps take so long that a busy machine's messages are in time."""
     async with running_stack(
-        "sim:h100-8b@stretch=2", f"sim:h100-1b@acceptance=0.8,stretch={stretch}", gateway=AHEAD
+        "sim:h100-8b@stretch=8", f"sim:h100-1b@acceptance=0.8,stretch={stretch}", gateway=AHEAD
     ) as stack:
         fields = {"temperature": 0.8, "max_tokens": 20}
         plain = token_ids(await answers(stack, OPENINGS[:4], draft_count=0, **fields))
         for at_a_time in (1, 4):
             results = await answers(stack, OPENINGS[:4], at_a_time=at_a_time, draft_count=3, **fields)
             assert token_ids(results) == plain
-            assert outcomes(results)["hit" if stretch < 1 else "late"] > 0
+            assert outcomes(results)["hit" if stretch < 8 else "late"] > 0
 
 
 Responses = list[draft_pb.ProposeResponse]

@@ -165,7 +165,6 @@ def test_blocks_are_written_into_no_block_of_another_session(
     check_empty(hosting.runner.pool)
 
 
-@pytest.mark.timeout(240)
 @RULES
 @pytest.mark.parametrize("shape", [None, TreeShape(), *grid(TreeShape(expansions=(2, 1)))], ids=repr)
 def test_a_storm_leaves_proposals_pure(
