@@ -174,7 +174,7 @@ async def test_a_frozen_draft_is_waited_for_at_its_deadline_alone() -> None:
 
 @pytest.mark.parametrize("stretch", [2.0, 20.0])
 async def test_a_draft_that_is_slower_costs_no_token(stretch: float) -> None:
-    """Ten times as slow; what comes too late is dropped. Steps take so long that a busy machine's messages are in time."""
+    """Ten times as slow; what comes too late is dropped. Messages are in time beside a busy machine's steps too."""
     async with running_stack(
         "sim:h100-8b@stretch=8", f"sim:h100-1b@acceptance=0.8,stretch={stretch}", gateway=AHEAD
     ) as stack:
