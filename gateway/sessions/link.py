@@ -37,7 +37,7 @@ LOADS_A_S = 2.0  # frames a second that say nothing but how busy a service is: t
 log = structlog.get_logger()
 
 Request = draft_service_pb2.ProposeRequest | target_service_pb2.VerifyRequest
-Frame = type[draft_service_pb2.DraftServiceLinkRequest] | type[target_service_pb2.TargetServiceLinkRequest]
+Frame = draft_service_pb2.DraftServiceLinkRequest | target_service_pb2.TargetServiceLinkRequest
 Received = TypeVar("Received", draft_service_pb2.ProposeResponse, target_service_pb2.VerifyResponse)
 
 
@@ -47,16 +47,17 @@ class Link:
     def __init__(
         self,
         call: "grpc.aio.StreamStreamCall[Any, Any]",
-        frame_type: Frame,
+        first: Frame,
         service: str,
         instance_id: int,
         max_unasked: float = math.inf,
-        on_load: Callable[[types_pb2.ServiceLoad], None] = lambda load: None,
+        on_load: Callable[[types_pb2.ServiceLoad], bool] = lambda load: False,
     ) -> None:
-        """Takes a call that has just begun, and how the service is called in errors.
+        """Takes a call that has just begun, its first frame, and how the service is called in errors.
 
         max_unasked is how many frames and answers may come beyond two for each message that was sent: its answer, and
-        what ends its session later. on_load gets what it says of its load, which may come unasked about once a second.
+        what ends its session later. on_load gets what it says of its load, which may come unasked about once a second,
+        and returns whether the first frame is to be sent again.
         """
         self.instance_id = instance_id
         self.is_at_fault = False  # the service ended the stream by what none may say
@@ -72,7 +73,7 @@ class Link:
         self._on_load = on_load
         # Frames with nothing but a load, of which LOADS_A_S leave the account each second.
         self._num_loads, self._load_s = 0.0, self.heard_s
-        self._frame_type = frame_type
+        self._first, self._is_first_due = first, True
         self._service = service
         self._mailboxes: dict[bytes, Mailbox[Any]] = {}
         # By session, and their bytes.
@@ -139,9 +140,11 @@ class Link:
         # Whatever ends the call here is what the reader raises.
         with suppress(grpc.aio.AioRpcError), self._own_fault(), suppress(asyncio.InvalidStateError):
             # A link that says nothing at first is not kept, and requests may come late.
-            await self._call.write(self._frame_type(reads_load=True))
             while True:
-                if self._outgoing or self._long:
+                if self._is_first_due:
+                    self._is_first_due = False
+                    await self._call.write(self._first)
+                elif self._outgoing or self._long:
                     await self._call.write(self._frame())
                     self._has_left = True
                 elif self._is_closing:
@@ -171,7 +174,7 @@ class Link:
             messages.append(pieces.popleft())
             if not pieces:
                 del self._long[session_id]
-        return self._frame_type(requests=messages)  # type: ignore[arg-type]
+        return type(self._first)(requests=messages)  # type: ignore[arg-type]
 
     async def _read(self) -> None:
         """Gives answers to their sessions until the call ends."""
@@ -188,8 +191,9 @@ class Link:
                     if frame.instance_id != self.instance_id:
                         raise PeerLost(f"{self._service} is another one than the handshake was made with")
                     self._count(frame)
-                    if frame.HasField("load"):
-                        self._on_load(frame.load)
+                    if frame.HasField("load") and self._on_load(frame.load):
+                        self._is_first_due = True
+                        self._wake()
                     await self._hand_out(frame)
         except PeerLost as error:
             self.end = error

@@ -32,7 +32,7 @@ from outrider.rpc.breaker import BREAKERS, CircuitBreaker
 from outrider.rpc.channels import open_link_channel
 from outrider.rpc.errors import error_from
 from outrider.rpc.fencing import PROTOCOL_VERSION
-from outrider.rpc.messages.round import load_from
+from outrider.rpc.messages.round import load_from, news_from
 from outrider.rpc.messages.rules import rules_from
 from outrider.rpc.messages.session import defaults_from
 from outrider.rpc.tls import ClientRefused, TlsFailed, TlsFiles, refusal
@@ -48,10 +48,13 @@ from outrider.v1.target_service_pb2_grpc import TargetServiceStub
 # Bounds of the time of a Rollback, which waits for the step that is running; the last is longer than its timeout.
 ROLLBACK_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 ROLES = {pb.SERVICE_ROLE_DRAFT: "draft", pb.SERVICE_ROLE_TARGET: "target"}
-# What begins a call of each role on a channel, and its frames.
+# What begins a call of each role on a channel, and its first frame.
 CALLS: Mapping[str, tuple[Callable[[grpc.aio.Channel], Any], Frame]] = {
-    "draft": (lambda channel: DraftServiceStub(channel).Link(), DraftServiceLinkRequest),
-    "target": (lambda channel: TargetServiceStub(channel).Link(), TargetServiceLinkRequest),
+    "draft": (lambda channel: DraftServiceStub(channel).Link(), DraftServiceLinkRequest(reads_load=True)),
+    "target": (
+        lambda channel: TargetServiceStub(channel).Link(),
+        TargetServiceLinkRequest(reads_load=True, wants_prefixes=True),
+    ),
 }
 HANDSHAKE_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 2.0
@@ -369,7 +372,7 @@ class ServicePeer:
         if info.instance_id != self._instance_id:
             self._instance_id = info.instance_id
             self.breaker.renew()
-            self.book = LinkBook(asyncio.get_running_loop().time(), info.kv_tokens)
+            self.book = LinkBook(asyncio.get_running_loop().time(), info.kv_tokens, info.block_size)
         link = self._link
         if link is None or link.end is not None or link.instance_id != info.instance_id:
             # One that works already is kept, with the sessions that it carries.
@@ -378,7 +381,7 @@ class ServicePeer:
                 await link.close()
             self.said, self.is_draining = None, False
             hear, max_unasked = partial(_hear, self, info), MAX_UNASKED[self.role]
-            self._link = Link(self._begin(), self._frame_type, str(self), info.instance_id, max_unasked, hear)
+            self._link = Link(self._begin(), self._first, str(self), info.instance_id, max_unasked, hear)
         if self.model_hash not in {"", info.model_hash}:
             hashes = {"before": self.model_hash, "now": info.model_hash}
             log.warning("service has other weights", service=self.role, address=self.address, **hashes)
@@ -390,7 +393,7 @@ class ServicePeer:
     def _use(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
         self._models = ModelServiceStub(channel)
-        begin, self._frame_type = CALLS[self.role]
+        begin, self._first = CALLS[self.role]
         self._begin = partial(begin, channel)
 
     async def _renew(self) -> None:
@@ -445,8 +448,12 @@ class ServicePeer:
         )
 
 
-def _hear(peer: ServicePeer, info: ModelInfo, message: types_pb2.ServiceLoad) -> None:
-    """Takes what a service says of its load; what none can say counts as a fault, and no session ends for it."""
+def _hear(peer: ServicePeer, info: ModelInfo, message: types_pb2.ServiceLoad) -> bool:
+    """Takes what a service says of its load; what none can say counts as a fault, and no session ends for it.
+
+    Returns whether it is to say anew what is in its cache.
+    """
+    begins_anew = message.HasField("prefixes") and not _hear_prefixes(peer, message.prefixes)
     facts = {"service": peer.role, "address": peer.address}
     try:
         said = load_from(message, info.kv_tokens // max(1, info.block_size), asyncio.get_running_loop().time())
@@ -454,10 +461,27 @@ def _hear(peer: ServicePeer, info: ModelInfo, message: types_pb2.ServiceLoad) ->
         if not peer.faults:
             log.warning("load not believed", **facts, reason=error.message)
         peer.said, peer.faults = None, peer.faults + 1
-        return
+        return begins_anew
     if said.is_draining and not peer.is_draining:
         log.info("service is stopping", **facts, left_s=said.drain_left_ms / 1000)
     peer.said, peer.is_draining = said, said.is_draining
+    return begins_anew
+
+
+def _hear_prefixes(peer: ServicePeer, message: types_pb2.PrefixNews) -> bool:
+    """Takes what changed in a service's cache; returns False where it got that wrong for once, and so may say it anew.
+
+    One that has never got it right would be asked for ever.
+    """
+    was_known = peer.book.pushed.is_known
+    try:
+        peer.book.hear(news_from(message))
+    except InvalidRequest as error:
+        if not peer.faults:
+            log.warning("cached prefixes not believed", service=peer.role, address=peer.address, reason=error.message)
+        peer.faults += 1
+        return not was_known
+    return True
 
 
 def _row_costs(costs: Iterable[types_pb2.RowCost]) -> dict[int, int]:

@@ -16,7 +16,6 @@ is in use. What is known of no place is left out, and what is known of some is b
 import asyncio
 import hashlib
 import math
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +25,8 @@ from typing import Self
 
 from gateway.rounds.target_costs import TargetCosts
 from outrider.estimates.row_costs import Average
+from outrider.prefixes import BLOCK_TOKENS, KnownPrefixes, PrefixNews, first_link, name_of, next_link
 
-BLOCK_TOKENS = 64  # of a prompt, that have one digest
 KEY_BLOCKS = 4  # prompts that have so many blocks in common meet, where places are as good as equal
 SLICE_TOKENS = 8192  # their digests take a third of a millisecond, and then others have their turn
 SAME_COST, SAME_US = 1.05, 1_000.0  # costs that differ by so much are equal
@@ -56,6 +55,8 @@ class PromptPrefix:
     """Names its first blocks; empty where nothing is known of it."""
     chain: tuple[bytes, ...] = ()
     """A digest of the salt, and one of each whole block with all before it."""
+    names: tuple[int, ...] = ()
+    """Of the whole blocks, as services say them."""
 
     @property
     def blocks(self) -> tuple[bytes, ...]:
@@ -64,20 +65,22 @@ class PromptPrefix:
     @classmethod
     async def of(cls, token_ids: Sequence[int], salt: bytes) -> Self:
         """Prefix of a prompt; prompts of different salts have nothing in common."""
-        prefix = cls(b"", (_digest(b"", salt),))
+        prefix = cls(b"", (first_link(salt),))
         for end in range(SLICE_TOKENS, len(token_ids), SLICE_TOKENS):
             prefix = prefix.grown(token_ids[:end])
             await asyncio.sleep(0)
-        chain = prefix.grown(token_ids).chain
-        key = chain[: KEY_BLOCKS + 1][-1] if len(chain) > 1 else _digest(chain[0], _bytes_of(token_ids))
-        return cls(key, chain)
+        whole = prefix.grown(token_ids)
+        is_long = len(whole.chain) > 1
+        return replace(
+            whole, key=whole.chain[: KEY_BLOCKS + 1][-1] if is_long else next_link(whole.chain[0], token_ids)
+        )
 
     def grown(self, token_ids: Sequence[int]) -> Self:
         """Prefix of these tokens, which begin with those that it is of."""
         links = list(self.chain)
         for start in range(BLOCK_TOKENS * len(self.blocks), len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-            links.append(_digest(links[-1], _bytes_of(token_ids[start : start + BLOCK_TOKENS])))
-        return replace(self, chain=tuple(links))
+            links.append(next_link(links[-1], token_ids[start : start + BLOCK_TOKENS]))
+        return replace(self, chain=tuple(links), names=self.names + tuple(map(name_of, links[len(self.chain) :])))
 
 
 NO_PREFIX = PromptPrefix()
@@ -221,14 +224,6 @@ def _weight(key: bytes, address: str) -> bytes:
     return hashlib.blake2b(key + address.encode(), digest_size=8).digest()
 
 
-def _digest(before: bytes, content: bytes) -> bytes:
-    return hashlib.blake2b(before + content, digest_size=16).digest()
-
-
-def _bytes_of(token_ids: Sequence[int]) -> bytes:
-    return array("q", token_ids).tobytes()
-
-
 @dataclass(slots=True)
 class OpenPlace:
     """A session in a link's book."""
@@ -240,21 +235,28 @@ class OpenPlace:
     touched: tuple[int, ...]
     """By which opening each block of its prompt was there last, as far as it was expected to be cached."""
     oldest_waiting: float
+    hit_len: int
+    """Tokens that were expected to be cached."""
 
 
 class LinkBook:
     """What this gateway knows of one incarnation of a service, beside what it says in frames."""
 
-    def __init__(self, joined_s: float, cache_tokens: int = 0) -> None:
-        """`cache_tokens` is how many tokens the service's cache holds."""
+    def __init__(self, joined_s: float, cache_tokens: int = 0, block_size: int = 1) -> None:
+        """`cache_tokens` is how many tokens the service's cache holds, in blocks of `block_size`."""
         self.joined_s = joined_s
         self._most_blocks = cache_tokens // BLOCK_TOKENS
         self.costs: TargetCosts | None = None
         """What its policy has learnt."""
         self.prompt_token_us, self.queue_us = Average(), Average()
         self._sessions: dict[bytes, OpenPlace] = {}
-        self._sent: OrderedDict[bytes, int] = OrderedDict()
-        """Digests of prompts that were sent, by the opening that had them last; the oldest comes first."""
+        self.pushed = KnownPrefixes(cache_tokens // max(1, min(block_size, BLOCK_TOKENS)))
+        """What the service says is in its cache."""
+        self._sent: OrderedDict[int, int] = OrderedDict()
+        """Names of prompts that were sent, by the opening that had them last; the oldest comes first. Where the service
+        says what it has, only of those that it may not have said yet."""
+        self._settled: list[tuple[int, tuple[int, ...]]] = []
+        """Openings and names that the service has done with since it last said what it has."""
         self.num_opened = 0  # sessions, since the service was there first
 
     @property
@@ -269,24 +271,47 @@ class LinkBook:
 
     def hit_len(self, prefix: PromptPrefix) -> int:
         """Tokens of a prompt that should be in the service's cache."""
-        blocks = prefix.blocks
-        return BLOCK_TOKENS * next((at for at, each in enumerate(blocks) if each not in self._sent), len(blocks))
+        names, pushed, sent = prefix.names, self.pushed.names, self._sent
+        missing = (at for at, each in enumerate(names) if each not in pushed and each not in sent)
+        return BLOCK_TOKENS * next(missing, len(names))
+
+    def hear(self, news: PrefixNews) -> None:
+        """Takes what the service says of its cache; raises InvalidRequest about what cannot be."""
+        was_known = self.pushed.is_known
+        if not self.pushed.hear(news):
+            return
+        if was_known:
+            gone = ((number, name) for number, names in self._settled for name in names)
+        else:
+            waiting = {each.number for each in self._sessions.values() if each.waiting}
+            gone = ((number, name) for name, number in [*self._sent.items()] if number not in waiting)
+        # What later ones have sent again is still to come.
+        for number, name in gone:
+            if self._sent.get(name) == number:
+                del self._sent[name]
+        self._settled.clear()
 
     def opened(self, session_id: bytes, length: int, prefix: PromptPrefix) -> None:
         """A session with so many tokens was sent; its blocks are cached from now on, in place of the oldest."""
-        hit_len = self.hit_len(prefix)
-        touched = tuple(self._sent[each] for each in prefix.blocks[: hit_len // BLOCK_TOKENS])
+        # A service always reads the last token.
+        hit_len = min(self.hit_len(prefix), (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
+        touched = tuple(self._sent.get(each, 0) for each in prefix.names[: hit_len // BLOCK_TOKENS])
         oldest = min((each.number for each in self._sessions.values() if each.waiting), default=math.inf)
         self.num_opened += 1
-        self._sessions[session_id] = OpenPlace(max(length - hit_len, 1), self.num_opened, prefix, touched, oldest)
+        waiting = max(length - hit_len, 1)
+        self._sessions[session_id] = OpenPlace(waiting, self.num_opened, prefix, touched, oldest, hit_len)
         self._keep(prefix)
 
-    def answered(self, session_id: bytes, length: int, prefix_len: int, compute_us: int) -> None:
-        """A session's first answer came: so much was in the cache, and the rest took so many microseconds."""
+    def answered(self, session_id: bytes, length: int, prefix_len: int, compute_us: int) -> int | None:
+        """A session's first answer came: so much was in the cache, and the rest took so many microseconds.
+
+        Returns how much was expected to be there; None for an answer that is not the first one.
+        """
         place = self._sessions.get(session_id)
         if place is None or not place.waiting:
-            return
+            return None
         place.waiting = 0
+        self._settle(place.number, place.prefix)
         if length - prefix_len >= LEAST_PROMPT and compute_us > 0:
             self.prompt_token_us.add(compute_us / (length - prefix_len))
         missed = prefix_len // BLOCK_TOKENS
@@ -294,12 +319,19 @@ class LinkBook:
             # What was there before that block is gone too; one that was not read yet could not be there.
             while self._sent and next(iter(self._sent.values())) <= place.touched[missed]:
                 self._sent.popitem(last=False)
+        return place.hit_len
 
     def closed(self, session_id: bytes, token_ids: Sequence[int] = ()) -> None:
         """It ended; what it said stays in the cache for the next turn, where the tokens of all of it are given."""
         place = self._sessions.pop(session_id, None)
-        if place is not None and place.prefix.chain and token_ids and not place.waiting:
-            self._keep(place.prefix.grown(token_ids))
+        if place is None:
+            return
+        if place.waiting:
+            self._settle(place.number, place.prefix)
+        elif place.prefix.chain and token_ids:
+            whole = place.prefix.grown(token_ids)
+            self._keep(whole)
+            self._settle(self.num_opened, whole)
 
     def figures(self, address: str, wish: PlaceWish, now_s: float, others: int = 0) -> LinkFigures:
         """What is known for a session now, while so many sessions of other gateways are there."""
@@ -323,8 +355,13 @@ class LinkBook:
 
     def _keep(self, prefix: PromptPrefix) -> None:
         # The last block first: without the first one no other is of use.
-        for each in reversed(prefix.blocks):
+        for each in reversed(prefix.names):
             self._sent[each] = self.num_opened
             self._sent.move_to_end(each)
         while len(self._sent) > self._most_blocks:
             self._sent.popitem(last=False)
+
+    def _settle(self, number: int, prefix: PromptPrefix) -> None:
+        """What the service says next of its cache has seen the end of this opening."""
+        if self.pushed.is_known:
+            self._settled.append((number, prefix.names))

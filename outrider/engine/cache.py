@@ -24,6 +24,7 @@ from torch import Tensor
 
 from outrider.engine.devices import send
 from outrider.errors import CacheFull
+from outrider.prefixes import PrefixJournal
 
 BLOCK_SIZE = 16
 DIGEST_BYTES = 32
@@ -137,6 +138,7 @@ class PrefixIndex:
         self._prefixes: dict[int, Prefix] = {}
         # The one that was held longest ago comes first.
         self._unheld: OrderedDict[int, None] = OrderedDict()
+        self.journal = PrefixJournal()
 
     def __contains__(self, block: int) -> bool:
         return block in self._prefixes
@@ -163,12 +165,14 @@ class PrefixIndex:
         if block in self._prefixes:
             return None
         self._blocks[prefix.digest], self._prefixes[block] = block, prefix
+        self.journal.publish(block, salt, parent, prefix.token_ids)
         return block
 
     def withdraw(self, block: int) -> None:
         """Takes the name from a block that has no published children."""
         del self._blocks[self._prefixes.pop(block).digest]
         self._unheld.pop(block, None)
+        self.journal.withdraw(block)
 
     def put_by(self, block: int) -> None:
         """Takes note that no table holds this published block any more."""

@@ -119,6 +119,10 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
     def fill(self, response: Any, answer: Any) -> None:  # noqa: ANN401 - with a proposal or a verdict
         """Sets the field of a response that carries what a session has computed."""
 
+    def link_load(self, outbox: Outbox) -> LinkLoad:
+        """What a new link hears of the service's load."""
+        return LinkLoad(self.load, outbox)
+
     async def Link(  # noqa: N802 - the name is the protocol's
         self, request_iterator: AsyncIterator[Frame], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
@@ -130,7 +134,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         # Else the head would go with the first frame, and while that waits for its reader gRPC cannot end the call.
         await context.send_initial_metadata(())
         outbox: Outbox = Outbox(self._outboxes, client_name(context))
-        load = self._links[outbox] = LinkLoad(self.load, outbox)
+        load = self._links[outbox] = self.link_load(outbox)
         self._sweep_after(IDLE_S)
         reader = asyncio.create_task(self._read(_begun(request_iterator), outbox, load))
         writer = asyncio.create_task(self._write(context.write, outbox, load))
@@ -198,8 +202,7 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
                 # Not of one that has lost its place and is about to end.
                 if outbox in self._links:
                     self._links[outbox] = self._links.pop(outbox)
-                if frame.reads_load:
-                    load.begin()
+                load.hear(frame)
                 counts: dict[bytes, int] = {}
                 jobs: Jobs = []
                 for request in frame.requests:

@@ -14,9 +14,10 @@ from outrider.estimates.timing import ServiceLoad
 from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.sessions import SessionStore
-from outrider.rpc.messages.round import write_load
-from outrider.v1.draft_service_pb2 import DraftServiceLinkResponse
-from outrider.v1.target_service_pb2 import TargetServiceLinkResponse
+from outrider.prefixes import NewsWriter, PrefixJournal
+from outrider.rpc.messages.round import write_load, write_news
+from outrider.v1.draft_service_pb2 import DraftServiceLinkRequest, DraftServiceLinkResponse
+from outrider.v1.target_service_pb2 import TargetServiceLinkRequest, TargetServiceLinkResponse
 
 # Between two loads on a link, and most between them on one without answers.
 LEAST_S, HEARTBEAT_S = 0.05, 1.0
@@ -76,9 +77,9 @@ class LinkLoad:
         self._said_s = -math.inf
         self._heartbeat: asyncio.TimerHandle | None = None
 
-    def begin(self) -> None:
-        """The gateway reads loads, from now on; again without an effect."""
-        if self._heartbeat is None:
+    def hear(self, frame: DraftServiceLinkRequest | TargetServiceLinkRequest) -> None:
+        """Takes note of what the gateway wants to read from now on."""
+        if frame.reads_load and self._heartbeat is None:
             self._beat()
 
     def hurry(self) -> None:
@@ -98,9 +99,39 @@ class LinkLoad:
             self._said_s = now_s
             write_load(frame.load, self._load.seen_by(self._outbox))
 
+    def _pauses_s(self) -> tuple[float, float]:
+        """Most seconds between two loads now, and until this is asked again."""
+        return HEARTBEAT_S, HEARTBEAT_S
+
     def _beat(self) -> None:
-        left_s = self._said_s + HEARTBEAT_S - self._load.clock()
+        pause_s, look_s = self._pauses_s()
+        left_s = self._said_s + pause_s - self._load.clock()
         if left_s <= 0:
             self._outbox.nudge()
-            left_s = HEARTBEAT_S
-        self._heartbeat = asyncio.get_running_loop().call_later(left_s, self._beat)
+            left_s = pause_s
+        self._heartbeat = asyncio.get_running_loop().call_later(min(left_s, look_s), self._beat)
+
+
+class LinkPrefixes(LinkLoad):
+    """When a target says its load on a link, and what changed in its cache, where the gateway wants that."""
+
+    def __init__(self, load: LoadMeter, outbox: Outbox, journal: PrefixJournal) -> None:
+        super().__init__(load, outbox)
+        self._journal = journal
+        self._news: NewsWriter | None = None
+
+    def hear(self, frame: TargetServiceLinkRequest) -> None:  # type: ignore[override]
+        if frame.wants_prefixes:
+            self._news = NewsWriter(self._journal)
+        super().hear(frame)
+
+    def write(self, frame: TargetServiceLinkResponse) -> None:  # type: ignore[override]
+        super().write(frame)
+        if self._news is not None and frame.HasField("load"):
+            write_news(frame.load.prefixes, self._news.next())
+
+    def _pauses_s(self) -> tuple[float, float]:
+        if self._news is None:
+            return super()._pauses_s()
+        # Another gateway's prompt changes the cache while nothing is answered here.
+        return LEAST_S if self._news.is_due else HEARTBEAT_S, LEAST_S

@@ -20,6 +20,7 @@ from outrider.model_service.leases import LeaseTable
 from outrider.model_service.outbox import Outbox, SessionAnswer
 from outrider.model_service.session_state import SessionState, SessionTrace
 from outrider.parameters import SessionSpec
+from outrider.prefixes import PrefixJournal
 from outrider.process.telemetry import session_prefix
 from outrider.rpc.fencing import Fence, MessageStatus, classify_open
 
@@ -135,6 +136,10 @@ class SessionStore(Generic[StateT]):
     @property
     def forward_counts(self) -> ForwardCounts:
         return self._runner.forward_counts
+
+    @property
+    def prefix_journal(self) -> PrefixJournal:
+        return self._runner.pool.prefixes.journal
 
     def counts(self) -> ServiceCounts:
         """Numbers for an observer, from any thread; a forward old at most."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import types_pb2 as outrider_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n outrider/v1/target_service.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\"\\\n\x18TargetServiceLinkRequest\x12,\n\x08requests\x18\x01 \x03(\x0b\x32\x1a.outrider.v1.VerifyRequest\x12\x12\n\nreads_load\x18\x02 \x01(\x08\"\xb4\x01\n\x19TargetServiceLinkResponse\x12.\n\tresponses\x18\x01 \x03(\x0b\x32\x1b.outrider.v1.VerifyResponse\x12\x13\n\x0binstance_id\x18\x02 \x01(\x06\x12\x13\n\x0bnumerics_id\x18\x03 \x01(\t\x12\x15\n\rsession_count\x18\x04 \x01(\x05\x12&\n\x04load\x18\x05 \x01(\x0b\x32\x18.outrider.v1.ServiceLoad\"\xe0\x02\n\rVerifyRequest\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.outrider.v1.Fence\x12\'\n\x04open\x18\x02 \x01(\x0b\x32\x17.outrider.v1.TargetOpenH\x00\x12\'\n\x04step\x18\x03 \x01(\x0b\x32\x17.outrider.v1.TargetStepH\x00\x12/\n\x0b\x61\x63knowledge\x18\x04 \x01(\x0b\x32\x18.outrider.v1.AcknowledgeH\x00\x12*\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x19.outrider.v1.CloseSessionH\x00\x12!\n\x04ping\x18\x06 \x01(\x0b\x32\x11.outrider.v1.PingH\x00\x12%\n\x04part\x18\x07 \x01(\x0b\x32\x15.outrider.v1.OpenPartH\x00\x12)\n\x08\x62ranches\x18\x08 \x01(\x0b\x32\x15.outrider.v1.BranchesH\x00\x42\x08\n\x06\x61\x63tion\"\xad\x01\n\nTargetOpen\x12)\n\x07session\x18\x01 \x01(\x0b\x32\x18.outrider.v1.OpenSession\x12%\n\x04step\x18\x02 \x01(\x0b\x32\x17.outrider.v1.TargetStep\x12\x0f\n\x07\x64rafter\x18\x03 \x01(\t\x12%\n\x05\x62\x65\x61ms\x18\x04 \x01(\x0b\x32\x16.outrider.v1.LiveBeams\x12\x15\n\rtells_reading\x18\x05 \x01(\x08\"\xa0\x01\n\nTargetStep\x12(\n\x08proposal\x18\x01 \x01(\x0b\x32\x16.outrider.v1.TokenTree\x12\x14\n\x0cplain_budget\x18\x02 \x01(\x05\x12\x17\n\x0fown_draft_count\x18\x06 \x01(\x05\x12)\n\town_shape\x18\x07 \x01(\x0b\x32\x16.outrider.v1.TreeShapeJ\x04\x08\x03\x10\x06R\x08\x62ranches\"g\n\x0b\x41\x63knowledge\x12\x14\n\x0cplain_budget\x18\x01 \x01(\x05\x12\x17\n\x0fown_draft_count\x18\x02 \x01(\x05\x12)\n\town_shape\x18\x03 \x01(\x0b\x32\x16.outrider.v1.TreeShape\"\x99\x03\n\x0eVerifyResponse\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.outrider.v1.Fence\x12\'\n\x07verdict\x18\x02 \x01(\x0b\x32\x14.outrider.v1.VerdictH\x00\x12\x32\n\rtokens_wanted\x18\x03 \x01(\x0b\x32\x19.outrider.v1.TokensWantedH\x00\x12!\n\x04pong\x18\x07 \x01(\x0b\x32\x11.outrider.v1.PongH\x00\x12*\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x19.outrider.v1.SessionErrorH\x00\x12\'\n\x07reading\x18\x0b \x01(\x0b\x32\x14.outrider.v1.ReadingH\x00\x12\x12\n\ncached_len\x18\x04 \x01(\x05\x12(\n\x05times\x18\x06 \x01(\x0b\x32\x19.outrider.v1.ComputeTimes\x12.\n\x0b\x64raft_times\x18\t \x01(\x0b\x32\x19.outrider.v1.ComputeTimes\x12\x17\n\x0f\x63\x61ught_up_count\x18\n \x01(\x05\x42\x08\n\x06\x61nswer\"\x1b\n\x07Reading\x12\x10\n\x08read_len\x18\x01 \x01(\x05\"\x8a\x03\n\x07Verdict\x12\x15\n\raccepted_rows\x18\x01 \x03(\x05\x12\x1a\n\rnext_token_id\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x17\n\x0f\x65valuated_count\x18\x04 \x01(\x05\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.outrider.v1.TokenLogprob\x12\x32\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x19.outrider.v1.TokenLogprob\x12\x12\n\nprefix_len\x18\x07 \x01(\x05\x12(\n\x08proposal\x18\x08 \x01(\x0b\x32\x16.outrider.v1.TokenTree\x12)\n\nbeam_steps\x18\t \x03(\x0b\x32\x15.outrider.v1.BeamStep\x12\x0f\n\x07goes_on\x18\n \x01(\x08\x12\x14\n\x0cis_of_branch\x18\x0b \x01(\x08\x42\x10\n\x0e_next_token_id\"_\n\x08\x42\x65\x61mStep\x12(\n\x04live\x18\x01 \x03(\x0b\x32\x1a.outrider.v1.BeamCandidate\x12)\n\x05\x65nded\x18\x02 \x03(\x0b\x32\x1a.outrider.v1.BeamCandidate\"@\n\rBeamCandidate\x12\x0e\n\x06parent\x18\x01 \x01(\x05\x12\x10\n\x08token_id\x18\x02 \x01(\x05\x12\r\n\x05score\x18\x03 \x01(\x02\x32j\n\rTargetService\x12Y\n\x04Link\x12%.outrider.v1.TargetServiceLinkRequest\x1a&.outrider.v1.TargetServiceLinkResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n outrider/v1/target_service.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\"t\n\x18TargetServiceLinkRequest\x12,\n\x08requests\x18\x01 \x03(\x0b\x32\x1a.outrider.v1.VerifyRequest\x12\x12\n\nreads_load\x18\x02 \x01(\x08\x12\x16\n\x0ewants_prefixes\x18\x03 \x01(\x08\"\xb4\x01\n\x19TargetServiceLinkResponse\x12.\n\tresponses\x18\x01 \x03(\x0b\x32\x1b.outrider.v1.VerifyResponse\x12\x13\n\x0binstance_id\x18\x02 \x01(\x06\x12\x13\n\x0bnumerics_id\x18\x03 \x01(\t\x12\x15\n\rsession_count\x18\x04 \x01(\x05\x12&\n\x04load\x18\x05 \x01(\x0b\x32\x18.outrider.v1.ServiceLoad\"\xe0\x02\n\rVerifyRequest\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.outrider.v1.Fence\x12\'\n\x04open\x18\x02 \x01(\x0b\x32\x17.outrider.v1.TargetOpenH\x00\x12\'\n\x04step\x18\x03 \x01(\x0b\x32\x17.outrider.v1.TargetStepH\x00\x12/\n\x0b\x61\x63knowledge\x18\x04 \x01(\x0b\x32\x18.outrider.v1.AcknowledgeH\x00\x12*\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x19.outrider.v1.CloseSessionH\x00\x12!\n\x04ping\x18\x06 \x01(\x0b\x32\x11.outrider.v1.PingH\x00\x12%\n\x04part\x18\x07 \x01(\x0b\x32\x15.outrider.v1.OpenPartH\x00\x12)\n\x08\x62ranches\x18\x08 \x01(\x0b\x32\x15.outrider.v1.BranchesH\x00\x42\x08\n\x06\x61\x63tion\"\xad\x01\n\nTargetOpen\x12)\n\x07session\x18\x01 \x01(\x0b\x32\x18.outrider.v1.OpenSession\x12%\n\x04step\x18\x02 \x01(\x0b\x32\x17.outrider.v1.TargetStep\x12\x0f\n\x07\x64rafter\x18\x03 \x01(\t\x12%\n\x05\x62\x65\x61ms\x18\x04 \x01(\x0b\x32\x16.outrider.v1.LiveBeams\x12\x15\n\rtells_reading\x18\x05 \x01(\x08\"\xa0\x01\n\nTargetStep\x12(\n\x08proposal\x18\x01 \x01(\x0b\x32\x16.outrider.v1.TokenTree\x12\x14\n\x0cplain_budget\x18\x02 \x01(\x05\x12\x17\n\x0fown_draft_count\x18\x06 \x01(\x05\x12)\n\town_shape\x18\x07 \x01(\x0b\x32\x16.outrider.v1.TreeShapeJ\x04\x08\x03\x10\x06R\x08\x62ranches\"g\n\x0b\x41\x63knowledge\x12\x14\n\x0cplain_budget\x18\x01 \x01(\x05\x12\x17\n\x0fown_draft_count\x18\x02 \x01(\x05\x12)\n\town_shape\x18\x03 \x01(\x0b\x32\x16.outrider.v1.TreeShape\"\x99\x03\n\x0eVerifyResponse\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.outrider.v1.Fence\x12\'\n\x07verdict\x18\x02 \x01(\x0b\x32\x14.outrider.v1.VerdictH\x00\x12\x32\n\rtokens_wanted\x18\x03 \x01(\x0b\x32\x19.outrider.v1.TokensWantedH\x00\x12!\n\x04pong\x18\x07 \x01(\x0b\x32\x11.outrider.v1.PongH\x00\x12*\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x19.outrider.v1.SessionErrorH\x00\x12\'\n\x07reading\x18\x0b \x01(\x0b\x32\x14.outrider.v1.ReadingH\x00\x12\x12\n\ncached_len\x18\x04 \x01(\x05\x12(\n\x05times\x18\x06 \x01(\x0b\x32\x19.outrider.v1.ComputeTimes\x12.\n\x0b\x64raft_times\x18\t \x01(\x0b\x32\x19.outrider.v1.ComputeTimes\x12\x17\n\x0f\x63\x61ught_up_count\x18\n \x01(\x05\x42\x08\n\x06\x61nswer\"\x1b\n\x07Reading\x12\x10\n\x08read_len\x18\x01 \x01(\x05\"\x8a\x03\n\x07Verdict\x12\x15\n\raccepted_rows\x18\x01 \x03(\x05\x12\x1a\n\rnext_token_id\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x17\n\x0f\x65valuated_count\x18\x04 \x01(\x05\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.outrider.v1.TokenLogprob\x12\x32\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x19.outrider.v1.TokenLogprob\x12\x12\n\nprefix_len\x18\x07 \x01(\x05\x12(\n\x08proposal\x18\x08 \x01(\x0b\x32\x16.outrider.v1.TokenTree\x12)\n\nbeam_steps\x18\t \x03(\x0b\x32\x15.outrider.v1.BeamStep\x12\x0f\n\x07goes_on\x18\n \x01(\x08\x12\x14\n\x0cis_of_branch\x18\x0b \x01(\x08\x42\x10\n\x0e_next_token_id\"_\n\x08\x42\x65\x61mStep\x12(\n\x04live\x18\x01 \x03(\x0b\x32\x1a.outrider.v1.BeamCandidate\x12)\n\x05\x65nded\x18\x02 \x03(\x0b\x32\x1a.outrider.v1.BeamCandidate\"@\n\rBeamCandidate\x12\x0e\n\x06parent\x18\x01 \x01(\x05\x12\x10\n\x08token_id\x18\x02 \x01(\x05\x12\r\n\x05score\x18\x03 \x01(\x02\x32j\n\rTargetService\x12Y\n\x04Link\x12%.outrider.v1.TargetServiceLinkRequest\x1a&.outrider.v1.TargetServiceLinkResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,27 +33,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.target_service_
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TARGETSERVICELINKREQUEST']._serialized_start=74
-  _globals['_TARGETSERVICELINKREQUEST']._serialized_end=166
-  _globals['_TARGETSERVICELINKRESPONSE']._serialized_start=169
-  _globals['_TARGETSERVICELINKRESPONSE']._serialized_end=349
-  _globals['_VERIFYREQUEST']._serialized_start=352
-  _globals['_VERIFYREQUEST']._serialized_end=704
-  _globals['_TARGETOPEN']._serialized_start=707
-  _globals['_TARGETOPEN']._serialized_end=880
-  _globals['_TARGETSTEP']._serialized_start=883
-  _globals['_TARGETSTEP']._serialized_end=1043
-  _globals['_ACKNOWLEDGE']._serialized_start=1045
-  _globals['_ACKNOWLEDGE']._serialized_end=1148
-  _globals['_VERIFYRESPONSE']._serialized_start=1151
-  _globals['_VERIFYRESPONSE']._serialized_end=1560
-  _globals['_READING']._serialized_start=1562
-  _globals['_READING']._serialized_end=1589
-  _globals['_VERDICT']._serialized_start=1592
-  _globals['_VERDICT']._serialized_end=1986
-  _globals['_BEAMSTEP']._serialized_start=1988
-  _globals['_BEAMSTEP']._serialized_end=2083
-  _globals['_BEAMCANDIDATE']._serialized_start=2085
-  _globals['_BEAMCANDIDATE']._serialized_end=2149
-  _globals['_TARGETSERVICE']._serialized_start=2151
-  _globals['_TARGETSERVICE']._serialized_end=2257
+  _globals['_TARGETSERVICELINKREQUEST']._serialized_end=190
+  _globals['_TARGETSERVICELINKRESPONSE']._serialized_start=193
+  _globals['_TARGETSERVICELINKRESPONSE']._serialized_end=373
+  _globals['_VERIFYREQUEST']._serialized_start=376
+  _globals['_VERIFYREQUEST']._serialized_end=728
+  _globals['_TARGETOPEN']._serialized_start=731
+  _globals['_TARGETOPEN']._serialized_end=904
+  _globals['_TARGETSTEP']._serialized_start=907
+  _globals['_TARGETSTEP']._serialized_end=1067
+  _globals['_ACKNOWLEDGE']._serialized_start=1069
+  _globals['_ACKNOWLEDGE']._serialized_end=1172
+  _globals['_VERIFYRESPONSE']._serialized_start=1175
+  _globals['_VERIFYRESPONSE']._serialized_end=1584
+  _globals['_READING']._serialized_start=1586
+  _globals['_READING']._serialized_end=1613
+  _globals['_VERDICT']._serialized_start=1616
+  _globals['_VERDICT']._serialized_end=2010
+  _globals['_BEAMSTEP']._serialized_start=2012
+  _globals['_BEAMSTEP']._serialized_end=2107
+  _globals['_BEAMCANDIDATE']._serialized_start=2109
+  _globals['_BEAMCANDIDATE']._serialized_end=2173
+  _globals['_TARGETSERVICE']._serialized_start=2175
+  _globals['_TARGETSERVICE']._serialized_end=2281
 # @@protoc_insertion_point(module_scope)

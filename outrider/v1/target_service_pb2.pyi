@@ -27,8 +27,11 @@ class TargetServiceLinkRequest(_message.Message):
 
     REQUESTS_FIELD_NUMBER: _builtins.int
     READS_LOAD_FIELD_NUMBER: _builtins.int
+    WANTS_PREFIXES_FIELD_NUMBER: _builtins.int
     reads_load: _builtins.bool
     """Whether the gateway reads `load`; in any frame of the link, and best in the first. Without it none is sent."""
+    wants_prefixes: _builtins.bool
+    """Whether `load` is to have `prefixes` from now on, beginning with all of them; again where a message was missed."""
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifyRequest]:
         """Of any sessions, each session's in order."""
@@ -38,10 +41,11 @@ class TargetServiceLinkRequest(_message.Message):
         *,
         requests: _abc.Iterable[Global___VerifyRequest] | None = ...,
         reads_load: _builtins.bool = ...,
+        wants_prefixes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reads_load", b"reads_load", "requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reads_load", b"reads_load", "requests", b"requests", "wants_prefixes", b"wants_prefixes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

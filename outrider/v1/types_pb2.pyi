@@ -959,6 +959,7 @@ class ServiceLoad(_message.Message):
     PREFILL_US_PER_TOKEN_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     DRAIN_LEFT_MS_FIELD_NUMBER: _builtins.int
+    PREFIXES_FIELD_NUMBER: _builtins.int
     waiting_tokens: _builtins.int
     """Tokens that wait to be read, of prompts and of texts whose cache was lost: those of all links, and of this one."""
     own_waiting_tokens: _builtins.int
@@ -976,6 +977,10 @@ class ServiceLoad(_message.Message):
     """Whether the service is about to end: it opens no session any more, and those that it has may end."""
     drain_left_ms: _builtins.int
     """Milliseconds until it ends all the same."""
+    @_builtins.property
+    def prefixes(self) -> Global___PrefixNews:
+        """What changed in its cache since the load before; absent to a gateway that did not ask."""
+
     def __init__(
         self,
         *,
@@ -989,14 +994,54 @@ class ServiceLoad(_message.Message):
         prefill_us_per_token: _builtins.float = ...,
         is_draining: _builtins.bool = ...,
         drain_left_ms: _builtins.int = ...,
+        prefixes: Global___PrefixNews | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefixes", b"prefixes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "drain_left_ms", b"drain_left_ms", "free_blocks", b"free_blocks", "is_draining", b"is_draining", "own_waiting_tokens", b"own_waiting_tokens", "owner_count", b"owner_count", "prefill_us_per_token", b"prefill_us_per_token", "step_rows", b"step_rows", "step_us", b"step_us", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "drain_left_ms", b"drain_left_ms", "free_blocks", b"free_blocks", "is_draining", b"is_draining", "own_waiting_tokens", b"own_waiting_tokens", "owner_count", b"owner_count", "prefill_us_per_token", b"prefill_us_per_token", "prefixes", b"prefixes", "step_rows", b"step_rows", "step_us", b"step_us", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ServiceLoad: _TypeAlias = ServiceLoad  # noqa: Y015
+
+@_typing.final
+class PrefixNews(_message.Message):
+    """Texts whose beginnings a service has cached, by names: each stands for 64 tokens and all before them. A name is the
+    first 8 bytes, the highest first, of a BLAKE2b digest of 16 bytes, of the digest of what is before and the 64 ids as 8
+    bytes each, the lowest first; the chain begins with the digest of the salt.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    ADDED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    HAS_MORE_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """0 begins anew with all names; then each message of the link has the next number."""
+    has_more: _builtins.bool
+    """Whether there is more to say already."""
+    @_builtins.property
+    def added(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Names that are there now, and those that are no more: 4096 together at most."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        added: _abc.Iterable[_builtins.int] | None = ...,
+        removed: _abc.Iterable[_builtins.int] | None = ...,
+        has_more: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "has_more", b"has_more", "number", b"number", "removed", b"removed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixNews: _TypeAlias = PrefixNews  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):

@@ -9,6 +9,7 @@ from outrider.parameters import (
     FinishReason,
     TokenLogprob,
 )
+from outrider.prefixes import PrefixNews
 from outrider.rpc.fencing import Fence
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb
@@ -73,6 +74,16 @@ def write_load(message: pb.ServiceLoad, load: ServiceLoad) -> None:
     message.step_us, message.step_rows = load.step_us, load.step_rows
     message.prefill_us_per_token = load.prefill_us_per_token
     message.is_draining, message.drain_left_ms = load.is_draining, load.drain_left_ms
+
+
+def write_news(message: pb.PrefixNews, news: PrefixNews) -> None:
+    message.number, message.has_more = news.number, news.has_more
+    message.added.extend(news.added)
+    message.removed.extend(news.removed)
+
+
+def news_from(message: pb.PrefixNews) -> PrefixNews:
+    return PrefixNews(message.number, message.added, message.removed, message.has_more)
 
 
 def load_from(message: pb.ServiceLoad, block_count: int, came_s: float) -> ServiceLoad:
