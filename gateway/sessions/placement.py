@@ -18,14 +18,16 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from statistics import fmean, median_low
 from typing import Self
 
 from gateway.rounds.target_costs import TargetCosts
 from outrider.estimates.row_costs import Average
 from outrider.prefixes import BLOCK_TOKENS, KnownPrefixes, PrefixNews, first_link, name_of, next_link
+from outrider.process.metrics import Tally
 
 KEY_BLOCKS = 4  # prompts that have so many blocks in common meet, where places are as good as equal
 SLICE_TOKENS = 8192  # their digests take a third of a millisecond, and then others have their turn
@@ -36,6 +38,7 @@ CACHE_US = 150_000.0  # s
 JOINING_S = 10.0  # an empty service looks best to all gateways at once
 USUAL_OUTPUT = 128.0  # tokens of an answer, before there was one
 LEAST_PROMPT = 16  # tokens that must have been read to say what one costs
+ERROR_TOKENS = (0.0, 64.0, 256.0, 1024.0, 4096.0, 16_384.0)  # bounds of what was expected to be cached and was not
 
 
 class PlacedFor(StrEnum):
@@ -70,10 +73,8 @@ class PromptPrefix:
             prefix = prefix.grown(token_ids[:end])
             await asyncio.sleep(0)
         whole = prefix.grown(token_ids)
-        is_long = len(whole.chain) > 1
-        return replace(
-            whole, key=whole.chain[: KEY_BLOCKS + 1][-1] if is_long else next_link(whole.chain[0], token_ids)
-        )
+        blocks = whole.blocks[:KEY_BLOCKS]
+        return replace(whole, key=blocks[-1] if blocks else next_link(whole.chain[0], token_ids))
 
     def grown(self, token_ids: Sequence[int]) -> Self:
         """Prefix of these tokens, which begin with those that it is of."""
@@ -237,6 +238,22 @@ class OpenPlace:
     oldest_waiting: float
     hit_len: int
     """Tokens that were expected to be cached."""
+
+
+@dataclass(slots=True)
+class PrefixHits:
+    """How well it was known what is cached: whole blocks of prompts, in tokens."""
+
+    expected: int = 0
+    found: int = 0
+    errors: Tally = field(default_factory=partial(Tally, ERROR_TOKENS))
+
+    def add(self, expected: int, prefix_len: int) -> None:
+        """Counts a prompt of which so many tokens were expected to be cached, and so many were."""
+        found = prefix_len // BLOCK_TOKENS * BLOCK_TOKENS
+        self.expected += expected
+        self.found += found
+        self.errors.add(abs(expected - found))
 
 
 class LinkBook:

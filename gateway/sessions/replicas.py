@@ -20,6 +20,7 @@ from gateway.sessions.placement import (
     USUAL_OUTPUT,
     PlacedFor,
     PlaceWish,
+    PrefixHits,
     PromptPrefix,
     choose,
 )
@@ -142,6 +143,7 @@ class Replicas(LinkSet):
         """How often sessions were given a place, by the reason for it."""
         self.output = Average()
         """Tokens of a session's answer."""
+        self.prefix_hits = PrefixHits()
 
     @property
     def info(self) -> ModelInfo | None:

@@ -288,7 +288,10 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         wait_us = int(1e6 * (loop.time() - started_s))
         verdict, times = response.verdict, response.times
         self._numerics_id = opening.link.numerics_id
-        opening.book.answered(self._session_id, len(self._log), verdict.prefix_len, times.compute_us)
+        expected = opening.book.answered(self._session_id, len(self._log), verdict.prefix_len, times.compute_us)
+        # Where the prompt's log-probabilities are wanted, nothing is looked for.
+        if expected is not None and not self._spec.prompt_logprobs:
+            self._replicas.prefix_hits.add(expected, verdict.prefix_len)
         accepted_rows = tuple(verdict.accepted_rows[:])
         next_token_id = verdict.next_token_id if verdict.HasField("next_token_id") else None
         # After a verdict a target has cached all committed tokens but the last one.
