@@ -299,15 +299,16 @@ class Watched:
         placements = CounterMetricFamily(PREFIX + "target_placements", meaning, labels=["reason"])
         for reason, count in backend.target.placements.items():
             placements.add_metric([reason], count)
-        hits, meaning = (
-            backend.target.prefix_hits,
-            "Tokens of prompts that were expected in a target's cache, and found.",
-        )
-        cached = CounterMetricFamily(PREFIX + "target_prefix_tokens", meaning, labels=["kind"])
-        cached.add_metric(["expected"], hits.expected)
-        cached.add_metric(["found"], hits.found)
-        meaning = "By how many tokens what was expected and what was found differ, for a session that was opened."
-        missed = HistogramMetricFamily(PREFIX + "target_prefix_error_tokens", meaning)
-        missed.add_metric([], hits.errors.buckets, hits.errors.total)
-        yield from (cached, missed)
+        yield from self._prefix_hits()
         yield from (placements, up, draining, backlog, faults, rolled_back, rollback_times)
+
+    def _prefix_hits(self) -> Iterator[Metric]:
+        hits = self._backend.target.prefix_hits
+        meaning = "Tokens of prompts that should have been in a target's cache, and that were."
+        tokens = CounterMetricFamily(PREFIX + "target_prefix_tokens", meaning, labels=["kind"])
+        tokens.add_metric(["expected"], hits.expected)
+        tokens.add_metric(["found"], hits.found)
+        meaning = "By how many tokens these two differ, for each session that was opened."
+        errors = HistogramMetricFamily(PREFIX + "target_prefix_error_tokens", meaning)
+        errors.add_metric([], hits.errors.buckets, hits.errors.total)
+        yield from (tokens, errors)
