@@ -52,6 +52,7 @@ class Laden:
 
     context: Any = None
     reads_load: bool = False
+    num_asked: int = 0
     session_count: int = 0
 
     async def Link(self, frames: AsyncIterator[Any], context: Any) -> None:  # noqa: N802
@@ -62,6 +63,7 @@ class Laden:
     async def _noted(self, frames: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for frame in frames:
             self.reads_load |= frame.reads_load
+            self.num_asked += getattr(frame, "wants_prefixes", False)
             yield frame
 
     async def say(self, **fields: Any) -> None:
@@ -172,6 +174,56 @@ async def test_a_load_that_cannot_be_is_a_fault_and_harms_no_request(name: str, 
         assert (request.reopens, service.links) == (0, 1)
         await service.say()
         await eventually(lambda: peer.load is not None)
+
+
+async def test_cached_prefixes_that_cannot_be_are_a_fault_and_harm_no_request() -> None:
+    """The target is asked to say all again, unless it never got it right; sessions go on, and the log says it once."""
+    service = target()
+    async with linked(service) as peer:
+        await ready(service)
+        request = Plain(Targets([peer]))
+
+        async def say(number: int, *added: int, **more: Any) -> None:
+            await service.say(prefixes=types_pb2.PrefixNews(number=number, added=added, **more))
+
+        async with request.session:
+            await request.round()
+            assert service.num_asked == 1
+            await say(0, 1, 2)
+            await eventually(lambda: peer.book.pushed.names == {1, 2})
+            with capture_logs() as logs:
+                await say(2, 3)
+                await eventually(lambda: (peer.faults, service.num_asked) == (1, 2))
+                # What it said before it knew is no fault, and a load beside it counts.
+                await say(3, 4)
+                await say(0, 1, has_more=True)
+                await say(5)
+                await eventually(lambda: peer.faults == 2)
+            assert ["load.prefixes.number" in line["reason"] for line in logs] == [True]
+            assert (peer.book.pushed.names, peer.load is None) == (set(), False)
+            await request.run()
+            assert service.num_asked == 2
+            await say(0, 7)
+            await eventually(lambda: peer.book.pushed.names == {7})
+        assert (request.reopens, service.links) == (0, 1)
+
+
+async def test_what_is_cached_is_known_of_one_incarnation() -> None:
+    """Another one at the same address has none of it; a link that breaks and is begun again changes nothing yet."""
+    service = target()
+    async with linked(service) as peer:
+        await ready(service)
+        await service.say(prefixes=types_pb2.PrefixNews(added=[1, 2]))
+        await eventually(lambda: peer.book.pushed.names == {1, 2})
+        link = peer.link()
+        peer.report_lost(link)
+        await eventually(lambda: peer.info is not None)
+        assert peer.book.pushed.names == {1, 2}
+        service.instance_id = 2
+        peer.report_lost(link)
+        await eventually(lambda: peer.info is not None and peer.link() is not link)
+        assert (peer.book.pushed.names, peer.book.pushed.is_known) == (set(), False)
+        await eventually(lambda: service.num_asked == 2)
 
 
 async def test_loads_come_unasked_and_no_more_of_them_than_there_can_be() -> None:

@@ -10,16 +10,18 @@ from gateway.rounds.target_costs import TargetCosts
 from gateway.rounds.tuning import TUNING
 from gateway.sessions import placement
 from gateway.sessions.placement import (
-    BLOCK_TOKENS,
     JOINING_S,
     NO_PREFIX,
     LinkBook,
     LinkFigures,
     PlacedFor,
     PlaceWish,
+    PrefixHits,
     PromptPrefix,
     choose,
 )
+from outrider.errors import InvalidRequest
+from outrider.prefixes import BLOCK_TOKENS, PrefixNews
 
 A, B, C = (LinkFigures(name, prompt_token_us=25.0, step_us=8_000.0, row_us=20.0) for name in "abc")
 KEYED = PromptPrefix(b"key")
@@ -238,6 +240,67 @@ async def test_a_prompt_that_was_not_read_yet_is_no_sign_of_forgetting() -> None
     book.answered(b"one", 64, 0, 0)
     book.answered(b"two", 64, 0, 0)
     assert book.hit_len(other) == 64
+
+
+async def test_what_a_target_says_of_its_cache_counts_instead_of_what_was_sent() -> None:
+    """Prompts of others too; and what it has dropped is not expected, however lately it was sent."""
+    book = LinkBook(0.0, 4_096, 16)
+    own, others = await PromptPrefix.of(prompt(1, 2), b""), await PromptPrefix.of(prompt(3, 4, 5), b"")
+    book.opened(b"own", 129, own)
+    book.answered(b"own", 129, 0, 0)
+    assert (book.hit_len(own), book.hit_len(others)) == (128, 0)
+    book.hear(PrefixNews(0, others.names, has_more=True))
+    assert (book.hit_len(own), book.hit_len(others)) == (128, 0)
+    book.hear(PrefixNews(1, own.names[:1]))
+    assert (book.hit_len(own), book.hit_len(others)) == (64, 192)
+    book.hear(PrefixNews(2, own.names[1:], others.names[2:]))
+    assert (book.hit_len(own), book.hit_len(others)) == (128, 128)
+    with pytest.raises(InvalidRequest):
+        book.hear(PrefixNews(7))
+    # As if it had never said anything.
+    assert (book.hit_len(own), book.hit_len(others)) == (0, 0)
+    book.opened(b"again", 129, own)
+    assert book.hit_len(own) == 128
+
+
+async def test_what_was_sent_is_expected_until_the_target_has_said_what_became_of_it() -> None:
+    """A prompt that waits, so that its siblings follow it; after its answer, and after its end, until the next word."""
+    book = LinkBook(0.0, 4_096, 16)
+    one, two = await PromptPrefix.of(prompt(1, 2), b""), await PromptPrefix.of(prompt(3), b"")
+    book.opened(b"before", 129, one)
+    book.hear(PrefixNews(0))
+    assert book.hit_len(one) == 128
+    book.opened(b"two", 65, two)
+    book.answered(b"two", 65, 0, 0)
+    assert book.hit_len(two) == 64
+    book.opened(b"two again", 65, two)
+    book.hear(PrefixNews(1))
+    # The target has not kept it, but it will read it once more.
+    assert (book.hit_len(one), book.hit_len(two)) == (128, 64)
+    book.answered(b"two again", 65, 0, 0)
+    book.closed(b"before")
+    book.hear(PrefixNews(2))
+    assert (book.hit_len(one), book.hit_len(two)) == (0, 0)
+    whole = await PromptPrefix.of(prompt(3, 4), b"")
+    book.closed(b"two again", prompt(3, 4))
+    assert book.hit_len(whole) == 128
+    book.hear(PrefixNews(3, whole.names[:1]))
+    assert book.hit_len(whole) == 64
+
+
+async def test_a_first_answer_shows_what_was_expected() -> None:
+    """Whole blocks but for the last token, which is always read; later answers show nothing, and errors are counted."""
+    book, prefix, hits = LinkBook(0.0, 4_096, 16), await PromptPrefix.of(prompt(1, 2), b""), PrefixHits()
+    book.hear(PrefixNews(0, prefix.names))
+    for session_id, length, found in ((b"a", 128, 112), (b"b", 140, 128), (b"c", 140, 32)):
+        book.opened(session_id, length, prefix)
+        expected = book.answered(session_id, length, found, 0)
+        assert expected is not None
+        hits.add(expected, found)
+        assert book.answered(session_id, length, 0, 0) is None
+    assert (hits.expected, hits.found, hits.errors.total) == (64 + 128 + 128, 64 + 128, 128.0)
+    assert dict(hits.errors.buckets)["64.0"] == 2
+    assert dict(hits.errors.buckets)["256.0"] == 3
 
 
 def test_figures_are_those_of_the_policy_at_the_load_of_the_book() -> None:
