@@ -25,8 +25,8 @@ from statistics import fmean, median_low
 from typing import Self
 
 from gateway.rounds.target_costs import TargetCosts
+from outrider.estimates.prefixes import BLOCK_TOKENS, KnownPrefixes, PrefixNews, first_link, name_of, next_link
 from outrider.estimates.row_costs import Average
-from outrider.prefixes import BLOCK_TOKENS, KnownPrefixes, PrefixNews, first_link, name_of, next_link
 from outrider.process.metrics import Tally
 
 KEY_BLOCKS = 4  # prompts that have so many blocks in common meet, where places are as good as equal
@@ -59,7 +59,7 @@ class PromptPrefix:
     chain: tuple[bytes, ...] = ()
     """A digest of the salt, and one of each whole block with all before it."""
     names: tuple[int, ...] = ()
-    """Of the whole blocks, as services say them."""
+    """Names of the whole blocks, as services say them."""
 
     @property
     def blocks(self) -> tuple[bytes, ...]:
@@ -322,7 +322,7 @@ class LinkBook:
     def answered(self, session_id: bytes, length: int, prefix_len: int, compute_us: int) -> int | None:
         """A session's first answer came: so much was in the cache, and the rest took so many microseconds.
 
-        Returns how much was expected to be there; None for an answer that is not the first one.
+        Returns how much was expected to be there; None where nothing could be, and for any later answer.
         """
         place = self._sessions.get(session_id)
         if place is None or not place.waiting:
@@ -336,7 +336,7 @@ class LinkBook:
             # What was there before that block is gone too; one that was not read yet could not be there.
             while self._sent and next(iter(self._sent.values())) <= place.touched[missed]:
                 self._sent.popitem(last=False)
-        return place.hit_len
+        return place.hit_len if place.prefix.names else None
 
     def closed(self, session_id: bytes, token_ids: Sequence[int] = ()) -> None:
         """It ended; what it said stays in the cache for the next turn, where the tokens of all of it are given."""

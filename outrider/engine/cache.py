@@ -24,7 +24,7 @@ from torch import Tensor
 
 from outrider.engine.devices import send
 from outrider.errors import CacheFull
-from outrider.prefixes import PrefixJournal
+from outrider.estimates.prefixes import PrefixJournal
 
 BLOCK_SIZE = 16
 DIGEST_BYTES = 32

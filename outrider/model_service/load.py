@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from outrider.engine.runner import ForwardCounts
+from outrider.estimates.prefixes import NewsWriter, PrefixJournal
 from outrider.estimates.timing import ServiceLoad
 from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.sessions import SessionStore
-from outrider.prefixes import NewsWriter, PrefixJournal
 from outrider.rpc.messages.round import write_load, write_news
 from outrider.v1.draft_service_pb2 import DraftServiceLinkRequest, DraftServiceLinkResponse
 from outrider.v1.target_service_pb2 import TargetServiceLinkRequest, TargetServiceLinkResponse

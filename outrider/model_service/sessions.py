@@ -14,13 +14,13 @@ import structlog
 
 from outrider.engine.runner import ForwardCounts, ModelRunner, reopen
 from outrider.errors import OutriderError
+from outrider.estimates.prefixes import PrefixJournal
 from outrider.estimates.timing import ComputeTimes
 from outrider.grammar import Grammar
 from outrider.model_service.leases import LeaseTable
 from outrider.model_service.outbox import Outbox, SessionAnswer
 from outrider.model_service.session_state import SessionState, SessionTrace
 from outrider.parameters import SessionSpec
-from outrider.prefixes import PrefixJournal
 from outrider.process.telemetry import session_prefix
 from outrider.rpc.fencing import Fence, MessageStatus, classify_open
 

@@ -59,7 +59,7 @@ SHARED = (
     "outrider.grammar",
     "outrider.answer",
     "outrider.estimates.timing",
-    "outrider.prefixes",
+    "outrider.estimates.prefixes",
 )
 PLUMBING = ("outrider.rpc", "outrider.process")
 SERVICE = (*SHARED, *PLUMBING, "outrider.engine", "outrider.drafters", "outrider.model_service")
@@ -74,7 +74,7 @@ RULES = (
     Rule("outrider.grammar", ("outrider.errors", "outrider.constraint")),
     Rule("outrider.answer", ("outrider.parameters",)),
     Rule("outrider.estimates.timing"),
-    Rule("outrider.prefixes", ("outrider.errors",)),
+    Rule("outrider.estimates.prefixes", ("outrider.errors",)),
     Rule("outrider.v1", protobuf=True),
     Rule("outrider.rpc", SHARED, protobuf=True),
     Rule("outrider.process", (*SHARED, "outrider.rpc")),

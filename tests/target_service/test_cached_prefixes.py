@@ -13,9 +13,9 @@ from support.services.session_clients import Link, TargetClient
 
 from gateway.sessions.placement import PromptPrefix
 from outrider.engine.cache import ROOT
+from outrider.estimates.prefixes import KnownPrefixes, PrefixNews
 from outrider.model_service import load
 from outrider.model_service.server import LoadedModel, RunningModelService, load_model
-from outrider.prefixes import KnownPrefixes, PrefixNews
 from outrider.rpc.messages.round import news_from
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1.target_service_pb2_grpc import TargetServiceStub

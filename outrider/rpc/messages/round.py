@@ -4,12 +4,12 @@ from collections.abc import Iterable
 
 from outrider.beams import BeamStep, Candidate
 from outrider.errors import InvalidRequest, check_range
+from outrider.estimates.prefixes import PrefixNews
 from outrider.estimates.timing import ComputeTimes, ServiceLoad
 from outrider.parameters import (
     FinishReason,
     TokenLogprob,
 )
-from outrider.prefixes import PrefixNews
 from outrider.rpc.fencing import Fence
 from outrider.v1 import target_service_pb2 as target_pb
 from outrider.v1 import types_pb2 as pb

@@ -21,7 +21,7 @@ from gateway.sessions.placement import (
     choose,
 )
 from outrider.errors import InvalidRequest
-from outrider.prefixes import BLOCK_TOKENS, PrefixNews
+from outrider.estimates.prefixes import BLOCK_TOKENS, PrefixNews
 
 A, B, C = (LinkFigures(name, prompt_token_us=25.0, step_us=8_000.0, row_us=20.0) for name in "abc")
 KEYED = PromptPrefix(b"key")
@@ -298,6 +298,8 @@ async def test_a_first_answer_shows_what_was_expected() -> None:
         assert expected is not None
         hits.add(expected, found)
         assert book.answered(session_id, length, 0, 0) is None
+    book.opened(b"short", 60, await PromptPrefix.of(prompt(1)[:60], b""))
+    assert book.answered(b"short", 60, 0, 0) is None
     assert (hits.expected, hits.found, hits.errors.total) == (64 + 128 + 128, 64 + 128, 128.0)
     assert dict(hits.errors.buckets)["64.0"] == 2
     assert dict(hits.errors.buckets)["256.0"] == 3

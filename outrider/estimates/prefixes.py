@@ -42,7 +42,7 @@ class PrefixNews:
     """Names that have come and gone since the message before; plain form of the message."""
 
     number: int = 0
-    """Of this message on its link; 0 begins anew, and what was known before is void."""
+    """Place of this message on its link; 0 begins anew, and what was known before is void."""
     added: Sequence[int] = ()
     removed: Sequence[int] = ()
     has_more: bool = False
@@ -65,7 +65,7 @@ class PrefixJournal:
 
     def __init__(self) -> None:
         self.num_changes = 0
-        """That there ever were."""
+        """Changes that there ever were."""
         self._ends: dict[int, ChainEnd] = {}
         self._lock = threading.Lock()
         # By how many blocks have each: names are short, and two texts may share one.

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from gateway.sessions.placement import PromptPrefix
-from outrider import prefixes
 from outrider.engine.cache import ROOT, BlockPool, BlockTable, KVCache
 from outrider.engine.session import Session
 from outrider.errors import CacheFull, InvalidRequest
-from outrider.prefixes import (
+from outrider.estimates import prefixes
+from outrider.estimates.prefixes import (
     BLOCK_TOKENS,
     MAX_KNOWN,
     KnownPrefixes,
