@@ -1,6 +1,6 @@
 """What it costs that targets say what they have cached: microseconds of both ends, and bytes. Nothing is served.
 
-    python -m bench.cached [--blocks 26674] [--names 30] [--repeats 20]
+    python -m bench.policy.cached [--blocks 26674] [--names 30] [--repeats 20]
 
 A cache of so many blocks of 16 tokens is filled by texts of 4,096 and all of it is said; then as many names come and go
 between two messages. Each figure is the least of the repeats, of

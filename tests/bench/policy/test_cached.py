@@ -1,6 +1,6 @@
-"""bench.cached: its lines, and that what it measures is what is served."""
+"""bench.policy.cached: its lines, and that what it measures is what is served."""
 
-from bench.cached import change, choice, snapshot
+from bench.policy.cached import change, choice, snapshot
 
 
 def test_the_report_has_all_costs_of_a_small_cache() -> None:
