@@ -75,7 +75,7 @@ test-slow: $(SETUP) ## training, benchmarks, real processes, distributions of re
 # The fencing model is that of make test, with 20,000 worlds in which messages and processes fail.
 test-grid: $(SETUP) ## the full exactness grid, 400 schemas, wide statistics, 20,000 worlds of messages: over an hour
 	$(BIN)/python -m pytest -m grid $(SIDE_BY_SIDE)
-	OUTRIDER_FENCING_EXAMPLES=20000 $(BIN)/python -m pytest tests/gateway/sessions/test_fencing_model.py -k weather --timeout=7200
+	OUTRIDER_FENCING_EXAMPLES=20000 $(BIN)/python -m pytest tests/gateway/sessions/test_fencing_model.py tests/gateway/sessions/placing/test_placement_worlds.py -k "weather or come_and_go" --timeout=7200
 
 test-surface: $(SETUP) $(LITELLM_SETUP) $(STRUCTURED_SETUP) ## real clients of REST, the page in Chromium (Debian has it), the assistant, which is fetched
 	$(BIN)/python -m pytest -m "(surface or page or assistant) and not grid" $(SIDE_BY_SIDE)

@@ -20,6 +20,7 @@ from gateway.keys.door import Door
 from gateway.rounds.explanation import best_count
 from gateway.rounds.round import FallbackReason, Round, TokenOrigin
 from gateway.sessions.peer import ROLLBACK_S
+from gateway.sessions.placement import MovedFor
 from outrider.errors import OutriderError
 from outrider.parameters import FinishReason
 from outrider.process.metrics import Count, Figures, Tally
@@ -295,15 +296,22 @@ class Watched:
                 seconds.add_tally(replicas.rollbacks.seconds)
             rolled_back.add_metric([service], num_tokens)
             rollback_times.add_metric([service], seconds.buckets, seconds.total)
+        yield from self._places()
+        yield from (up, draining, backlog, faults, rolled_back, rollback_times)
+
+    def _places(self) -> Iterator[Metric]:
+        """Where sessions go, and what was known for it."""
+        target = self._backend.target
         meaning = "Sessions that were given a target, by the reason for it."
         placements = CounterMetricFamily(PREFIX + "target_placements", meaning, labels=["reason"])
-        for reason, count in backend.target.placements.items():
+        for reason, count in target.placements.items():
             placements.add_metric([reason], count)
-        yield from self._prefix_hits()
-        yield from (placements, up, draining, backlog, faults, rolled_back, rollback_times)
-
-    def _prefix_hits(self) -> Iterator[Metric]:
-        hits = self._backend.target.prefix_hits
+        meaning = "Sessions that wait until one of several targets has room."
+        waiting = GaugeMetricFamily(PREFIX + "sessions_waiting_for_room", meaning, len(target.room))
+        moves = CounterMetricFamily(PREFIX + "draft_moves", "Running sessions that changed drafts.", labels=["reason"])
+        for why in MovedFor:
+            moves.add_metric([why], sum(each.moves[why] for each in self._backend.drafts.values()))
+        hits = target.prefix_hits
         meaning = "Tokens of prompts that should have been in a target's cache, and that were."
         tokens = CounterMetricFamily(PREFIX + "target_prefix_tokens", meaning, labels=["kind"])
         tokens.add_metric(["expected"], hits.expected)
@@ -311,4 +319,4 @@ class Watched:
         meaning = "By how many tokens these two differ, for each session that was opened."
         errors = HistogramMetricFamily(PREFIX + "target_prefix_error_tokens", meaning)
         errors.add_metric([], hits.errors.buckets, hits.errors.total)
-        yield from (tokens, errors)
+        yield from (placements, waiting, moves, tokens, errors)

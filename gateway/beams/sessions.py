@@ -109,6 +109,9 @@ class BeamDraftSession(RemoteDraftSession):
     def _opened_on(self, peer: ServicePeer) -> BeamDraftOpening:
         return BeamDraftOpening(peer, self._spec, cast("BeamRecord", self._log), self._session_id, self._seat)
 
+    def _change_place(self, *, is_guessing: bool) -> None:
+        """Stays with its draft: beams are read anew after every pass, so no other one could follow meanwhile."""
+
 
 def last_tokens(live: tuple[LiveBeam, ...]) -> list[int]:
     """Last token of each beam, with which a proposal begins."""

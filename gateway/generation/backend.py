@@ -14,6 +14,7 @@ from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import LOOKUP, DrafterId, Makes, Place
 from gateway.sessions.draft_opening import DrafterSeat
 from gateway.sessions.peer import ModelInfo
+from gateway.sessions.placement import PlaceWish
 from gateway.sessions.replicas import Placing, Replicas, Targets, need_of, wish_of
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
 from gateway.text.tokenizer import Tokenizer
@@ -60,6 +61,13 @@ class Backend:
         infos = (peer.info for peer in self.target.links if peer.address == address)
         return next((self.policy(info) for info in infos if info is not None), None)
 
+    async def settle(self, spec: SessionSpec, target: ModelInfo, placing: Placing) -> None:
+        """Gives a request its target, unless it has one; waits where all are full. Its weights are `target`'s."""
+        need = need_of(spec, target.model_hash)
+        if placing.peer is None or not self.target.takes(placing.peer, placing, need):
+            self._learn()
+            await self.target.place(placing, need, self._wish(spec, placing))
+
     def place(self, spec: SessionSpec, target: ModelInfo, placing: Placing) -> ModelInfo:
         """Facts of the target that a session of a request goes to, where its others are; `target` while none is there.
 
@@ -67,13 +75,19 @@ class Backend:
         """
         need = need_of(spec, target.model_hash)
         if placing.peer is None or not self.target.takes(placing.peer, placing, need):
-            for peer in self.target.peers:
-                if peer.info is not None:
-                    peer.book.costs = self.policy(peer.info).costs
-            self.policies.keep({peer.address for peer in self.target.links})
-            wish = wish_of(spec, len(spec.token_ids), self.target.output, placing.prefix, placing.numerics_id)
-            placing.peer = self.target.pick(placing, need, wish=wish, counts=True)
+            self._learn()
+            placing.peer = self.target.pick(placing, need, wish=self._wish(spec, placing), counts=True)
         return (placing.peer.info if placing.peer is not None else None) or target
+
+    def _learn(self) -> None:
+        """Notes at each target what its policy has learnt."""
+        for peer in self.target.peers:
+            if peer.info is not None:
+                peer.book.costs = self.policy(peer.info).costs
+        self.policies.keep({peer.address for peer in self.target.links})
+
+    def _wish(self, spec: SessionSpec, placing: Placing) -> PlaceWish:
+        return wish_of(spec, len(spec.token_ids), self.target.output, placing.prefix, placing.numerics_id)
 
     @property
     def _draft_infos(self) -> dict[str, ModelInfo | None]:

@@ -26,7 +26,7 @@ async def searched(context: RequestContext, beams: BeamSearch, queue_us: int) ->
     spec = replace(request.spec, trace_context=telemetry.carrier())
     record, session_id = BeamRecord(spec, beams), secrets.token_bytes(16)
     placing = context.placing
-    backend.place(spec, context.target, placing)
+    await backend.settle(spec, context.target, placing)
     target = BeamTargetSession(backend.target, backend.target_timeouts, spec, record, session_id, placing)
     draft_count = context.target.max_draft_count if request.draft_count is None else request.draft_count
     draft: BeamDraftSession | AbsentDraftSession = AbsentDraftSession()

@@ -139,7 +139,7 @@ class Frontend:
                     await tenant.count_request()
                     requests = [_with_key(request, tenant, len(requests)) for request in requests]
                 with self.admission.arrival(priority):
-                    contexts = [await self._prepared(requests, number) for number in range(len(requests))]
+                    contexts = [await self._prepared(requests, number, priority) for number in range(len(requests))]
                 contexts[0] = replace(contexts[0], wait=wait)
                 if tenant is not None:
                     asked = [context.request for context in contexts]
@@ -173,14 +173,16 @@ class Frontend:
                 if tenant is not None:
                     self.metrics.used(tenant.name, record.prompt_tokens, record.num_tokens)
 
-    async def _prepared(self, requests: Sequence[GenerationRequest], number: int) -> RequestContext:
+    async def _prepared(self, requests: Sequence[GenerationRequest], number: int, priority: int) -> RequestContext:
         """Context of one of several requests, whose number is on its errors."""
         try:
-            return await prepare(requests[number], self.backend)
+            context = await prepare(requests[number], self.backend)
         except OutriderError as error:
             if len(requests) > 1:
                 error.metadata["request"] = str(number)
             raise
+        context.placing.priority = priority
+        return context
 
     async def _events(
         self, contexts: Sequence[RequestContext], places: Reservation, record: RequestLog

@@ -145,6 +145,7 @@ async def _rounds(
 ) -> AsyncGenerator[tuple[Round, Choice], None]:
     """`decode`, each round with the choice that it came from; errors name the constraint as the client did."""
     constraint = request.constraint
+    await backend.settle(request.spec, target, placing)
     planner, decoded = decode(request, backend, target, placing, wait)
     async with aclosing(decoded) as rounds:
         try:

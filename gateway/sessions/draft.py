@@ -8,6 +8,7 @@ order; what of them is believed is in gateway.sessions.draft_opening.
 import asyncio
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import count
 from typing import Self
 
 import structlog
@@ -22,21 +23,13 @@ from gateway.rounds.round import (
     Proposal,
     TokenLog,
 )
-from gateway.sessions.draft_opening import ALONE, DrafterSeat, DraftOpening, OnBranches
+from gateway.sessions.draft_move import DraftMove, DraftMoves
+from gateway.sessions.draft_opening import ALONE, LOST, DrafterSeat, DraftOpening, OnBranches, blame
 from gateway.sessions.peer import ServicePeer
 from gateway.sessions.placement import NO_PREFIX, PromptPrefix
 from gateway.sessions.replicas import Replicas, wish_of
-from gateway.sessions.session import MAX_DRIFT_REPAIRS, DraftDeadline, RemoteSession
-from outrider.errors import (
-    CacheFull,
-    DeviceFull,
-    NoTokenLeft,
-    NotReady,
-    OutriderError,
-    Overloaded,
-    PeerLost,
-    ProtocolViolation,
-)
+from gateway.sessions.session import MAX_DRIFT_REPAIRS, SMALL_CATCH_UP, DraftDeadline, RemoteSession
+from outrider.errors import OutriderError, PeerLost, ProtocolViolation
 from outrider.parameters import SessionSpec
 from outrider.process import telemetry
 from outrider.process.telemetry import session_prefix
@@ -44,9 +37,6 @@ from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import types_pb2
 
 PAUSE_TOKENS = (8, 256)  # plain tokens after the second fault in a row, and the maximum after many
-# What a draft that works may say about a session; everything else that it refuses it should have taken.
-HONEST_REFUSALS = (CacheFull, DeviceFull, Overloaded, NoTokenLeft)
-LOST = (PeerLost, NotReady)
 MAX_REASON_LEN = 400  # of a draft's own words in the log
 
 log = structlog.get_logger()
@@ -75,6 +65,9 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         self._resume_len = 0
         self._resting_for = FallbackReason.DRAFT_ABSENT
         self._rollback: asyncio.Task[None] | None = None
+        # Of all drafts together, so that none ever sees one again.
+        self._epochs = count(1)
+        self._moves = DraftMoves(replicas, spec, prefix)
         self.on_branches: OnBranches | None = None
         """Takes branches for the verdict on the log's length; without it none are asked for."""
 
@@ -92,11 +85,15 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
             obstacle = FallbackReason.DRAFT_LOST if is_lost else FallbackReason.DRAFT_REFUSED
             if cause is TimeoutError:
                 obstacle = FallbackReason.DRAFT_LATE
-        elif self._rollback is not None and not self._rollback.done():
+        elif self._is_rolling_back:
             obstacle = FallbackReason.DRAFT_LATE
         elif len(self._log) < self._resume_len:
             obstacle = self._resting_for
         return DraftOutlook(obstacle, info.context_len, info.max_draft_count)
+
+    @property
+    def _is_rolling_back(self) -> bool:
+        return self._rollback is not None and not self._rollback.done()
 
     def can_guess(self, draft_count: int) -> bool:
         """Whether it is of use to ask for so many guesses now."""
@@ -117,6 +114,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
     async def __aexit__(self, *exit_: object) -> None:
         if self._rollback is not None:
             self._rollback.cancel()
+        self._moves.end()
         await super().__aexit__(*exit_)
 
     async def propose(self, asked: GuessRequest) -> Proposal:
@@ -125,10 +123,11 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         Where the target has gone on by itself, the draft is not waited for, and there is no proposal. A draft that is
         not waited for any longer, because this is cancelled, counts as late.
         """
-        if asked.count == 0:
-            return NOTHING
         if asked.went_on:
             return self._tell(asked)
+        self._change_place(is_guessing=asked.count > 0)
+        if asked.count == 0:
+            return NOTHING
         clock_s = asyncio.get_running_loop().time
         log_len = len(self._log)
         catch_up_count = log_len - (self._opening.cached_len if self._opening is not None else 0)
@@ -153,7 +152,10 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
             return self._drop(error)
         deadline.observe(wait_us / 1e6, catch_up_count)
         opening.book.answered(self._session_id, log_len, 0, 0)
-        opening.book.queue_us.add(response.times.queue_us)
+        if catch_up_count <= SMALL_CATCH_UP:
+            # How long it waits there depends on how many are there, as all of it does.
+            taken_us = response.times.queue_us + response.times.compute_us
+            opening.book.answer_us.add(opening.link.session_count, taken_us)
         opening.peer.breaker.answered()
         self._faults /= 2
         if response.cached_len == log_len or self._num_repairs >= MAX_DRIFT_REPAIRS:
@@ -201,8 +203,9 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
             self._forget()
         peer.breaker.enter(self._session_id)
         if self._opening is None:
+            self._moves.end()
             self._opening = self._opened_on(peer)
-            self._epoch += 1
+            self._epoch = next(self._epochs)
             self._opening.book.opened(self._session_id, len(self._log), NO_PREFIX)
         self._opening.ask(self._fence(), asked)
         return self._opening
@@ -212,9 +215,26 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         opening.on_branches = self.on_branches
         return opening
 
+    def _change_place(self, *, is_guessing: bool) -> None:
+        """Goes on with the draft to which the session moves, once that has read it; begins a move where one is due."""
+        opening, moves = self._opening, self._moves
+        if moves.is_under_way:
+            move = None if self._is_rolling_back else moves.arrived()
+            if move is not None:
+                self._forget()
+                self._opening, self._epoch, self._last = move.opening, move.fence.epoch, move.opening.peer
+        elif opening is not None:
+            place = moves.due(opening.peer, len(self._log), is_guessing=is_guessing)
+            if place is not None:
+                peer, reason = place
+                fence = self._fence()
+                fence.epoch = next(self._epochs)
+                timeout_s = self._draft_deadline.of(peer).seconds(fence.base_len)
+                moves.begin(DraftMove(self._opened_on(peer), fence, reason, timeout_s))
+
     def _begin_rollback(self, base_len: int, asked_s: float) -> None:
         """Takes the draft's session back in the background; until that is done it is not asked for anything."""
-        self._epoch += 1
+        self._epoch = next(self._epochs)
         rolling_back = self._roll_back(self._last, self._fence(base_len), asked_s)
         self._rollback = asyncio.create_task(rolling_back, name="draft rollback")
 
@@ -242,16 +262,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         self._log_event("draft session lost", reason=str(error)[:MAX_REASON_LEN])
         link = self._opening.link if self._opening is not None else None
         self._forget()
-        if isinstance(error, HONEST_REFUSALS):
-            self._last.breaker.left(self._session_id)
-            return self._fault(FallbackReason.DRAFT_REFUSED)
-        self._last.breaker.failed(self._session_id, error)
-        if not isinstance(error, LOST):
-            self._last.faults += 1
-            return self._fault(FallbackReason.DRAFT_REFUSED)
-        if link is not None:
-            self._last.report_lost(link)
-        return self._fault(FallbackReason.DRAFT_LOST)
+        return self._fault(blame(self._last, link, self._session_id, error))
 
     def _candidate(self) -> ServicePeer | None:
         """The draft that has the session, or the one that would get it; None while none may be asked."""

@@ -10,10 +10,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
-from gateway.rounds.round import NO_REQUEST, DrafterId, GuessRequest, HopCost, Proposal, TokenLog
-from gateway.sessions.link import Mailbox, opening_of
+from gateway.rounds.round import NO_REQUEST, DrafterId, FallbackReason, GuessRequest, HopCost, Proposal, TokenLog
+from gateway.sessions.link import Link, Mailbox, opening_of
 from gateway.sessions.peer import ServicePeer
-from outrider.errors import InvalidRequest, ProtocolViolation
+from outrider.errors import (
+    CacheFull,
+    DeviceFull,
+    InvalidRequest,
+    NoTokenLeft,
+    NotReady,
+    OutriderError,
+    Overloaded,
+    PeerLost,
+    ProtocolViolation,
+)
 from outrider.parameters import SessionSpec
 from outrider.rpc.errors import session_error, session_error_from
 from outrider.rpc.messages.tree import branches_from, shape_message, tree_from
@@ -22,6 +32,10 @@ from outrider.v1 import draft_service_pb2 as pb
 from outrider.v1 import types_pb2
 
 CLOCK_SLACK_US = 1_000_000  # by which the clocks of draft and gateway may differ while an answer is waited for
+
+# What a draft that works may say about a session; everything else that it refuses it should have taken.
+HONEST_REFUSALS = (CacheFull, DeviceFull, Overloaded, NoTokenLeft)
+LOST = (PeerLost, NotReady)
 
 OnBranches = Callable[[int, types_pb2.Branches, GuessRequest], None]
 """Takes branches for the verdict on a length, and what they were asked for with."""
@@ -206,3 +220,17 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         # The log may have grown past the draft's context, where it takes no messages.
         fence.base_len = max(self.known_len, 1)
         self.close(pb.ProposeRequest(fence=fence, close=types_pb2.CloseSession()))
+
+
+def blame(peer: ServicePeer, link: Link | None, session_id: bytes, error: OutriderError) -> FallbackReason:
+    """Counts a session's error against the draft where it is its fault; returns what that is to the session."""
+    if isinstance(error, HONEST_REFUSALS):
+        peer.breaker.left(session_id)
+        return FallbackReason.DRAFT_REFUSED
+    peer.breaker.failed(session_id, error)
+    if not isinstance(error, LOST):
+        peer.faults += 1
+        return FallbackReason.DRAFT_REFUSED
+    if link is not None:
+        peer.report_lost(link)
+    return FallbackReason.DRAFT_LOST

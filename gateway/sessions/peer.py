@@ -10,7 +10,7 @@ import asyncio
 import math
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -213,29 +213,17 @@ class ServicePeer:
     def figures(self, wish: PlaceWish, *, has_failed: bool = False) -> LinkFigures:
         """What is known of it as a place for a session, which it has just lost or has not."""
         now_s, link = asyncio.get_running_loop().time(), self._link
+        info, load = self.info, self.load
         # A load says how many sessions there are, too.
-        is_recent = self.load is not None or (link is not None and now_s - link.heard_s < LOAD_S)
+        is_recent = load is not None or (link is not None and now_s - link.heard_s < LOAD_S)
         found = self.book.figures(self.address, wish, now_s, link.other_sessions if link and is_recent else 0)
-        found = replace(
+        if info is not None and load is not None:
+            found = found.heard(load, info.kv_tokens, info.block_size)
+        return replace(
             found,
             numerics_id=self._info.numerics_id if self._info is not None else "",
             is_failing=self.breaker.is_open and self.breaker.rested_s() < TRIAL_S,
             has_failed=has_failed,
-        )
-        info, load = self.info, self.load
-        if info is None or load is None:
-            return found
-        # What this gateway has sent counts at once, and what others have sent as the service said it last.
-        others = max(load.waiting_tokens - load.own_waiting_tokens, 0)
-        # Without a session nothing is held any more, whatever was a second ago.
-        free_tokens = load.free_blocks * info.block_size if found.session_count else info.kv_tokens
-        return replace(
-            found,
-            waiting_tokens=found.own_waiting_tokens + others,
-            owner_count=load.owner_count,
-            prompt_token_us=load.prefill_us_per_token or found.prompt_token_us,
-            free_tokens=free_tokens,
-            cache_share=1 - min(free_tokens / max(info.kv_tokens, 1), 1.0),
         )
 
     @property
@@ -313,7 +301,7 @@ class ServicePeer:
 
     async def _watch(self) -> None:
         """Watches for ever: a handshake, tried ever more slowly and not in step with other gateways, and then a wait
-        until a session reports a loss, or stream or connection are no longer up.
+        until a session reports a loss, or the link ends, or without one the connection.
         """
         loop, (first_s, longest_s) = asyncio.get_running_loop(), BACKOFF_S
         link_delay_s = 0.0
@@ -327,11 +315,13 @@ class ServicePeer:
             # What sessions have reported in the meantime is the loss that is over now.
             self._lost.clear()
             self._settled.set()
-            ends = [self._lost.wait(), self.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)]
-            if self._info is None:
-                ends.append(asyncio.sleep(MISFIT_LOOK_S))
-            elif self._link is not None:
+            ends: list[Awaitable[object]] = [self._lost.wait()]
+            if self._info is not None and self._link is not None:
+                # A service that drains gives its connection up, perhaps before it says so; its link goes on.
                 ends.append(self._link.ended.wait())
+            else:
+                ends.append(self.channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
+                ends.append(asyncio.sleep(MISFIT_LOOK_S))
             tasks = {asyncio.ensure_future(end) for end in ends}
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

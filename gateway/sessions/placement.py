@@ -4,13 +4,14 @@ Each link has a book of what this gateway knows of its service; a service that w
 the cost of a place are microseconds of somebody's waiting:
 
     p (B + U) + p min(O, (owners - 1) (B + U))      the prompt, after those that wait there already
-    + E / tau (c - least c + (n + 1) d + q)         slower steps than elsewhere, and what its rows cost all n + 1
+    + E / tau (c - least c + (n + 1) d)             slower steps than elsewhere, and what its rows cost all n + 1
     + s k / (1 - k)                                 a cache that is nearly full
 
 U are the tokens of the prompt that are not in the cache there, B and O those that wait there, of this gateway and of
-others, who have equal shares; p is what a token of a prompt costs, c a step there, d what the rows of one more session
-add to it, and q how long a step is waited for. E tokens are expected, tau in a round. k is the share of the cache that
-is in use. What is known of no place is left out, and what is known of some is believed of the others.
+others, who have equal shares; p is what a token of a prompt costs, c a step there, or the whole answer of a draft with
+what it waits for, and d what the rows of one more session add to it. E tokens are expected, tau in a round. k is the
+share of the cache that is in use. What is known of no place is left out, and what is known of some is believed of the
+others.
 """
 
 import asyncio
@@ -26,17 +27,20 @@ from typing import Self
 
 from gateway.rounds.target_costs import TargetCosts
 from outrider.estimates.prefixes import BLOCK_TOKENS, KnownPrefixes, PrefixNews, first_link, name_of, next_link
-from outrider.estimates.row_costs import Average
+from outrider.estimates.row_costs import Average, RowCosts
+from outrider.estimates.timing import ServiceLoad
 from outrider.process.metrics import Tally
 
 KEY_BLOCKS = 4  # prompts that have so many blocks in common meet, where places are as good as equal
 SLICE_TOKENS = 8192  # their digests take a third of a millisecond, and then others have their turn
 SAME_COST, SAME_US = 1.05, 1_000.0  # costs that differ by so much are equal
+CLEARLY = 1.2  # times the cost elsewhere makes a session that runs leave its place
 ALIKE = 1.5  # times the least: of two that differ by more one is another machine, or busy with something else
 LEAST_ROW_US = 10.0  # of a row in a step: messages take the time of processes where rows are free
 CACHE_US = 150_000.0  # s
 JOINING_S = 10.0  # an empty service looks best to all gateways at once
 USUAL_OUTPUT = 128.0  # tokens of an answer, before there was one
+FULL_US = 1_000_000.0  # of prompts that are read before: who would wait for longer waits where any place can be had
 LEAST_PROMPT = 16  # tokens that must have been read to say what one costs
 ERROR_TOKENS = (0.0, 64.0, 256.0, 1024.0, 4096.0, 16_384.0)  # bounds of what was expected to be cached and was not
 
@@ -48,6 +52,14 @@ class PlacedFor(StrEnum):
     HIT = "hit"  # more of its prompt is in the cache there than elsewhere
     LOAD = "load"
     TIE = "tie"  # several were as good as equal, and gateways choose alike among them
+    LATE = "late"  # it was the first to have room, after all were full
+
+
+class MovedFor(StrEnum):
+    """Why a session that runs goes on elsewhere."""
+
+    LOAD = "load"
+    LEAVING = "leaving"  # its place is about to end, or the address has gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +135,6 @@ class LinkFigures:
     row_us: float | None = None
     """What a step costs more with one session more."""
     round_tokens: float = 1.0
-    queue_us: float = 0.0
-    """How long a round waits there before its step begins."""
     free_tokens: int | None = None
     """Tokens that its cache can take."""
     cache_share: float | None = None
@@ -136,6 +146,21 @@ class LinkFigures:
     has_failed: bool = False
     """The service has just lost this session."""
 
+    def heard(self, load: ServiceLoad, kv_tokens: int, block_size: int) -> Self:
+        """Figures with what the service, whose cache has so many tokens, said of its load last."""
+        # What this gateway has sent counts at once, and what others have sent as the service said it last.
+        others = max(load.waiting_tokens - load.own_waiting_tokens, 0)
+        # Without a session nothing is held any more, whatever was a second ago.
+        free_tokens = load.free_blocks * block_size if self.session_count else kv_tokens
+        return replace(
+            self,
+            waiting_tokens=self.own_waiting_tokens + others,
+            owner_count=load.owner_count,
+            prompt_token_us=load.prefill_us_per_token or self.prompt_token_us,
+            free_tokens=free_tokens,
+            cache_share=1 - min(free_tokens / max(kv_tokens, 1), 1.0),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -145,6 +170,8 @@ class Placement:
     reason: PlacedFor
     costs_us: tuple[tuple[str, float], ...] = ()
     """Costs of all places that were open, by address."""
+    is_full: bool = False
+    """Whether neither it has room, nor any that is as good in what is worse than that."""
 
     def __str__(self) -> str:
         costs = ", ".join(f"{address} {us / 1e3:.1f} ms" for address, us in self.costs_us)
@@ -158,19 +185,20 @@ def choose(places: Sequence[LinkFigures], wish: PlaceWish) -> Placement | None:
 
     def rank(each: LinkFigures) -> tuple[bool, ...]:
         # What is worse than any cost, the worst first.
-        uncached = wish.length - each.hit_len + wish.output
-        return (
-            each.has_failed,
-            each.is_failing,
-            wish.numerics_id not in {"", each.numerics_id},
-            each.free_tokens is not None and each.free_tokens < uncached,
-            each.is_joining and each.session_count >= most,
-        )
+        lacks_cache = each.free_tokens is not None and each.free_tokens < _needed_tokens(each, wish)
+        return each.has_failed, each.is_failing, wish.numerics_id not in {"", each.numerics_id}, lacks_cache
 
-    best = min((rank(each) for each in places if not each.is_draining), default=None)
-    open_ones = [each for each in places if not each.is_draining and rank(each) == best]
-    if len(open_ones) < 2:
-        return Placement(open_ones[0].address, PlacedFor.ONLY) if open_ones else None
+    ranks = [(rank(each), each) for each in places if not each.is_draining]
+    if not ranks:
+        return None
+    best = min(found for found, _ in ranks)
+    alike = [each for found, each in ranks if found == best]
+    open_ones = [each for each in alike if not (each.is_joining and each.session_count >= most)] or alike
+    lacks_room = all(is_full(each, wish) for each in open_ones)
+    if lacks_room and (with_room := [each for each in alike if not is_full(each, wish)]):
+        open_ones, lacks_room = with_room, False
+    if len(open_ones) == 1:
+        return Placement(open_ones[0].address, PlacedFor.ONLY, is_full=lacks_room)
     costs = costs_us(open_ones, wish)
     least = min(costs)
     near = [
@@ -182,7 +210,41 @@ def choose(places: Sequence[LinkFigures], wish: PlaceWish) -> Placement | None:
     if len(near) == 1:
         has_most = chosen.hit_len == max(each.hit_len for each in open_ones) > min(each.hit_len for each in open_ones)
         reason = PlacedFor.HIT if has_most else PlacedFor.LOAD
-    return Placement(chosen.address, reason, tuple(zip((each.address for each in open_ones), costs, strict=True)))
+    by_address = tuple(zip((each.address for each in open_ones), costs, strict=True))
+    return Placement(chosen.address, reason, by_address, lacks_room)
+
+
+def is_full(place: LinkFigures, wish: PlaceWish) -> bool:
+    """Whether a session would wait there for cache, or long for other prompts; False where no load is said."""
+    if place.free_tokens is None:
+        return False
+    own = place.own_waiting_tokens
+    others = max(place.waiting_tokens - own, 0)
+    waiting_us = (place.prompt_token_us or 0.0) * (own + min(others, (place.owner_count - 1) * own))
+    # What waits has no room yet, and will take it.
+    return place.free_tokens - place.waiting_tokens < _needed_tokens(place, wish) or waiting_us > FULL_US
+
+
+def _needed_tokens(place: LinkFigures, wish: PlaceWish) -> float:
+    """Tokens of cache that a session takes there."""
+    return wish.length - place.hit_len + wish.output
+
+
+def better(here: LinkFigures, others: Sequence[LinkFigures], wish: PlaceWish) -> Placement | None:
+    """A place that is better by a clear margin for a session that is `here`, and has read everything; None for none.
+
+    What waits to be read here is read soon, so it is no reason to leave.
+    """
+    open_ones = [each for each in others if each.free_tokens is None or each.free_tokens >= wish.length + wish.output]
+    found = choose(open_ones, wish)
+    if found is None:
+        return None
+    [there] = [each for each in open_ones if each.address == found.address]
+    stay = replace(here, hit_len=wish.length, own_waiting_tokens=0, waiting_tokens=0)
+    # It is one of those who are there.
+    stay = replace(stay, session_count=max(here.session_count - 1, 0))
+    stay_us, go_us = costs_us([stay, there], wish)
+    return found if stay_us > CLEARLY * go_us + SAME_US else None
 
 
 def costs_us(places: Sequence[LinkFigures], wish: PlaceWish) -> list[float]:
@@ -198,9 +260,7 @@ def costs_us(places: Sequence[LinkFigures], wish: PlaceWish) -> list[float]:
         own = each.own_waiting_tokens + max(wish.length - each.hit_len, 0)
         others = max(each.waiting_tokens - each.own_waiting_tokens, 0)
         read_us = prompt_us * (own + min(others, (each.owner_count - 1) * own))
-        # It was those who were there that were waited for.
-        queue_us = each.queue_us if each.session_count else 0.0
-        decode_us = rounds * (step_us - min(steps_us) + (each.session_count + 1) * row_us + queue_us)
+        decode_us = rounds * (step_us - min(steps_us) + (each.session_count + 1) * row_us)
         full = min(share, 0.99)
         costs.append(read_us + decode_us + CACHE_US * full / (1 - full))
     return costs
@@ -265,7 +325,9 @@ class LinkBook:
         self._most_blocks = cache_tokens // BLOCK_TOKENS
         self.costs: TargetCosts | None = None
         """What its policy has learnt."""
-        self.prompt_token_us, self.queue_us = Average(), Average()
+        self.answer_us = RowCosts()
+        """What an answer of a draft takes there, by how many sessions it has."""
+        self.prompt_token_us = Average()
         self._sessions: dict[bytes, OpenPlace] = {}
         self.pushed = KnownPrefixes(cache_tokens // max(1, min(block_size, BLOCK_TOKENS)))
         """What the service says is in its cache."""
@@ -284,7 +346,7 @@ class LinkBook:
     @property
     def waiting_tokens(self) -> int:
         """Tokens of this gateway's prompts that wait to be read."""
-        return sum(each.waiting for each in self._sessions.values())
+        return sum([each.waiting for each in self._sessions.values()])
 
     def hit_len(self, prefix: PromptPrefix) -> int:
         """Tokens of a prompt that should be in the service's cache."""
@@ -352,23 +414,27 @@ class LinkBook:
 
     def figures(self, address: str, wish: PlaceWish, now_s: float, others: int = 0) -> LinkFigures:
         """What is known for a session now, while so many sessions of other gateways are there."""
-        num_sessions, costs = self.session_count + others, self.costs
-        found = LinkFigures(
+        num_sessions, waiting_tokens, step_us, row_us = self.session_count + others, self.waiting_tokens, None, None
+        costs = self.costs if self.costs is not None and self.costs.verify_us.known else None
+        if self.answer_us.known:
+            step_us, most = self.answer_us.at(num_sessions + 1), max(num_sessions, 1)
+            row_us = max(self.answer_us.at(most + 1) - self.answer_us.at(most), 0.0)
+        elif costs is not None:
+            session_rows = max(costs.rows.mean / costs.load, 1.0)
+            step_us = costs.verify_us.at((num_sessions + 1) * session_rows)
+            row_us = max(step_us - costs.verify_us.at(max(num_sessions * session_rows, 1.0)), 0.0)
+        return LinkFigures(
             address,
             hit_len=self.hit_len(wish.prefix),
             session_count=num_sessions,
-            own_waiting_tokens=self.waiting_tokens,
-            waiting_tokens=self.waiting_tokens,
+            own_waiting_tokens=waiting_tokens,
+            waiting_tokens=waiting_tokens,
             prompt_token_us=self.prompt_token_us.mean or None,
-            queue_us=self.queue_us.mean,
+            step_us=step_us,
+            row_us=row_us,
+            round_tokens=1.0 if costs is None else costs.tokens.mean,
             is_joining=now_s - self.joined_s < JOINING_S,
         )
-        if costs is None or not costs.verify_us.known:
-            return found
-        session_rows = max(costs.rows.mean / costs.load, 1.0)
-        step_us = costs.verify_us.at((num_sessions + 1) * session_rows)
-        row_us = max(step_us - costs.verify_us.at(max(num_sessions * session_rows, 1.0)), 0.0)
-        return replace(found, step_us=step_us, row_us=row_us, round_tokens=costs.tokens.mean)
 
     def _keep(self, prefix: PromptPrefix) -> None:
         # The last block first: without the first one no other is of use.

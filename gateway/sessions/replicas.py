@@ -7,8 +7,8 @@ missing draft changes nothing, because it only makes answers slower.
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import structlog
@@ -18,20 +18,21 @@ from gateway.sessions.placement import (
     NO_PREFIX,
     NO_WISH,
     USUAL_OUTPUT,
+    MovedFor,
     PlacedFor,
+    Placement,
     PlaceWish,
     PrefixHits,
     PromptPrefix,
     choose,
 )
+from gateway.sessions.room import LOOK_S, PlacesFound, RoomLine
 from outrider.errors import OutriderError, PeerLost
 from outrider.estimates.row_costs import Average
 from outrider.grammar import ENGINE
 from outrider.parameters import SessionSpec
 from outrider.rpc.channels import HEALTH_LOOK_S
 
-# Links and breakers change with time and in several places, so who waits for them looks now and then.
-LOOK_S = 0.02
 STOPPING = "is stopping, and takes no new requests"
 
 log = structlog.get_logger()
@@ -74,6 +75,8 @@ class Placing:
     """Numerics that are wanted; empty for any."""
     peer: ServicePeer | None = None
     """The place of the first one."""
+    priority: int = 0
+    """Where no place has room the smallest comes first."""
 
 
 class LinkSet:
@@ -141,9 +144,13 @@ class Replicas(LinkSet):
         super().__init__(peers, role, places)
         self.placements = Counter(dict.fromkeys(PlacedFor, 0))
         """How often sessions were given a place, by the reason for it."""
+        self.moves = Counter(dict.fromkeys(MovedFor, 0))
+        """How often sessions that ran went on elsewhere, though nothing had failed."""
         self.output = Average()
         """Tokens of a session's answer."""
         self.prefix_hits = PrefixHits()
+        self.room = RoomLine(lambda: len(self._meeting(None)))
+        """New sessions for which none has room."""
 
     @property
     def info(self) -> ModelInfo | None:
@@ -207,14 +214,47 @@ class Replicas(LinkSet):
         The one that has just failed comes last: a service whose device hangs still answers a handshake. It `counts`
         where the session goes there at once.
         """
+        found = self._look(session, need, failed, wish)
+        if counts and found.placement is not None:
+            self._count(found.placement)
+        return found.peer
+
+    async def place(self, placing: Placing, need: Need, wish: PlaceWish) -> None:
+        """Gives a request the place that `pick` finds; where none of several has room, after those that came before."""
+        if len(self.peers) < 2:
+            placing.peer = self.pick(placing, need, wish=wish, counts=True)
+            return
+
+        def look(held: Set[str]) -> PlacesFound:
+            # Other samples of it may have found one meanwhile.
+            if placing.peer is not None and self.takes(placing.peer, placing, need):
+                address = placing.peer.address
+                return PlacesFound({address: placing.peer}, Placement(address, PlacedFor.ONLY))
+            return self._look(placing, need, None, wish, held)
+
+        seeker = await self.room.turn(placing.priority, look)
+        found = seeker.found
+        if found is not None and found.placement is not None and found.peer is not placing.peer:
+            placing.peer = found.peer
+            reason = PlacedFor.LATE if seeker.is_late else found.placement.reason
+            self._count(replace(found.placement, reason=reason))
+
+    def _look(
+        self,
+        session: object,
+        need: Need | None,
+        failed: ServicePeer | None,
+        wish: PlaceWish,
+        held: Set[str] = frozenset(),
+    ) -> PlacesFound:
+        """The places that are open to a session, and the best but those that are held for others."""
         peers = {peer.address: peer for peer in self._meeting(need) if not peer.breaker.blocks(session)}
-        placement = choose([peer.figures(wish, has_failed=peer is failed) for peer in peers.values()], wish)
-        if placement is None:
-            return None
-        if counts:
-            self.placements[placement.reason] += 1
-            log.debug("session placed", place=str(placement))
-        return peers[placement.address]
+        free = [peer for address, peer in peers.items() if address not in held]
+        return PlacesFound(peers, choose([peer.figures(wish, has_failed=peer is failed) for peer in free], wish))
+
+    def _count(self, placement: Placement) -> None:
+        self.placements[placement.reason] += 1
+        log.debug("session placed", place=str(placement))
 
     async def wait(
         self,

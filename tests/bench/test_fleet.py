@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.fleet import FleetOptions, FleetRun, conclude, prompt_of
+from bench.fleet.__main__ import FleetOptions, FleetRun, conclude, prompt_of
 from outrider.cli.bench.common import fresh_prompt
 
 ONE = FleetRun(1, 4, 500.0, (0.9,), (0.2, 0.4), 12.0, 0.5, {"only": 8.0, "hit": 0.0}, 0.1)
@@ -52,3 +52,19 @@ def test_the_smallest_fleet_is_served() -> None:
     )
     assert found.returncode == 0, found.stderr
     assert "| 2 | 2 |" in found.stdout
+
+
+@pytest.mark.slow
+def test_a_choice_is_measured() -> None:
+    """In a gateway with real targets; an answer of many rounds makes one."""
+    options = "--targets 2 --prompt 256 --sessions 2 --choices 10"
+    found = subprocess.run(
+        (sys.executable, "-m", "bench.fleet.choice", *options.split()),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "| both |" in found.stdout
+    assert "An answer of 64 rounds took 1 choice." in found.stdout

@@ -199,12 +199,16 @@ async def test_a_drain_lets_a_slow_round_end(monkeypatch: pytest.MonkeyPatch) ->
     )
     peer = ServicePeer("target", running.address, lambda info: None)
     assert await peer.settled(5)
+
+    async def takes_no_calls() -> bool:
+        return await peer.stalled_s() is None
+
     async with session([peer]) as slow_session:
         round_ = asyncio.create_task(slow_session.verify(NOTHING, 0))
         await begun.wait()
         stopping = asyncio.create_task(running.stop(20))
         # Several deadlines pass, each with a look at the target.
-        await eventually(lambda: peer.info is None)
+        await eventually(takes_no_calls)
         asyncio.get_running_loop().call_later(0.35, may_end.set)
         assert (await round_).reopens == 0
     await peer.close()

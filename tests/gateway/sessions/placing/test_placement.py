@@ -40,7 +40,6 @@ figures = st.builds(
     step_us=st.none() | st.floats(1, 1e6),
     row_us=st.none() | st.floats(0, 1e5),
     round_tokens=st.floats(0, 9),
-    queue_us=st.floats(0, 1e6),
     free_tokens=st.none() | st.integers(0, 10_000),
     cache_share=st.none() | st.floats(0, 1),
     is_draining=st.booleans(),
@@ -68,9 +67,6 @@ wishes = st.builds(
         ([replace(A, waiting_tokens=9_000, owner_count=2), B], "b", PlacedFor.LOAD),
         ([replace(A, session_count=90), B], "b", PlacedFor.LOAD),
         ([replace(A, step_us=80_000.0), B], "b", PlacedFor.LOAD),
-        ([replace(A, queue_us=2_000.0, session_count=1), replace(B, session_count=1)], "b", PlacedFor.LOAD),
-        # Those that were waited for are gone.
-        ([replace(A, queue_us=2_000.0), replace(B, session_count=60)], "a", PlacedFor.LOAD),
         # Equal machines differ by chance, and by the guesses that each has at the moment.
         ([replace(A, step_us=11_000.0, prompt_token_us=35.0), replace(B, session_count=60)], "a", PlacedFor.LOAD),
         ([A, replace(B, round_tokens=4.0, session_count=60)], "a", PlacedFor.LOAD),
@@ -319,3 +315,33 @@ def test_figures_are_those_of_the_policy_at_the_load_of_the_book() -> None:
     assert found.session_count == 5
     assert found.step_us == pytest.approx(1_300.0)
     assert found.row_us == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "is_full"),
+    [
+        ({}, False),
+        ({"free_tokens": 4_196}, False),
+        ({"free_tokens": 4_195}, True),
+        ({"free_tokens": 196, "hit_len": 4_000}, False),
+        # What waits has no blocks yet.
+        ({"free_tokens": 5_000, "waiting_tokens": 900, "owner_count": 2}, True),
+        # At 25 us each more than a second; those of others are read by turns with ours.
+        ({"free_tokens": 90_000, "waiting_tokens": 40_001, "own_waiting_tokens": 40_001}, True),
+        ({"free_tokens": 90_000, "waiting_tokens": 40_001, "own_waiting_tokens": 20_000, "owner_count": 2}, False),
+        ({"free_tokens": 90_000, "waiting_tokens": 40_001, "own_waiting_tokens": 20_001, "owner_count": 2}, True),
+        ({"free_tokens": 90_000, "waiting_tokens": 80_000, "owner_count": 2}, False),
+        # A service that says no load may have room.
+        ({"waiting_tokens": 90_000, "own_waiting_tokens": 90_000}, False),
+    ],
+)
+def test_a_session_waits_only_where_all_places_are_full(said: dict[str, int], is_full: bool) -> None:
+    """One whose cache has no room is the last one whatever others cost; of any other that is full, costs decide."""
+    place, dear = replace(A, **said), replace(B, free_tokens=90_000, session_count=2_000, step_us=80_000.0)
+    chosen, alone = choose([place, dear], WISH), choose([place], WISH)
+    assert chosen is not None
+    assert alone is not None
+    # Blocks that are held do not come back soon; what waits for time may still be the cheapest.
+    lacks_cache = said.get("free_tokens", 90_000) < 4_196 - said.get("hit_len", 0)
+    assert (chosen.address, chosen.is_full) == ("b" if lacks_cache else "a", False)
+    assert (alone.address, alone.is_full) == ("a", is_full)
