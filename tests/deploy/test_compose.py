@@ -9,6 +9,7 @@ import os
 import secrets
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from packaging.utils import canonicalize_name
 from support.basics import eventually
 from support.keys import bearer, write_keys
+from support.observability import families
 from support.stack import request_of
 
 from outrider.client import AsyncClient
@@ -286,6 +288,61 @@ async def test_one_of_two_drafts_is_enough(compose: Compose, channel: grpc.aio.C
     finally:
         words = ("up", "--detach", "--no-deps", "--no-recreate", "--scale", "draft=1", "draft")
         await asyncio.to_thread(compose.run, *words)
+
+
+SESSIONS = """
+from urllib.request import urlopen
+lines = urlopen("http://127.0.0.1:9102/metrics").read().decode().splitlines()
+print(*(line for line in lines if line.startswith("outrider_sessions{")))
+"""
+
+
+def num_sessions(container: Container) -> int:
+    """Sessions that a target holds, as its metrics say."""
+    done = container.exec_run(["python", "-c", SESSIONS])
+    assert done.exit_code == 0, done.output
+    return int(float(done.output.split()[-1]))
+
+
+async def until_up(compose: Compose, **counts: int) -> None:
+    """Waits until the gateway has links to so many services of each role, and to no other."""
+    async with httpx.AsyncClient(base_url=f"http://{compose.address(8080)}", timeout=PATIENCE_S) as rest:
+
+        async def are() -> bool:
+            samples = families((await rest.get("/metrics")).text)["outrider_service_up"].samples
+            up = Counter(each.labels["service"] for each in samples if each.value)
+            return up == counts and up.total() == len(samples)
+
+        await eventually(are, PATIENCE_S)
+
+
+async def test_targets_come_and_go_under_load(compose: Compose, channel: grpc.aio.Channel) -> None:
+    """Four share the streams; one is killed, one stopped, and then there are five: each stream says the same."""
+    expected = await said(channel, LONG)
+
+    async def scale(targets: int, drafts: int) -> None:
+        sizes = ("--scale", f"target={targets}", "--scale", f"draft={drafts}", "target", "draft")
+        await asyncio.to_thread(compose.run, "up", "--detach", "--no-deps", "--no-recreate", "--wait", *sizes)
+        await until_up(compose, target=targets, draft=drafts)
+
+    try:
+        await scale(4, 2)
+        async with Load(channel, LONG) as load:
+            await load.begun()
+            busy = [each for each in compose.containers("target") if num_sessions(each)]
+            assert len(busy) > 1
+            await asyncio.to_thread(busy[0].kill)
+            stopping = asyncio.create_task(asyncio.to_thread(busy[1].stop))
+            assert await load.token_ids() == expected
+            await stopping
+        await until_up(compose, target=2, draft=2)
+        await scale(5, 2)
+        async with Load(channel, LONG) as load:
+            await load.begun()
+            assert len([each for each in compose.containers("target") if num_sessions(each)]) > 1
+            assert await load.token_ids() == expected
+    finally:
+        await scale(1, 1)
 
 
 @pytest.mark.parametrize("fault", ["killed", "disconnected"])
