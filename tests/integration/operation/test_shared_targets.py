@@ -119,6 +119,8 @@ async def crowded(
     async with sharing(**SMALL) as (stack, halted):
         assert stack.gateway is not None
         target, calls = stack.gateway.backend.target, list[asyncio.Task[Answer]]()
+        # On a busy machine more than ten seconds pass here, after which the first in the line would go to a full one.
+        target.room.patience_s = 600.0
         await eventually(lambda: all(peer.load for peer in target.peers))
         for seed, text in enumerate(LONG[: 2 + num_waiting]):
             call = stack.generate(text=text, seed=seed, draft_count=0, **SAID)

@@ -336,12 +336,15 @@ def test_figures_are_those_of_the_policy_at_the_load_of_the_book() -> None:
     ],
 )
 def test_a_session_waits_only_where_all_places_are_full(said: dict[str, int], is_full: bool) -> None:
-    """One whose cache has no room is the last one whatever others cost; of any other that is full, costs decide."""
+    """Another one that could read it at once is better whatever it costs; where all are full the choice says so."""
     place, dear = replace(A, **said), replace(B, free_tokens=90_000, session_count=2_000, step_us=80_000.0)
     chosen, alone = choose([place, dear], WISH), choose([place], WISH)
     assert chosen is not None
     assert alone is not None
-    # Blocks that are held do not come back soon; what waits for time may still be the cheapest.
-    lacks_cache = said.get("free_tokens", 90_000) < 4_196 - said.get("hit_len", 0)
-    assert (chosen.address, chosen.is_full) == ("b" if lacks_cache else "a", False)
+    assert (chosen.address, chosen.is_full) == ("b" if is_full else "a", False)
     assert (alone.address, alone.is_full) == ("a", is_full)
+    # Where something waits everywhere, costs decide among all whose caches are not held by sessions.
+    busy = choose([place, replace(dear, waiting_tokens=1, owner_count=2)], WISH)
+    assert busy is not None
+    lacks_cache = said.get("free_tokens", 90_000) < 4_196 - said.get("hit_len", 0)
+    assert (busy.address, busy.is_full) == ("b" if lacks_cache else "a", False)
