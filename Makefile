@@ -68,14 +68,14 @@ run: $(SETUP) ## starts the stack with the assistant, answers with and without s
 test: $(SETUP) ## all tests without a marker: minutes
 	$(BIN)/python -m pytest -m "not grid and not surface and not page and not slow and not assistant and not agents and not docker and not harness and not llama and not vllm and not ray" $(SIDE_BY_SIDE)
 
-test-slow: $(SETUP) ## training, benchmarks, real processes, distributions of real servers, a short attack, other instructions
+test-slow: $(SETUP) ## training, benchmarks, real processes, distributions of real servers, a short attack
 	$(BIN)/python -m pytest -m "slow and not grid" $(SIDE_BY_SIDE)
-	PYTHONPATH=. $(BIN)/python tests/instructions.py $(SIDE_BY_SIDE)
 
 # The fencing model is that of make test, with 20,000 worlds in which messages and processes fail.
-test-grid: $(SETUP) ## the full exactness grid, 400 schemas, wide statistics, 20,000 worlds of messages: over an hour
+test-grid: $(SETUP) ## the full exactness grid, 400 schemas, wide statistics, 20,000 worlds of messages, other instructions: over an hour
 	$(BIN)/python -m pytest -m grid $(SIDE_BY_SIDE)
 	OUTRIDER_FENCING_EXAMPLES=20000 $(BIN)/python -m pytest tests/gateway/sessions/test_fencing_model.py tests/gateway/sessions/placing/test_placement_worlds.py -k "weather or come_and_go" --timeout=7200
+	PYTHONPATH=. $(BIN)/python tests/instructions.py $(SIDE_BY_SIDE)
 
 test-surface: $(SETUP) $(LITELLM_SETUP) $(STRUCTURED_SETUP) ## real clients of REST, the page in Chromium (Debian has it), the assistant, which is fetched
 	$(BIN)/python -m pytest -m "(surface or page or assistant) and not grid" $(SIDE_BY_SIDE)

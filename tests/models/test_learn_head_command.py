@@ -24,7 +24,8 @@ from training.idle import BlocksWhenIdle, IdleMachine
 from training.model import trained_model
 from training.online import Gain, check_record, different, gain_of, linked
 
-pytestmark = pytest.mark.slow
+# It waits for a machine with nothing else to do, and beside other tests that takes most of ten minutes.
+pytestmark = [pytest.mark.slow, pytest.mark.grid]
 
 COMMAND = "learn_head.py"
 NUM_ANSWERS = 40
