@@ -194,13 +194,13 @@ def choose(places: Sequence[LinkFigures], wish: PlaceWish) -> Placement | None:
     best = min(found for found, _ in ranks)
     alike = [each for found, each in ranks if found == best]
     open_ones = [each for each in alike if not (each.is_joining and each.session_count >= most)] or alike
-    with_room = [each for each in open_ones if not is_full(each, wish)]
+    with_room, lacks_room = [each for each in open_ones if not is_full(each, wish)], False
     if not with_room:
-        open_ones = with_room = [each for each in alike if not is_full(each, wish)] or open_ones
+        elsewhere = [each for each in alike if not is_full(each, wish)]
+        open_ones, lacks_room = elsewhere or open_ones, not elsewhere
     elif any(not each.waiting_tokens for each in with_room):
         # It does not wait where it could be read at once elsewhere.
         open_ones = with_room
-    lacks_room = all(is_full(each, wish) for each in with_room)
     if len(open_ones) == 1:
         return Placement(open_ones[0].address, PlacedFor.ONLY, is_full=lacks_room)
     costs = costs_us(open_ones, wish)
