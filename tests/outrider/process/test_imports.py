@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import subprocess
 import sys
 from textwrap import dedent
@@ -50,13 +51,17 @@ def test_the_collector_looks_at_nothing_that_was_imported(fails: bool) -> None:
     assert any(each is kept for each in gc.get_objects())
 
 
-def test_the_installed_grpc_knows_what_it_is_told() -> None:
-    """What it does not know it says on stderr, which is for the log alone."""
+@pytest.mark.parametrize(("named", "complaint"), [(None, []), ("-nonsense", ["nonsense"])])
+def test_the_installed_grpc_knows_what_it_is_told(named: str | None, complaint: list[str]) -> None:
+    """Of a name that it does not know it says so on stderr, where it may have other things to say, too."""
     environment = {name: value for name, value in os.environ.items() if name != EXPERIMENTS}
+    if named is not None:
+        environment[EXPERIMENTS] = named
     ran = subprocess.run(
         [sys.executable, "-c", CONNECTION], capture_output=True, text=True, env=environment, check=True
     )
-    assert (ran.stdout.strip(), ran.stderr) == (INLINE_POLLING, "")
+    assert ran.stdout.strip() == (named or INLINE_POLLING)
+    assert re.findall("Unknown experiment: (.*)", ran.stderr) == complaint
 
 
 @pytest.mark.parametrize(("release", "named"), [("1.85.1", "operator's"), ("1.86.0", None)])
