@@ -156,7 +156,8 @@ def conclude(
 ) -> None:
     """Writes every run to the file when there is one, and prints the report."""
     if wanted.save is not None:
-        document = {"options": asdict(replace(wanted, save=None)), "runs": [asdict(each) for each in runs]}
+        shown = [asdict(each) | {"failed": each.failed, "differing": each.differing(plain)} for each in runs]
+        document = {"options": asdict(replace(wanted, save=None)), "runs": shown}
         wanted.save.write_text(json.dumps(provenance() | document), encoding="utf-8")
     guesses = f"{wanted.guesses} guesses a round" if wanted.guesses else "as many guesses as the gateway chooses"
     sys.stdout.write(

@@ -47,6 +47,7 @@ def losses(runs: Iterable[DrillRun]) -> str:
         "after",
         "over expected",
         "back, s",
+        "spread",
     ]
     rows = []
     for each in runs:
