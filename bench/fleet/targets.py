@@ -326,7 +326,7 @@ class SimulatedTarget:
             cached_blocks=len(self.cache.unheld),
             step_us=int(self._step_us),
             step_rows=self._step_rows,
-            prefill_us_per_token=self._reading_us or self._cost_us(MAX_ROWS) / MAX_ROWS,
+            prefill_us_per_token=self._reading_us,
             is_draining=self.is_draining,
         )
         link.said_s, count, news = self._clock.now_s, len(self.jobs), link.news() if self._pushes else None

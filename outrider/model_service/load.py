@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from outrider.engine.runner import ForwardCounts
 from outrider.estimates.prefixes import NewsWriter, PrefixJournal
 from outrider.estimates.timing import ServiceLoad
 from outrider.model_service.outbox import Outbox
@@ -21,14 +20,6 @@ from outrider.v1.target_service_pb2 import TargetServiceLinkRequest, TargetServi
 
 # Between two loads on a link, and most between them on one without answers.
 LEAST_S, HEARTBEAT_S = 0.05, 1.0
-
-
-def reading_row_s(facts: ServiceFacts, forwards: ForwardCounts) -> float:
-    """Seconds of a token where many are read at once: as it was lately, or at the least measured cost of a row.
-
-    0 where neither is known.
-    """
-    return forwards.reading_row_s or min((us / rows / 1e6 for rows, us in facts.row_costs.items()), default=0.0)
 
 
 class LoadMeter:
@@ -62,7 +53,8 @@ class LoadMeter:
             cached_blocks=min(counts.cached_block_count, free_blocks),
             step_us=int(1e6 * step_s),
             step_rows=step_rows,
-            prefill_us_per_token=1e6 * reading_row_s(self._facts, forwards),
+            # Before, not what a row of few costs: a service that looks so dear is sent nothing to read, ever.
+            prefill_us_per_token=1e6 * forwards.reading_row_s,
             is_draining=is_draining,
             drain_left_ms=int(1e3 * max(0.0, self.drain_ends_s - now_s)) if is_draining else 0,
         )

@@ -18,7 +18,6 @@ from prometheus_client.metrics_core import (
 from outrider.engine.device_thread import DeviceWorker
 from outrider.engine.runner import ForwardCounts
 from outrider.estimates.timing import ComputeTimes
-from outrider.model_service.load import reading_row_s
 from outrider.model_service.servicer import ServiceFacts
 from outrider.model_service.sessions import ServiceCounts
 from outrider.process.metrics import ProcessFigures, Tally, new_registry, tally_of
@@ -63,10 +62,16 @@ class ServiceMetrics:
         """Takes note of how long the device thread was busy with a rollback; on that thread."""
         self._rollback_s.add(seconds)
 
+    @property
+    def _reading_row_s(self) -> float:
+        """Seconds of a token where many are read at once: as it was lately, or else the least that a row has cost."""
+        measured = (us / rows / 1e6 for rows, us in self._facts.row_costs.items())
+        return self._forwards.reading_row_s or min(measured, default=0.0)
+
     def collect(self) -> Iterator[Metric]:
         facts, counts, num_blocks = self._facts, self._counts(), self._facts.block_count
         used = (num_blocks - counts.free_block_count) / max(1, num_blocks)
-        backlog_s = sum(self._unread().values()) * reading_row_s(facts, self._forwards)
+        backlog_s = sum(self._unread().values()) * self._reading_row_s
         stalled_s = self._device.stalled_us / 1e6
         batches = tally_of(dict(self._forwards.batch_sizes), BATCH_SIZES)
         model = {name: getattr(facts, name) for name in ("model_name", "model_hash", "numerics_id", "device")}

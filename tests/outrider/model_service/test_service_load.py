@@ -1,6 +1,7 @@
 """What a service says of its load over real links: to which gateways, how often, and what it counts."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -108,11 +109,13 @@ async def test_links_hear_of_their_own_tokens_and_of_all(
 
 
 async def test_a_load_says_what_steps_cost_and_what_room_there_is(
-    channel: grpc.aio.Channel, service: RunningModelService, clock: list[float]
+    channel: grpc.aio.Channel, service: RunningModelService, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the last forward; what reading costs is known when many tokens were read at once."""
+    """Of the last forward; what reading costs is known when many tokens were read at once, and not from few rows."""
     # Tests before this one had the same model.
     service.runner.forward_counts = ForwardCounts()
+    facts = service.servicer.load._facts
+    monkeypatch.setattr(service.servicer.load, "_facts", replace(facts, row_costs={1: 8_000, 8: 8_400}))
     client = Reading(channel)
     before, pool = await client.begin_reading(), service.runner.pool
     assert (before.step_us, before.step_rows, before.prefill_us_per_token) == (0, 0, 0)
