@@ -49,7 +49,7 @@ class DrillOptions:
     drills: Annotated[str, typer.Option(help=f"Of {', '.join(Drill)}.", metavar="NAME,...")] = ",".join(Drill)
     streams: Annotated[int, counted(help="Requests side by side.", callback=between(1, 256))] = 64
     tokens: Annotated[int, counted(help="Tokens a request.", callback=between(16, 4096))] = 160
-    guesses: Annotated[int, counted(help="Guesses a round; 0 leaves it to the gateway.", callback=between(0, 16))] = 0
+    guesses: Annotated[int, counted(help="Guesses a round; 0 leaves it to the gateway.", callback=between(0, 16))] = 4
     before: Annotated[
         float, typer.Option(help="Seconds before it happens, half of which warm up.", callback=between(1, 600))
     ] = 12.0
