@@ -11,6 +11,7 @@ from bench.fleet.drills.streams import DrillAnswer
 from outrider.cli.bench.load.summary import percentile
 
 WINDOW_S, STEP_S = 1.0, 0.25  # of the figures by time
+DIP_S = 5.0  # in which a fall is one for what happened, and no chance of the streams
 LEAST_GAPS = 4  # of a stream, of which fewer have no usual round
 FAIR = 0.8  # of an equal share of the sessions
 BACK = 0.95  # of what is expected
@@ -134,12 +135,9 @@ class DrillRun:
         return min(each for _, each in self._series(figure))
 
     def back_s(self, figure: Callable[[float, float], float], level: float) -> float | None:
-        """From when on a second has BACK of a level, after the last one of those first seconds that have not.
-
-        None where none has. What comes after the first second with that level is the streams' own chance.
-        """
+        """From when on a second has BACK of a level, after the first one within DIP_S that has not; None: never."""
         series = self._series(figure)
-        low = next((at_s for at_s, each in series if each < BACK * level), None)
+        low = next((at_s for at_s, each in series if at_s < DIP_S and each < BACK * level), None)
         if low is None:
             return 0.0
         return next((at_s for at_s, each in series if at_s > low and each >= BACK * level), None)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from bench.fleet.drills.figures import BACK, Drill, DrillRun, Extremes, extremes
 from outrider.cli.bench.common import markdown
 
-SHOWN_S = (1, 2, 5, 10, 15, 20)
+SHOWN_S = (1, 2, 5, 10, 15)
 
 
 def shown(values: Extremes, form: str = ".2f") -> str:
