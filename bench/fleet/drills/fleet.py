@@ -70,7 +70,7 @@ class Partition:
         try:
             far_reader, far_writer = await asyncio.open_connection(host, int(port))
         except OSError:
-            # As without a proxy: whoever connects finds that nothing is there.
+            # As without a proxy: there is nothing to connect to.
             writer.transport.abort()
             return
         await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
