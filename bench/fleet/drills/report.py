@@ -37,7 +37,7 @@ def all_drills(runs: Sequence[DrillRun], plain: Mapping[int, Sequence[int]]) -> 
 
 
 def losses(runs: Iterable[DrillRun]) -> str:
-    """Of the drills that lose a target: pauses, and what is left."""
+    """Pauses, and what is left, where a target is lost."""
     head = [
         "drill",
         "pause, s",
@@ -71,7 +71,7 @@ def losses(runs: Iterable[DrillRun]) -> str:
 
 
 def newcomers(runs: Iterable[DrillRun]) -> str:
-    """Of the drills in which a target joins: its sessions over time, and first tokens."""
+    """Sessions of a target that has joined, over time, and first tokens."""
     head = ["drill", *(f"{each} s" for each in SHOWN_S), "fair after, s", "first token before, s", "after, s"]
     rows = []
     for each in runs:
@@ -90,7 +90,7 @@ def newcomers(runs: Iterable[DrillRun]) -> str:
 
 
 def drafts(runs: Iterable[DrillRun]) -> str:
-    """Of the drills about drafts: what guesses bring."""
+    """What guesses bring, in the drills about drafts."""
     head = ["drill", "tokens a round before", "least second", "after", "back, s"]
     head += ["tokens/s before", "least second", "after", "back, s", "rounds without guesses"]
     rows = []
