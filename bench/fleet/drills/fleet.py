@@ -154,9 +154,12 @@ class DrillFleet:
         await self._start(names)
 
     async def _start(self, names: Iterable[str]) -> None:
-        async with asyncio.TaskGroup() as group:
-            for name in names:
-                group.create_task(self._start_one(name))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for name in names:
+                    group.create_task(self._start_one(name))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
 
     async def _start_one(self, name: str) -> None:
         launch = replace(model_launch(name.partition(" ")[0], self.stack), name=name)
