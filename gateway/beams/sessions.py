@@ -109,7 +109,7 @@ class BeamDraftSession(RemoteDraftSession):
     def _opened_on(self, peer: ServicePeer) -> BeamDraftOpening:
         return BeamDraftOpening(peer, self._spec, cast("BeamRecord", self._log), self._session_id, self._seat)
 
-    def _change_place(self, *, is_guessing: bool) -> None:
+    def change_place(self, *, is_guessing: bool, is_ahead: bool = False) -> None:
         """Stays with its draft: beams are read anew after every pass, so no other one could follow meanwhile."""
 
 

@@ -123,9 +123,11 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         Where the target has gone on by itself, the draft is not waited for, and there is no proposal. A draft that is
         not waited for any longer, because this is cancelled, counts as late.
         """
+        self.change_place(is_guessing=asked.count > 0, is_ahead=asked.went_on)
         if asked.went_on:
-            return self._tell(asked)
-        self._change_place(is_guessing=asked.count > 0)
+            # Where another draft has read everything, no branches are asked for, so that a round comes which begins
+            # without one: those under way are guesses of the draft that is left.
+            return NOTHING if self._moves.has_read else self._tell(asked)
         if asked.count == 0:
             return NOTHING
         clock_s = asyncio.get_running_loop().time
@@ -151,7 +153,6 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         except OutriderError as error:
             return self._drop(error)
         deadline.observe(wait_us / 1e6, catch_up_count)
-        opening.book.answered(self._session_id, log_len, 0, 0)
         if catch_up_count <= SMALL_CATCH_UP:
             # How long it waits there depends on how many are there, as all of it does.
             taken_us = response.times.queue_us + response.times.compute_us
@@ -215,11 +216,14 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
         opening.on_branches = self.on_branches
         return opening
 
-    def _change_place(self, *, is_guessing: bool) -> None:
-        """Goes on with the draft to which the session moves, once that has read it; begins a move where one is due."""
+    def change_place(self, *, is_guessing: bool, is_ahead: bool = False) -> None:
+        """Goes on with the draft to which the session moves, once that has read it; begins a move where one is due.
+
+        Where the target is ahead of the round, the session stays until it is not.
+        """
         opening, moves = self._opening, self._moves
         if moves.is_under_way:
-            move = None if self._is_rolling_back else moves.arrived()
+            move = None if is_ahead or self._is_rolling_back else moves.arrived()
             if move is not None:
                 self._forget()
                 self._opening, self._epoch, self._last = move.opening, move.fence.epoch, move.opening.peer
@@ -230,7 +234,7 @@ class RemoteDraftSession(RemoteSession[DraftOpening]):
                 fence = self._fence()
                 fence.epoch = next(self._epochs)
                 timeout_s = self._draft_deadline.of(peer).seconds(fence.base_len)
-                moves.begin(DraftMove(self._opened_on(peer), fence, reason, timeout_s))
+                moves.begin(DraftMove(self._opened_on(peer), fence, reason, timeout_s, opening.book))
 
     def _begin_rollback(self, base_len: int, asked_s: float) -> None:
         """Takes the draft's session back in the background; until that is done it is not asked for anything."""

@@ -1,7 +1,7 @@
 """A running session's move to another draft, which reads the tokens while the one before goes on guessing.
 
 Sessions look between two rounds, each at moments of its own, so that not all of them see the same idle draft at once.
-They look at once where their draft says that it is about to end.
+They look at once where their draft says that it is about to end, or its address has gone.
 """
 
 import asyncio
@@ -12,10 +12,10 @@ import structlog
 from gateway.rounds.round import NO_REQUEST
 from gateway.sessions.draft_opening import DraftOpening, blame
 from gateway.sessions.peer import ServicePeer
-from gateway.sessions.placement import NO_PREFIX, MovedFor, PlaceWish, PromptPrefix, better, choose
+from gateway.sessions.placement import NO_PREFIX, LinkBook, MovedFor, PlaceWish, PromptPrefix, better, choose
 from gateway.sessions.replicas import Replicas
 from outrider.errors import OutriderError, ProtocolViolation
-from outrider.parameters import SessionSpec
+from outrider.parameters import Rule, SessionSpec
 from outrider.process.telemetry import session_prefix
 from outrider.v1 import types_pb2
 
@@ -30,11 +30,14 @@ log = structlog.get_logger()
 class DraftMove:
     """A session's second opening, on the draft to which it moves, and which is asked for no guesses yet."""
 
-    def __init__(self, opening: DraftOpening, fence: types_pb2.Fence, reason: MovedFor, timeout_s: float) -> None:
-        """`fence` begins an epoch; reading may take so long."""
-        self.opening, self.fence, self.reason = opening, fence, reason
+    def __init__(
+        self, opening: DraftOpening, fence: types_pb2.Fence, reason: MovedFor, timeout_s: float, left: LinkBook
+    ) -> None:
+        """`fence` begins an epoch; reading may take so long. `left` is the book of the draft that has the session."""
+        self.opening, self.fence, self.reason, self._left = opening, fence, reason, left
         opening.book.opened(fence.session_id, fence.base_len, NO_PREFIX)
         opening.ask(fence, NO_REQUEST)
+        left.leaving.add(fence.session_id)
         self.reading = asyncio.create_task(self._read(timeout_s), name="draft move")
 
     def end(self) -> None:
@@ -42,6 +45,7 @@ class DraftMove:
         if not self.reading.cancel() and not self.reading.cancelled():
             # What it raised has no other reader where the session ends first.
             self.reading.exception()
+        self._left.leaving.discard(self.fence.session_id)
         self.opening.book.closed(self.fence.session_id)
         self.opening.end(self.fence)
 
@@ -49,7 +53,6 @@ class DraftMove:
         response = await self.opening.answer(self.fence, asyncio.get_running_loop().time() + timeout_s)
         if response.WhichOneof("answer") != "proposal":
             raise ProtocolViolation(f"{self.opening.peer} lacks tokens of a session that has just been opened")
-        self.opening.book.answered(self.fence.session_id, self.fence.base_len, 0, 0)
 
 
 class DraftMoves:
@@ -60,7 +63,7 @@ class DraftMoves:
         self._spec = spec
         self._prefix = prefix
         self._clock_s = asyncio.get_running_loop().time
-        self._stopping: ServicePeer | None = None  # that was looked at when it said so
+        self._ending: ServicePeer | None = None  # that was looked at when this was known
         self._move: DraftMove | None = None
         self._next_s = 0.0
         self._put_off(LOOK_S)
@@ -69,6 +72,11 @@ class DraftMoves:
     def is_under_way(self) -> bool:
         """Whether there is a move that has not arrived."""
         return self._move is not None
+
+    @property
+    def has_read(self) -> bool:
+        """Whether there is one that can arrive in the next round."""
+        return self._move is not None and self._move.reading.done()
 
     def begin(self, move: DraftMove) -> None:
         """Keeps a move until it arrives or ends."""
@@ -83,7 +91,7 @@ class DraftMoves:
     def arrived(self) -> DraftMove | None:
         """The move, if its draft has read everything; after that the next one waits for some seconds."""
         move = self._move
-        if move is None or not move.reading.done():
+        if move is None or not self.has_read:
             return None
         self._put_off(REST_S)
         session_id, peer = move.fence.session_id, move.opening.peer
@@ -108,12 +116,12 @@ class DraftMoves:
 
         One that is not asked for guesses costs its draft nothing, and leaves it only for its end.
         """
-        is_news = here.is_draining and here is not self._stopping
+        is_leaving = here.is_draining or here not in self._replicas.peers
+        is_news = is_leaving and here is not self._ending
         if not is_news and self._clock_s() < self._next_s:
             return None
-        self._stopping = here if here.is_draining else None
+        self._ending = here if is_leaving else None
         self._put_off(LOOK_S)
-        is_leaving = here.is_draining or here not in self._replicas.peers
         others = {peer.address: peer for peer in self._replicas.peers if self._takes(peer, here, length)}
         if not others or not (is_leaving or is_guessing):
             return None
@@ -122,7 +130,7 @@ class DraftMoves:
             placement = choose([peer.figures(wish) for peer in others.values()], wish)
             return None if placement is None else (others[placement.address], MovedFor.LEAVING)
         alike = [peer.figures(wish) for peer in others.values() if self._is_like(peer, here)]
-        placement = better(here.figures(wish), alike, wish)
+        placement = better(here.figures(wish, is_there=True), alike, wish)
         return None if placement is None else (others[placement.address], MovedFor.LOAD)
 
     def _takes(self, peer: ServicePeer, here: ServicePeer, length: int) -> bool:
@@ -131,9 +139,10 @@ class DraftMoves:
 
     def _is_like(self, peer: ServicePeer, here: ServicePeer) -> bool:
         """Whether guesses are the same there, where a rule lets the answer depend on them, or else as often right."""
-        if peer.info is None or here.info is None or peer.info.model_hash != here.info.model_hash:
+        there, now = peer.info, here.info
+        if there is None or now is None or (there.model_hash, there.drafters) != (now.model_hash, now.drafters):
             return False
-        return not self._spec.acceptance.rule.needs_distributions or peer.info.numerics_id == here.info.numerics_id
+        return self._spec.acceptance.rule is Rule.MATCH or there.numerics_id == now.numerics_id
 
     def _put_off(self, seconds: float) -> None:
         self._next_s = self._clock_s() + seconds * random.uniform(0.5, 1.0)

@@ -109,6 +109,9 @@ class DraftOpening(Mailbox[pb.ProposeResponse]):
         """Takes an answer in; what comes too late, or what no round waits for, is dropped at once."""
         fence, asked = message.fence, self._asked
         is_asked = (fence.epoch, fence.base_len) == asked
+        if fence.epoch == asked[0] and message.HasField("proposal"):
+            # Whether or not a round waits for it, it has read what it was sent.
+            self.book.answered(fence.session_id, fence.base_len, 0, 0)
         if message.HasField("branches"):
             self._num_bytes += message.ByteSize()
             if is_asked and self._branches_due:

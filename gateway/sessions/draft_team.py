@@ -42,6 +42,9 @@ class DraftTeam:
     async def propose(self, asked: GuessRequest) -> Proposal:
         """Guesses of each that can be asked, as parts of a proposal that is not merged yet."""
         able = [session for session in self._sessions if asked.count and session.can_guess(asked.count)]
+        for session in self._sessions:
+            if session not in able:
+                session.change_place(is_guessing=False)
         if not able:
             return NOTHING
         loop = asyncio.get_running_loop()

@@ -210,13 +210,16 @@ class ServicePeer:
             raise self.lost()
         return self._link
 
-    def figures(self, wish: PlaceWish, *, has_failed: bool = False) -> LinkFigures:
-        """What is known of it as a place for a session, which it has just lost or has not."""
+    def figures(self, wish: PlaceWish, *, has_failed: bool = False, is_there: bool = False) -> LinkFigures:
+        """What is known of it as a place for a session, which it has just lost or has not; or which is there already,
+        and does not count itself.
+        """
         now_s, link = asyncio.get_running_loop().time(), self._link
         info, load = self.info, self.load
         # A load says how many sessions there are, too.
         is_recent = load is not None or (link is not None and now_s - link.heard_s < LOAD_S)
-        found = self.book.figures(self.address, wish, now_s, link.other_sessions if link and is_recent else 0)
+        others = link.other_sessions if link and is_recent else 0
+        found = self.book.figures(self.address, wish, now_s, others - is_there)
         if info is not None and load is not None:
             found = found.heard(load, info.kv_tokens, info.block_size)
         return replace(

@@ -237,7 +237,8 @@ def _needed_tokens(place: LinkFigures, wish: PlaceWish) -> float:
 def better(here: LinkFigures, others: Sequence[LinkFigures], wish: PlaceWish) -> Placement | None:
     """A place that is better by a clear margin for a session that is `here`, and has read everything; None for none.
 
-    What waits to be read here is read soon, so it is no reason to leave.
+    It is none of the sessions that the figures count here. What waits to be read here is read soon, so it is no reason
+    to leave.
     """
     open_ones = [each for each in others if each.free_tokens is None or each.free_tokens >= wish.length + wish.output]
     found = choose(open_ones, wish)
@@ -245,8 +246,6 @@ def better(here: LinkFigures, others: Sequence[LinkFigures], wish: PlaceWish) ->
         return None
     [there] = [each for each in open_ones if each.address == found.address]
     stay = replace(here, hit_len=wish.length, own_waiting_tokens=0, waiting_tokens=0)
-    # It is one of those who are there.
-    stay = replace(stay, session_count=max(here.session_count - 1, 0))
     stay_us, go_us = costs_us([stay, there], wish)
     return found if stay_us > CLEARLY * go_us + SAME_US else None
 
@@ -333,6 +332,8 @@ class LinkBook:
         """What an answer of a draft takes there, by how many sessions it has."""
         self.prompt_token_us = Average()
         self._sessions: dict[bytes, OpenPlace] = {}
+        self.leaving: set[bytes] = set()
+        """Sessions that go on elsewhere as soon as they are read there, where they count already."""
         self.pushed = KnownPrefixes(cache_tokens // max(1, min(block_size, BLOCK_TOKENS)))
         """What the service says is in its cache."""
         self._sent: OrderedDict[int, int] = OrderedDict()
@@ -344,8 +345,8 @@ class LinkBook:
 
     @property
     def session_count(self) -> int:
-        """Sessions of this gateway there."""
-        return len(self._sessions)
+        """Sessions of this gateway that are there to stay."""
+        return len(self._sessions) - len(self.leaving)
 
     @property
     def waiting_tokens(self) -> int:
@@ -407,6 +408,7 @@ class LinkBook:
     def closed(self, session_id: bytes, token_ids: Sequence[int] = ()) -> None:
         """It ended; what it said stays in the cache for the next turn, where the tokens of all of it are given."""
         place = self._sessions.pop(session_id, None)
+        self.leaving.discard(session_id)
         if place is None:
             return
         if place.waiting:
@@ -417,8 +419,9 @@ class LinkBook:
             self._settle(self.num_opened, whole)
 
     def figures(self, address: str, wish: PlaceWish, now_s: float, others: int = 0) -> LinkFigures:
-        """What is known for a session now, while so many sessions of other gateways are there."""
-        num_sessions, waiting_tokens, step_us, row_us = self.session_count + others, self.waiting_tokens, None, None
+        """What is known for a session now, while so many sessions are there beside those of this gateway."""
+        num_sessions, step_us, row_us = max(self.session_count + others, 0), None, None
+        waiting_tokens = self.waiting_tokens
         costs = self.costs if self.costs is not None and self.costs.verify_us.known else None
         if self.answer_us.known:
             step_us, most = self.answer_us.at(num_sessions + 1), max(num_sessions, 1)

@@ -1,7 +1,7 @@
 """Branches at the gateway: what of a draft's it hands on, what counts as the draft's fault, and a target that lies."""
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from support.services.markov_services import DraftServicer, MarkovSession, Takin
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import BranchOutcome, GuessRequest, Round, TokenLog
+from gateway.sessions import draft_move
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.draft_opening import ALONE, DraftOpening
 from gateway.sessions.peer import ServicePeer
@@ -197,14 +198,18 @@ class LyingSession(MarkovSession):
             yield response
 
 
-async def run(target: ServicePeer, draft: ServicePeer | None) -> list[Round]:
-    """A request; with a draft it asks for four guesses and two branches a round."""
+async def run(target: ServicePeer, *drafts: ServicePeer, then: Callable[[int], None] = lambda _: None) -> list[Round]:
+    """A request; with drafts it asks for four guesses and two branches a round. `then` gets the number of each."""
     log, deadline = TokenLog(PROMPT), RoundDeadline(0.05, 0.05)
     verifying = RemoteTargetSession(Replicas([target]), TargetTimeouts(deadline), SPEC, log, SESSION, Placing("hash"))
-    planner = RoundPlanner(SpeculationPolicy(), 4 if draft else 0, 40, max_draft_count=8, branches=2)
-    drafting = RemoteDraftSession(Replicas([draft or target]), DraftDeadline(), SPEC, log, SESSION, warm=False)
+    planner = RoundPlanner(SpeculationPolicy(), 4 if drafts else 0, 40, max_draft_count=8, branches=2)
+    replicas, rounds = Replicas(drafts or [target]), list[Round]()
+    drafting = RemoteDraftSession(replicas, DraftDeadline(), SPEC, log, SESSION, warm=False)
     drafting.on_branches = verifying.run_ahead
-    return [committed async for committed in speculate(log, planner, verifying, drafting)]
+    async for committed in speculate(log, planner, verifying, drafting):
+        rounds.append(committed)
+        then(len(rounds))
+    return rounds
 
 
 class RefusingTarget(TargetServicer):
@@ -233,7 +238,7 @@ async def test_after_a_refusal_of_branches_none_are_asked_for() -> None:
     with capture_logs() as lines:
         async with linked(service) as target, linked(drafting) as draft:
             rounds = await run(target, draft)
-            plain = await run(target, None)
+            plain = await run(target)
     assert sum((each.token_ids for each in rounds), ()) == sum((each.token_ids for each in plain), ())
     [refused] = [line for line in lines if line["event"] == "guesses refused"]
     assert "branches.branches.0" in refused["reason"]
@@ -252,7 +257,7 @@ async def test_after_a_refusal_of_branches_none_are_asked_for() -> None:
 async def test_a_target_that_says_it_goes_on_and_does_not_changes_no_token(lie: Change) -> None:
     """After its deadline it is asked, and says what plain decoding says."""
     async with linked(TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel())) as target:
-        plain = [each.token_ids for each in await run(target, None)]
+        plain = [each.token_ids for each in await run(target)]
     service = LyingTarget(model_pb.SERVICE_ROLE_TARGET, MarkovModel(), lie=lie)
     async with (
         linked(service) as target,
@@ -266,9 +271,29 @@ async def test_a_target_that_says_it_goes_on_and_does_not_changes_no_token(lie: 
     assert service.steps >= len(rounds)
 
 
+async def test_a_session_that_is_ahead_all_the_time_still_leaves_a_draft_that_drains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One round begins without a branch, and the next branches are the other draft's."""
+    monkeypatch.setattr(draft_move, "LOOK_S", 0.0)
+    drafts = [BranchingDraft(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3), instance_id=each) for each in (3, 4)]
+    async with AsyncExitStack() as life:
+        target = await life.enter_async_context(linked(LyingTarget(model_pb.SERVICE_ROLE_TARGET, MarkovModel())))
+        links = [await life.enter_async_context(linked(draft)) for draft in drafts]
+
+        def drain(number: int) -> None:
+            """The first draft drains after the third round."""
+            links[0].is_draining = number >= 3
+
+        rounds, plain = await run(target, *links, then=drain), await run(target)
+    assert sum((each.token_ids for each in rounds), ()) == sum((each.token_ids for each in plain), ())
+    assert drafts[0].answers >= 2
+    assert drafts[1].answers > 2
+
+
 async def test_a_target_that_names_a_malformed_branch_is_at_fault() -> None:
     """As with any proposal that it says was its own."""
     service = LyingTarget(model_pb.SERVICE_ROLE_TARGET, MarkovModel(), lie=malformed)
     async with linked(service) as target:
         with pytest.raises(ProtocolViolation, match="malformed proposal of its own"):
-            await run(target, None)
+            await run(target)

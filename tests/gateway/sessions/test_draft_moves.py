@@ -13,7 +13,7 @@ from support.services.markov_services import DraftServicer, Mischief, TargetServ
 
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import Round, TokenLog
+from gateway.rounds.round import ANY_DRAFT, GuessRequest, Round, TokenLog
 from gateway.sessions import draft_move
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.peer import ServicePeer
@@ -150,9 +150,10 @@ async def test_a_move_that_fails_costs_nothing(mischief: Mischief) -> None:
         assert here.drafts[1].answers == 1
 
 
-@pytest.mark.parametrize(("numerics_id", "moves"), [("markov", {"load": 1}), ("other", {})])
+@pytest.mark.parametrize("numerics_id", ["markov", "other"])
+@pytest.mark.parametrize("rule", Rule)
 async def test_a_session_whose_answer_depends_on_guesses_stays_with_their_numerics(
-    numerics_id: str, moves: dict[str, int]
+    rule: Rule, numerics_id: str
 ) -> None:
     """Under such a rule it moves for load only where guesses are the same."""
     async with pool() as here:
@@ -160,11 +161,82 @@ async def test_a_session_whose_answer_depends_on_guesses_stays_with_their_numeri
         assert link.info is not None
         link._info = replace(link.info, numerics_id=numerics_id)
         here.crowd()
-        spec = replace(SPEC, acceptance=Acceptance(rule=Rule.RATIO))
-        looks = draft_move.DraftMoves(here.replicas, spec, NO_PREFIX)
-        found = looks.due(here.links[0], 10, is_guessing=True)
-        assert found == ((link, MovedFor.LOAD) if moves else None)
-        assert draft_move.DraftMoves(here.replicas, SPEC, NO_PREFIX).due(here.links[0], 10, is_guessing=True)
+        spec = replace(SPEC, acceptance=Acceptance(rule=rule))
+        found = draft_move.DraftMoves(here.replicas, spec, NO_PREFIX).due(here.links[0], 10, is_guessing=True)
+        assert found == ((link, MovedFor.LOAD) if rule is Rule.MATCH or numerics_id == "markov" else None)
+
+
+async def test_a_session_does_not_move_to_a_draft_without_its_drafter() -> None:
+    """That would refuse it, and be blamed for what it never offered."""
+    async with pool() as here:
+        link = here.links[1]
+        assert link.info is not None
+        link._info = replace(link.info, drafters={"other": link.info.drafters["model"]})
+        here.crowd()
+        assert draft_move.DraftMoves(here.replicas, SPEC, NO_PREFIX).due(here.links[0], 10, is_guessing=True) is None
+
+
+async def test_a_session_alone_on_its_draft_wants_to_no_idle_one() -> None:
+    """Though two would wait twice as long there as one: it is not a second one beside itself."""
+    async with pool() as here:
+        for link in here.links:
+            link.book.answer_us.begin({1: 5_000.0, 2: 10_000.0})
+        here.links[0].book.opened(SESSION_ID, 10, NO_PREFIX)
+        here.links[0].book.answered(SESSION_ID, 10, 0, 0)
+        looks = draft_move.DraftMoves(here.replicas, SPEC, NO_PREFIX)
+        assert looks.due(here.links[0], 10, is_guessing=True) is None
+
+
+async def test_no_more_sessions_leave_a_crowd_than_should() -> None:
+    """Those that are still being read elsewhere count there, and no more where they guess meanwhile."""
+    asked = GuessRequest(ANY_DRAFT, 2)
+    async with pool() as here, AsyncExitStack() as life:
+        crowded, idle = (link.book for link in here.links)
+        here.replicas.change(here.links[:1])
+        sessions = [
+            RemoteDraftSession(
+                here.replicas, DraftDeadline(60, 60), SPEC, TokenLog(PROMPT), bytes([number] * 16), warm=True
+            )
+            for number in range(10)
+        ]
+        for session in sessions:
+            await life.enter_async_context(session)
+            await session.propose(asked)
+        here.replicas.change(here.links)
+        here.drafts[1].reading.clear()
+        for session in sessions:
+            await session.propose(asked)
+        num_left = len(crowded.leaving)
+        assert 3 <= num_left <= 5
+        assert (crowded.session_count, idle.session_count) == (10 - num_left, num_left)
+        here.drafts[1].reading.set()
+        await eventually(lambda: idle.waiting_tokens == 0)
+        for session in sessions:
+            await session.propose(asked)
+        assert (len(crowded.leaving), crowded.session_count) == (0, 10 - num_left)
+
+
+async def test_what_a_draft_has_read_does_not_wait_there() -> None:
+    """Also where no round has asked it for guesses since it was given the prompt."""
+    async with pool() as here:
+        book = here.links[0].book
+        async with RemoteDraftSession(
+            here.replicas, DraftDeadline(60, 60), SPEC, TokenLog(PROMPT), SESSION_ID, warm=True
+        ):
+            assert book.waiting_tokens == len(PROMPT)
+            await eventually(lambda: book.waiting_tokens == 0)
+
+
+async def test_an_end_is_looked_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the next look is due."""
+    monkeypatch.setattr(draft_move, "LOOK_S", 600.0)
+    async with pool() as here:
+        looks, first = draft_move.DraftMoves(here.replicas, SPEC, NO_PREFIX), here.links[0]
+        here.crowd()
+        assert looks.due(first, 10, is_guessing=True) is None
+        here.replicas.change(here.links[1:])
+        assert looks.due(first, 10, is_guessing=True) == (here.links[1], MovedFor.LEAVING)
+        here.replicas.change(here.links)
 
 
 async def test_a_session_without_guesses_moves_only_for_an_end() -> None:
@@ -180,7 +252,7 @@ async def test_a_session_without_guesses_moves_only_for_an_end() -> None:
 loads = st.builds(
     LinkFigures,
     address=st.just("a"),
-    session_count=st.integers(1, 200),
+    session_count=st.integers(0, 200),
     prompt_token_us=st.floats(1, 1e3),
     step_us=st.floats(100, 1e5),
     row_us=st.floats(0, 1e3),
@@ -190,8 +262,5 @@ loads = st.builds(
 @given(loads, loads, st.integers(1, 4_000))
 def test_a_session_that_has_moved_would_not_go_back(one: LinkFigures, other: LinkFigures, length: int) -> None:
     """So sessions do not go to and fro between drafts whose costs stay as they are."""
-    wish, there = PlaceWish(length, 64.0), replace(other, address="b", session_count=other.session_count - 1)
-    if better(one, [there], wish) is None:
-        return
-    left, joined = replace(one, session_count=one.session_count - 1), replace(other, address="b")
-    assert better(joined, [left], wish) is None
+    wish, there = PlaceWish(length, 64.0), replace(other, address="b")
+    assert better(one, [there], wish) is None or better(there, [one], wish) is None

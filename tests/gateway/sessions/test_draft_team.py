@@ -2,20 +2,23 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
+from support.basics import eventually
 from support.services.markov import EOS, MarkovModel, plain_decoding
 from support.services.markov_services import GARBAGE, DraftServicer, Mischief, TargetServicer, serving
 
 from gateway.lookup.guesses import LookupGuesses, LookupSources
 from gateway.rounds.planner import Drafting, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import LOOKUP, DrafterId, FallbackReason, Round, TokenLog
+from gateway.rounds.round import ANY_DRAFT, LOOKUP, DrafterId, FallbackReason, GuessRequest, Round, TokenLog
+from gateway.sessions import draft_move
 from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
 from gateway.sessions.draft_opening import DrafterSeat
 from gateway.sessions.draft_team import DraftTeam
 from gateway.sessions.peer import ModelInfo, ServicePeer
+from gateway.sessions.placement import MovedFor
 from gateway.sessions.replicas import Placing, Replicas
 from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
@@ -147,6 +150,24 @@ async def test_a_killed_one_is_left_out() -> None:
             left = set(NAMES[number:])
             assert sources(rounds) <= left
         assert FallbackReason.DRAFT_ABSENT in {each.proposal.fallback_reason for each in rounds}
+
+
+async def test_one_that_drains_is_left_where_no_round_has_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could not end before the request does, for guesses that it is not asked for."""
+    monkeypatch.setattr(draft_move, "LOOK_S", 0.0)
+    async with team() as here:
+        first, second = here.links[1:3]
+        replicas, asked, log = Replicas([first, second]), GuessRequest(ANY_DRAFT, 2), TokenLog(PROMPT)
+        deadline = DraftDeadline(PATIENT_S, PATIENT_S)
+        alone = RemoteDraftSession(replicas, deadline, SPEC, log, b"i" * 16, False, DrafterSeat("", NAMES[0], 0))
+        async with DraftTeam([alone]) as drafts:
+            await drafts.propose(asked)
+            first.is_draining = True
+            await drafts.propose(replace(asked, count=0))
+            await eventually(lambda: here.drafts[1].answers == 1)
+            await drafts.propose(replace(asked, count=0))
+            await eventually(lambda: not here.drafts[0].sessions)
+            assert replicas.moves[MovedFor.LEAVING] == 1
 
 
 async def test_lookups_join_in() -> None:
