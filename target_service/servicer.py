@@ -11,7 +11,7 @@ from outrider.errors import InvalidRequest, PromptTooLong, check_range
 from outrider.grammar import Grammar, GrammarEngine
 from outrider.model_service.incoming import Arrived, Job
 from outrider.model_service.link import LinkServicer
-from outrider.model_service.load import LinkPrefixes
+from outrider.model_service.load import LinkLoad
 from outrider.model_service.outbox import Outbox
 from outrider.model_service.servicer import MAX_DRAFT_COUNT
 from outrider.parameters import SessionSpec
@@ -39,8 +39,8 @@ class TargetServicer(LinkServicer[pb.VerifyRequest, TargetSessions], TargetServi
     def services(self) -> channels.Services:
         return channels.service(pb.DESCRIPTOR, "TargetService", partial(add_TargetServiceServicer_to_server, self))
 
-    def link_load(self, outbox: Outbox) -> LinkPrefixes:
-        return LinkPrefixes(self.load, outbox, self._sessions.prefix_journal)
+    def link_load(self, outbox: Outbox) -> LinkLoad:
+        return LinkLoad(self.load, outbox, self._sessions.prefix_journal)
 
     def compiled(self, grammars: GrammarEngine, text: str, salt: bytes, output: Sequence[int]) -> Awaitable[Grammar]:
         return grammars.followed(text, salt, output)

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from bench.fleet.clock import VirtualClock
 from bench.fleet.targets import SimulatedTarget, TargetJob, TargetLink
@@ -82,7 +82,7 @@ class SimulatedGateway:
 
     def take(self, request: TurnRequest) -> None:
         """A request comes, or comes back."""
-        place = self._policy(self, list(self.places.values()), request)
+        place = self._policy(self, [each for each in self.places.values() if not each.is_draining], request)
         if place is None:
             if not self.line:
                 self.clock.after(LOOK_S, self._look)
@@ -145,7 +145,6 @@ class SimulatedGateway:
         """What is known of a place, as the gateway's peers put it together."""
         is_recent = place.said is not None and self.clock.now_s - place.heard_s <= LOAD_S
         found = place.book.figures(place.target.address, wish, self.clock.now_s, place.others if is_recent else 0)
-        found = replace(found, is_draining=place.is_draining)
         if place.said is None or not is_recent:
             return found
         return found.heard(place.said, place.target.cache.num_blocks * BLOCK_TOKENS, BLOCK_TOKENS)
@@ -170,20 +169,17 @@ def by_cost(gateway: SimulatedGateway, places: Sequence[KnownPlace], request: Tu
 
 
 def by_chance(gateway: SimulatedGateway, places: Sequence[KnownPlace], _: TurnRequest) -> KnownPlace | None:
-    open_ones = [each for each in places if not each.is_draining]
-    return gateway.dice.choice(open_ones) if open_ones else None
+    return gateway.dice.choice(places) if places else None
 
 
 def by_turns(gateway: SimulatedGateway, places: Sequence[KnownPlace], _: TurnRequest) -> KnownPlace | None:
     gateway.turn += 1
-    open_ones = [each for each in places if not each.is_draining]
-    return open_ones[gateway.turn % len(open_ones)] if open_ones else None
+    return places[gateway.turn % len(places)] if places else None
 
 
 def by_sessions(gateway: SimulatedGateway, places: Sequence[KnownPlace], _: TurnRequest) -> KnownPlace | None:
     """The place with the least sessions, as far as the gateway knows; by chance among equal ones."""
-    open_ones = [each for each in places if not each.is_draining]
-    return min(open_ones, key=lambda each: (len(each.requests) + each.others, gateway.dice.random()), default=None)
+    return min(places, key=lambda each: (len(each.requests) + each.others, gateway.dice.random()), default=None)
 
 
 def by_oracle(_: SimulatedGateway, places: Sequence[KnownPlace], request: TurnRequest) -> KnownPlace | None:

@@ -139,7 +139,6 @@ class LinkFigures:
     """Tokens that its cache can take."""
     cache_share: float | None = None
     """Share of its cache that is in use."""
-    is_draining: bool = False
     is_joining: bool = False
     is_failing: bool = False
     """The service's device hung when a session was there last."""
@@ -179,8 +178,8 @@ class Placement:
 
 
 def choose(places: Sequence[LinkFigures], wish: PlaceWish) -> Placement | None:
-    """The place of a session; None where none is open. Gateways that know the same choose the same."""
-    steady = [each.session_count for each in places if not (each.is_joining or each.is_draining)]
+    """The place of a session among those that are open; None for none. Gateways that know the same choose the same."""
+    steady = [each.session_count for each in places if not each.is_joining]
     most = median_low(steady) + 1 if steady else math.inf
 
     def rank(each: LinkFigures) -> tuple[bool, ...]:
@@ -188,9 +187,9 @@ def choose(places: Sequence[LinkFigures], wish: PlaceWish) -> Placement | None:
         lacks_cache = each.free_tokens is not None and each.free_tokens < _needed_tokens(each, wish)
         return each.has_failed, each.is_failing, wish.numerics_id not in {"", each.numerics_id}, lacks_cache
 
-    ranks = [(rank(each), each) for each in places if not each.is_draining]
-    if not ranks:
+    if not places:
         return None
+    ranks = [(rank(each), each) for each in places]
     best = min(found for found, _ in ranks)
     alike = [each for found, each in ranks if found == best]
     open_ones = [each for each in alike if not (each.is_joining and each.session_count >= most)] or alike

@@ -61,16 +61,23 @@ class LoadMeter:
 
 
 class LinkLoad:
-    """When a link says the load of its service; never before its gateway reads it."""
+    """When a link says the load of its service, and of a target what changed in its cache; never before its gateway
+    reads that.
+    """
 
-    def __init__(self, load: LoadMeter, outbox: Outbox) -> None:
+    def __init__(self, load: LoadMeter, outbox: Outbox, journal: PrefixJournal | None = None) -> None:
+        """`journal` has what is cached, where gateways may hear of it."""
         self._load = load
         self._outbox = outbox
+        self._journal = journal
         self._said_s = -math.inf
+        self._news: NewsWriter | None = None
         self._heartbeat: asyncio.TimerHandle | None = None
 
     def hear(self, frame: DraftServiceLinkRequest | TargetServiceLinkRequest) -> None:
         """Takes note of what the gateway wants to read from now on."""
+        if self._journal is not None and isinstance(frame, TargetServiceLinkRequest) and frame.wants_prefixes:
+            self._news = NewsWriter(self._journal)
         if frame.reads_load and self._heartbeat is None:
             self._beat()
 
@@ -90,40 +97,15 @@ class LinkLoad:
         if self._heartbeat is not None and now_s >= self._said_s + LEAST_S:
             self._said_s = now_s
             write_load(frame.load, self._load.seen_by(self._outbox))
-
-    def _pauses_s(self) -> tuple[float, float]:
-        """Most seconds between two loads now, and until this is asked again."""
-        return HEARTBEAT_S, HEARTBEAT_S
+            if self._news is not None:
+                write_news(frame.load.prefixes, self._news.next())
 
     def _beat(self) -> None:
-        pause_s, look_s = self._pauses_s()
+        # Another gateway's prompt changes the cache while nothing is answered here.
+        look_s = HEARTBEAT_S if self._news is None else LEAST_S
+        pause_s = LEAST_S if self._news is not None and self._news.is_due else HEARTBEAT_S
         left_s = self._said_s + pause_s - self._load.clock()
         if left_s <= 0:
             self._outbox.nudge()
             left_s = pause_s
         self._heartbeat = asyncio.get_running_loop().call_later(min(left_s, look_s), self._beat)
-
-
-class LinkPrefixes(LinkLoad):
-    """When a target says its load on a link, and what changed in its cache, where the gateway wants that."""
-
-    def __init__(self, load: LoadMeter, outbox: Outbox, journal: PrefixJournal) -> None:
-        super().__init__(load, outbox)
-        self._journal = journal
-        self._news: NewsWriter | None = None
-
-    def hear(self, frame: TargetServiceLinkRequest) -> None:  # type: ignore[override]
-        if frame.wants_prefixes:
-            self._news = NewsWriter(self._journal)
-        super().hear(frame)
-
-    def write(self, frame: TargetServiceLinkResponse) -> None:  # type: ignore[override]
-        super().write(frame)
-        if self._news is not None and frame.HasField("load"):
-            write_news(frame.load.prefixes, self._news.next())
-
-    def _pauses_s(self) -> tuple[float, float]:
-        if self._news is None:
-            return super()._pauses_s()
-        # Another gateway's prompt changes the cache while nothing is answered here.
-        return LEAST_S if self._news.is_due else HEARTBEAT_S, LEAST_S

@@ -42,12 +42,11 @@ figures = st.builds(
     round_tokens=st.floats(0, 9),
     free_tokens=st.none() | st.integers(0, 10_000),
     cache_share=st.none() | st.floats(0, 1),
-    is_draining=st.booleans(),
     is_joining=st.booleans(),
     is_failing=st.booleans(),
     has_failed=st.booleans(),
 )
-several = st.lists(figures, min_size=1, max_size=6, unique_by=lambda each: each.address)
+several = st.lists(figures, max_size=6, unique_by=lambda each: each.address)
 wishes = st.builds(
     PlaceWish,
     length=st.integers(0, 8_192),
@@ -61,7 +60,6 @@ wishes = st.builds(
     ("places", "address", "reason"),
     [
         ([A], "a", PlacedFor.ONLY),
-        ([A, replace(B, is_draining=True)], "a", PlacedFor.ONLY),
         ([A, replace(B, hit_len=4_096)], "b", PlacedFor.HIT),
         ([replace(A, own_waiting_tokens=500, waiting_tokens=500), B], "b", PlacedFor.LOAD),
         ([replace(A, waiting_tokens=9_000, owner_count=2), B], "b", PlacedFor.LOAD),
@@ -110,16 +108,15 @@ def test_a_choice_can_be_printed() -> None:
 
 @given(several, wishes)
 def test_no_place_is_chosen_that_may_not_be(places: list[LinkFigures], wish: PlaceWish) -> None:
-    """One that drains never, others only for want of a better one; the same is chosen again, in any order."""
+    """Those that failed only for want of a better one; the same is chosen again, in any order."""
     chosen = choose(places, wish)
-    open_ones = [each for each in places if not each.is_draining]
-    if not open_ones:
+    if not places:
         assert chosen is None
         return
     assert chosen is not None
-    place = next(each for each in open_ones if each.address == chosen.address)
-    assert place.has_failed <= all(each.has_failed for each in open_ones)
-    well = [each for each in open_ones if each.has_failed == place.has_failed]
+    place = next(each for each in places if each.address == chosen.address)
+    assert place.has_failed <= all(each.has_failed for each in places)
+    well = [each for each in places if each.has_failed == place.has_failed]
     assert place.is_failing <= all(each.is_failing for each in well)
     if not place.has_failed and not place.is_failing and wish.numerics_id:
         able = [each for each in well if not each.is_failing]
