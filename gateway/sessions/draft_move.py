@@ -1,7 +1,7 @@
 """A running session's move to another draft, which reads the tokens while the one before goes on guessing.
 
 Sessions look between two rounds, each at moments of its own, so that not all of them see the same idle draft at once.
-They look at once where their draft says that it is about to end, or its address has gone.
+They look at once where their draft says that it is about to end.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class DraftMoves:
         self._spec = spec
         self._prefix = prefix
         self._clock_s = asyncio.get_running_loop().time
-        self._ending: ServicePeer | None = None  # that was looked at when this was known
+        self._stopping: ServicePeer | None = None  # that was looked at when it said so
         self._move: DraftMove | None = None
         self._next_s = 0.0
         self._put_off(LOOK_S)
@@ -116,12 +116,12 @@ class DraftMoves:
 
         One that is not asked for guesses costs its draft nothing, and leaves it only for its end.
         """
-        is_leaving = here.is_draining or here not in self._replicas.peers
-        is_news = is_leaving and here is not self._ending
+        is_news = here.is_draining and here is not self._stopping
         if not is_news and self._clock_s() < self._next_s:
             return None
-        self._ending = here if is_leaving else None
+        self._stopping = here if here.is_draining else None
         self._put_off(LOOK_S)
+        is_leaving = here.is_draining or here not in self._replicas.peers
         others = {peer.address: peer for peer in self._replicas.peers if self._takes(peer, here, length)}
         if not others or not (is_leaving or is_guessing):
             return None

@@ -149,7 +149,8 @@ class Replicas(LinkSet):
         self.output = Average()
         """Tokens of a session's answer."""
         self.prefix_hits = PrefixHits()
-        self.room = RoomLine(lambda: len(self._meeting(None)))
+        # One that hangs is open to none but the session on trial there, which stands in no line.
+        self.room = RoomLine(lambda: sum(not peer.breaker.blocks(self) for peer in self._meeting(None)))
         """New sessions for which none has room."""
 
     @property

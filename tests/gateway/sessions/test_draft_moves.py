@@ -227,18 +227,6 @@ async def test_what_a_draft_has_read_does_not_wait_there() -> None:
             await eventually(lambda: book.waiting_tokens == 0)
 
 
-async def test_an_end_is_looked_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not when the next look is due."""
-    monkeypatch.setattr(draft_move, "LOOK_S", 600.0)
-    async with pool() as here:
-        looks, first = draft_move.DraftMoves(here.replicas, SPEC, NO_PREFIX), here.links[0]
-        here.crowd()
-        assert looks.due(first, 10, is_guessing=True) is None
-        here.replicas.change(here.links[1:])
-        assert looks.due(first, 10, is_guessing=True) == (here.links[1], MovedFor.LEAVING)
-        here.replicas.change(here.links)
-
-
 async def test_a_session_without_guesses_moves_only_for_an_end() -> None:
     """It costs its draft nothing, but would hold up its end."""
     async with pool() as here:

@@ -387,3 +387,29 @@ async def test_sessions_of_other_gateways_count_where_this_one_has_none() -> Non
         assert (known.session_count, known.free_tokens) == (7, 16 * peer.present().block_size)
         peer.said = None
         assert peer.figures(PlaceWish(100)).session_count == 0
+
+
+async def test_a_look_is_one_choice_also_while_a_target_is_on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all that are open are full the first of the line looks for all, however many wait."""
+    services = [target(), target(instance_id=2)]
+    async with AsyncExitStack() as life:
+        peers = [await life.enter_async_context(linked(each)) for each in services]
+        targets, looks = Targets(peers), list[object]()
+        for service in services:
+            await ready(service)
+            service.session_count = 1
+            await service.say(free_blocks=0, cached_blocks=0)
+        await eventually(lambda: all(peer.load for peer in peers))
+        peers[0].breaker.failed(b"hung", PeerLost("hung"))
+        peers[0].breaker.enter(b"hung")
+        look = targets._look
+        monkeypatch.setattr(targets, "_look", lambda *asked: looks.append(asked) or look(*asked))
+        need, wish = Need("hash", MAX_LEN), PlaceWish(MAX_LEN)
+        waiting = [asyncio.create_task(targets.place(Placing("hash"), need, wish)) for _ in range(8)]
+        await eventually(lambda: len(targets.room) == len(waiting))
+        looks.clear()
+        targets.room._call()
+        assert len(looks) == 1
+        for each in waiting:
+            each.cancel()
+        await asyncio.wait(waiting)
