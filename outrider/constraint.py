@@ -105,7 +105,12 @@ class Constraint:
         return replace(self, text=json.dumps(schema), written=self.written or self.text)
 
     def _check_depth(self, value: object) -> None:
-        if (depth := _depth(value)) > MAX_DEPTH:
+        """Raises InvalidRequest about lists and objects that are nested too deep."""
+        depth, level = 0, [value]
+        while level := [each for each in level if isinstance(each, dict | list)]:
+            depth += 1
+            level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
+        if depth > MAX_DEPTH:
             raise InvalidRequest(self.field, f"nested {depth} deep", f"nested at most {MAX_DEPTH} deep")
 
     @property
@@ -145,12 +150,3 @@ class Constraint:
                 raise InvalidRequest(f"{field}.schema", schema, "a JSON schema, which is an object")
             found.append(StructuralTag(trigger, begin, schema, end))
         return found
-
-
-def _depth(value: object) -> int:
-    """Depth to which lists and objects are nested."""
-    deepest, level = 0, [value]
-    while level := [each for each in level if isinstance(each, dict | list)]:
-        deepest += 1
-        level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
-    return deepest

@@ -245,8 +245,10 @@ class Grammar:
             if root is None or root.is_error():
                 bits: Bits | None = bytes(self._num_bytes)
             else:
-                state = _along(states, path, ends)
-                bits = None if state is None else self._bits(state, ends)
+                state, bits = _along(states, path, ends), None
+                if state is not None:
+                    mask = state.compute_bitmask()[: self._num_bytes]
+                    bits = bytes(self._num_bytes) if state.is_error() else _with_ends(mask, state.is_accepting(), ends)
             self._guessed[path] = bits
             found.append(bits)
         return found
@@ -297,10 +299,6 @@ class Grammar:
         for length in list(self._states)[1:-MAX_STATES]:
             del self._states[length]
         return state
-
-    def _bits(self, state: LLMatcher, ends: Collection[int]) -> Bits:
-        bits = state.compute_bitmask()[: self._num_bytes]
-        return bytes(self._num_bytes) if state.is_error() else _with_ends(bits, state.is_accepting(), ends)
 
 
 def _with_ends(bits: Bits, may_end: bool, ends: Collection[int]) -> Bits:

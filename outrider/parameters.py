@@ -12,7 +12,6 @@ from functools import cache
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
 from outrider.errors import InvalidRequest
 
@@ -69,8 +68,15 @@ class Parameters(BaseModel):
         """Builds the model, or raises InvalidRequest about the first field that is out of range."""
         try:
             return cls(**values)
-        except ValidationError as error:
-            raise _translated(error.errors()[0], prefix) from None
+        except ValidationError as invalid:
+            error = invalid.errors()[0]
+            field, value = prefix + ".".join(str(part) for part in error["loc"]), error["input"]
+            if error["loc"][-1:] == (KEY_MARK,):
+                field = prefix + ".".join(str(part) for part in error["loc"][:-2]) + " key"
+            if error["type"] == "too_long":
+                raise InvalidRequest.too_many(field, len(value), error["ctx"]["max_length"]) from None
+            limit = error["msg"].removeprefix("Input should be ").lower()
+            raise InvalidRequest(field, value, "absent" if error["type"] == "extra_forbidden" else limit) from None
 
 
 @cache
@@ -87,18 +93,6 @@ def _means_nothing(kind: type[BaseModel], name: str, place: int) -> bool:
     except ValidationError as error:
         return not isinstance(EMPTY[place], list | dict) or error.errors()[0]["type"] == "none_required"
     return False
-
-
-def _translated(error: ErrorDetails, prefix: str) -> InvalidRequest:
-    field = prefix + ".".join(str(part) for part in error["loc"])
-    value = error["input"]
-    if error["loc"][-1:] == (KEY_MARK,):
-        field = prefix + ".".join(str(part) for part in error["loc"][:-2]) + " key"
-    if error["type"] == "too_long":
-        return InvalidRequest.too_many(field, len(value), error["ctx"]["max_length"])
-    if error["type"] == "extra_forbidden":
-        return InvalidRequest(field, value, "absent")
-    return InvalidRequest(field, value, error["msg"].removeprefix("Input should be ").lower())
 
 
 class Recommended(Parameters):

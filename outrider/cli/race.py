@@ -113,7 +113,9 @@ def speed_said(ended: Sequence[tuple[Result, Result]], others: str) -> str:
     """How many times as fast the first of each pair was than the second, or why that cannot be said; and how many
     tokens a pass of the target brought, all passes counted: the prompt's, and plain ones too.
     """
-    tokens, passes = (sum(counts) for counts in zip(*(_tokens_and_passes(one) for one, _ in ended), strict=True))
+    tokens = sum(one.completion_tokens for one, _ in ended)
+    # That of the prompt is no round.
+    passes = sum(1 + one.speculation.rounds for one, _ in ended)
     ratio = median(other.total_us / one.total_us for one, other in ended)
     times_s = [sorted(each.total_us / 1e6 for each in lane) for lane in zip(*ended, strict=True)]
     own_s, other_s = (median(each) for each in times_s)
@@ -130,11 +132,6 @@ def speed_said(ended: Sequence[tuple[Result, Result]], others: str) -> str:
         speed = f"{ratio:.2f} times as fast{turns}: {own_s:.2f} s with speculation, {other_s:.2f} s without."
         return f"{speed} {a_pass}"
     return f"The machine was busy, so there is no figure of speed: {doubt}. {a_pass}"
-
-
-def _tokens_and_passes(result: Result) -> tuple[int, int]:
-    """Tokens of an answer, and the target's passes for it with that of the prompt, which is no round."""
-    return result.completion_tokens, 1 + result.speculation.rounds
 
 
 def _difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:

@@ -170,7 +170,10 @@ class DraftClient:
                 if count < 0 or sequence.session_id not in self._sequences:
                     raise InvalidRequest("asks", count, "a count of at least 0 for a sequence that is open")
             exchange = self._exchange = _Exchange()
-            self._look_for_silence(exchange.began_s)
+            for peer in self._peers:
+                if peer.silent_since_s is not None and exchange.began_s - peer.silent_since_s > SILENCE_S:
+                    peer.breaker.failed(ENGINE, DraftLate("no answer for long"))
+                    peer.silent_since_s = None
             outgoing: dict[DraftLink, list[pb.ProposeRequest]] = {}
             for sequence, count in asks:
                 try:
@@ -226,12 +229,6 @@ class DraftClient:
         if first.link is None:
             raise PeerLost(first.reason.message, address=first.address)
         raise PeerLost(f"the draft at {first.address} has failed, and is left alone for a while", address=first.address)
-
-    def _look_for_silence(self, now_s: float) -> None:
-        for peer in self._peers:
-            if peer.silent_since_s is not None and now_s - peer.silent_since_s > SILENCE_S:
-                peer.breaker.failed(ENGINE, DraftLate("no answer for long"))
-                peer.silent_since_s = None
 
     def _finish(self, exchange: _Exchange, asks: Asks) -> list[Guesses]:
         cost_s = time.monotonic() - exchange.began_s

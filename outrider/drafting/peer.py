@@ -143,13 +143,19 @@ class DraftPeer:
         pause_s = FIRST_PAUSE_S
         while not self._closing.is_set():
             try:
-                with self._open_channel() as channel:
+                if self._credentials is None:
+                    channel = grpc.insecure_channel(self.address, OPTIONS)
+                else:
+                    channel = grpc.secure_channel(self.address, self._credentials, OPTIONS)
+                with channel:
                     self._channel = channel
                     info = self._handshake(channel)
                     pause_s = FIRST_PAUSE_S
                     self._serve(channel, info)
             except grpc.RpcError as error:
-                self._lost(PeerLost(f"the draft at {self.address} cannot be reached: {_said(error)}"))
+                is_call = isinstance(error, grpc.Call)
+                said = f"{error.code().name}: {shown(error.details() or '')}" if is_call else repr(error)
+                self._lost(PeerLost(f"the draft at {self.address} cannot be reached: {said}"))
             except OutriderError as error:
                 self._lost(error)
             except Exception as error:
@@ -159,11 +165,6 @@ class DraftPeer:
                 self._lost(PeerLost(f"the link with the draft at {self.address} failed: {type(error).__name__}"))
             self._closing.wait(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    def _open_channel(self) -> grpc.Channel:
-        if self._credentials is None:
-            return grpc.insecure_channel(self.address, OPTIONS)
-        return grpc.secure_channel(self.address, self._credentials, OPTIONS)
 
     def _handshake(self, channel: grpc.Channel) -> DraftInfo:
         """Facts about a draft that fits; raises ProtocolViolation, VocabularyMismatch, and RpcError."""
@@ -204,8 +205,3 @@ class DraftPeer:
         # Frames of its traceback would keep a sequence that was closed.
         self.reason = reason.with_traceback(None)
         self._on_change()
-
-
-def _said(error: grpc.RpcError) -> str:
-    """Status and details of a call that failed."""
-    return f"{error.code().name}: {shown(error.details() or '')}" if isinstance(error, grpc.Call) else repr(error)

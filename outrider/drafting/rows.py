@@ -96,7 +96,15 @@ class RowProposer:
         self.counters.steps += 1
         before = self._rows
         rows = self._match(sampled, [token_ids[row, : lengths[row]] for row in range(len(sampled))])
-        self._learn(sampled, before, rows, began_s)
+        # What was kept of the guesses of the last step, and what that step cost.
+        pairs = zip(rows, sampled, strict=True)
+        verified = [(row.guessed, len(each) - 1) for row, each in pairs if row.guessed and each]
+        self.counters.kept += sum(kept for _, kept in verified)
+        if verified:
+            self.pace.verified(verified)
+        was_decoding, self._is_decoding = self._is_decoding, all(sampled)
+        if rows and was_decoding and self._is_decoding and set(before) == set(rows):
+            self.pace.step(len(rows), self._count, began_s - self._began_s)
         num_decoded = sum(1 for each in sampled if each)
         count = self.pace.choose(num_decoded) if num_decoded else 0
         self._count, self._began_s = count, began_s
@@ -152,19 +160,6 @@ class RowProposer:
             # What was guessed for it is not verified.
             each.guessed = 0
         return matched
-
-    def _learn(
-        self, sampled: Sequence[Sequence[int]], before: Sequence[_Row], rows: Sequence[_Row], now_s: float
-    ) -> None:
-        """What was kept of the guesses of the last step, and what that step cost."""
-        pairs = zip(rows, sampled, strict=True)
-        verified = [(row.guessed, len(each) - 1) for row, each in pairs if row.guessed and each]
-        self.counters.kept += sum(kept for _, kept in verified)
-        if verified:
-            self.pace.verified(verified)
-        was_decoding, self._is_decoding = self._is_decoding, all(sampled)
-        if rows and was_decoding and self._is_decoding and set(before) == set(rows):
-            self.pace.step(len(rows), self._count, now_s - self._began_s)
 
     def _count_answers(self, found: Sequence[Guesses]) -> None:
         counters = self.counters

@@ -132,7 +132,11 @@ class DraftSequence:
             return False
         what = response.WhichOneof("answer")
         if what == "error":
-            self._refused(_error_from(response.error))
+            said = response.error
+            kind = error_classes().get(said.reason, OutriderError)
+            self.forget(kind.received([said.message[:400]], said.metadata))
+            self.rests_until_s = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LONGEST_REST_S)
             return True
         if what == "tokens_wanted":
             # The next request opens the session anew.
@@ -156,15 +160,5 @@ class DraftSequence:
         """The session is gone, and the error is the answer to what was asked last."""
         self.link, self._answer, self._cached_len = None, Guesses(error=error), 0
 
-    def _refused(self, error: OutriderError) -> None:
-        self.forget(error)
-        self.rests_until_s = time.monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, LONGEST_REST_S)
-
     def _fence(self, base_len: int) -> types_pb2.Fence:
         return types_pb2.Fence(session_id=self.session_id, epoch=self._epoch, base_len=base_len)
-
-
-def _error_from(said: types_pb2.SessionError) -> OutriderError:
-    """The error that a draft has ended a session with, of the class that it names."""
-    return error_classes().get(said.reason, OutriderError).received([said.message[:400]], said.metadata)

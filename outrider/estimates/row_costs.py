@@ -218,7 +218,14 @@ class RowCosts:
         below = self._rows[max(index - 1, 0)]
         cost_above, cost_below = self._scale * self._entries[above].mean, self._scale * self._entries[below].mean
         if rows >= above:
-            return cost_above + self._further_row_cost() * (rows - above)
+            # Further rows cost at most what the last ones do, which may be less than on the whole: of a model with
+            # experts they read hardly any that are new.
+            row_cost, last = self._row_cost(), self._rows[-1]
+            index = bisect_right(self._rows, last / 2) - 1
+            if index >= 0:
+                change = self._scale * (self._entries[last].mean - self._entries[self._rows[index]].mean)
+                row_cost = min(row_cost, max(0.0, change / (last - self._rows[index])))
+            return cost_above + row_cost * (rows - above)
         if rows <= below:
             return max(cost_below - self._row_cost() * (below - rows), 0.1 * cost_below)
         return cost_below + (cost_above - cost_below) * (rows - below) / (above - below)
@@ -233,19 +240,6 @@ class RowCosts:
         """Cost of one more row, as a share of a step."""
         mean_cost = self._scale * self._line.means[1]
         return self._row_cost() / mean_cost if mean_cost > 0 else 0.1
-
-    def _further_row_cost(self) -> float:
-        """Cost of one more row than the most that were seen: at most what the last ones cost.
-
-        That may be less than on the whole: of a model with experts further rows read hardly any that are new.
-        """
-        row_cost, last = self._row_cost(), self._rows[-1]
-        index = bisect_right(self._rows, last / 2) - 1
-        if index < 0:
-            return row_cost
-        rows = self._rows[index]
-        change = self._scale * (self._entries[last].mean - self._entries[rows].mean)
-        return min(row_cost, max(0.0, change / (last - rows)))
 
     def _row_cost(self) -> float:
         """Cost of one more row, on the whole."""

@@ -35,12 +35,12 @@ def refused_drafter(config: Config, *, is_head: bool = False) -> str | None:
 def _architectures(config: Config) -> str:
     """The architectures and the type that a config.json names, in small letters."""
     named = config.get("architectures")
-    names = [*(named if isinstance(named, list) else ()), config.get("model_type"), _speculators_type(config)]
+    names = [
+        *(named if isinstance(named, list) else ()),
+        config.get("model_type"),
+        config.get("speculators_model_type"),
+    ]
     return " ".join(str(name).lower() for name in names if name is not None)
-
-
-def _speculators_type(config: Config) -> object:
-    return config.get("speculators_model_type")
 
 
 def _inside(config: Config) -> Config:
@@ -60,15 +60,6 @@ def _is_peagle(config: Config) -> bool:
     return "peagle" in names or ("eagle" in names and (has_masks or config.get("pard_token") is not None))
 
 
-def _is_gemma_assistant(config: Config) -> bool:
-    names = _architectures(config)
-    return "gemma" in names and "assistant" in names
-
-
-def _is_dspark(config: Config) -> bool:
-    return "dspark" in _architectures(config) or _inside(config).get("markov_rank") is not None
-
-
 def _is_dflash_2(config: Config) -> bool:
     keys = ("selector_rank", "selector_top_k", "conv_kernel_size")
     return "dflash2" in _architectures(config) or (
@@ -83,14 +74,17 @@ def is_dflash(config: Config) -> bool:
 
 LAYOUTS: tuple[DrafterLayout, ...] = (
     DrafterLayout(
-        _is_pard_2, "a PARD-2 draft, whose embeddings have features of the target added to them (target_proj)"
+        _is_pard_2,
+        "a PARD-2 draft, whose embeddings have features of the target added to them (target_proj)",
     ),
     DrafterLayout(_is_peagle, P_EAGLE),
     DrafterLayout(
-        _is_gemma_assistant,
+        lambda config: all(part in _architectures(config) for part in ("gemma", "assistant")),
         "the assistant layers of Gemma 4, whose attention has queries only and reads the target's own keys and values",
     ),
-    DrafterLayout(_is_dspark, DSPARK),
+    DrafterLayout(
+        lambda config: "dspark" in _architectures(config) or _inside(config).get("markov_rank") is not None, DSPARK
+    ),
     DrafterLayout(
         _is_dflash_2,
         f"a DFlash 2 drafter, which {BLOCK}, with convolutions inside the block and a selector of candidates",

@@ -226,8 +226,16 @@ def engine_findings(code: int, output: str, notes: str, device: str, token_bytes
     """Kernels, CUDA devices, speed, and whether rows are independent, by how the child ended and its last line."""
     if code == 0:
         facts = json.loads(output.strip().splitlines()[-1])
-        kernels = _kernel_finding(facts["kernels"], facts["processor_levels"])
-        return [kernels, _cuda_finding(facts), *_speed_findings(facts, token_bytes), _row_finding(facts, device)]
+        found = [_kernel_finding(facts["kernels"], facts["processor_levels"]), _cuda_finding(facts)]
+        if (speed := facts.get("weight_bytes_per_s")) and token_bytes:
+            sentence = (
+                f"A product of one row reads {speed / 1e9:.1f} GB of weights a second here, measured now, and a token "
+                f"of the target {gibibytes(token_bytes)}: plain decoding makes at most about "
+                f"{speed / token_bytes:,.3g} tokens a second. That is an estimate from memory alone: long contexts and "
+                "small models make less, and guesses more."
+            )
+            found.append(ok(SPEED, sentence))
+        return [*found, _row_finding(facts, device)]
     problem = last_line(notes)
     if "No module named 'torch'" in problem:
         return [skipped(ROWS, "There is no torch here to compute with.", "pip install 'outrider[engine]'")]
@@ -263,18 +271,6 @@ def _cuda_finding(facts: Mapping[str, Any]) -> Finding:
         for n, each in enumerate(devices)
     )
     return ok(CUDA, f"{'; '.join(names)}. {versions}")
-
-
-def _speed_findings(facts: Mapping[str, Any], token_bytes: int) -> list[Finding]:
-    speed = facts.get("weight_bytes_per_s")
-    if not speed or not token_bytes:
-        return []
-    sentence = (
-        f"A product of one row reads {speed / 1e9:.1f} GB of weights a second here, measured now, and a token of the "
-        f"target {gibibytes(token_bytes)}: plain decoding makes at most about {speed / token_bytes:,.3g} tokens a "
-        "second. That is an estimate from memory alone: long contexts and small models make less, and guesses more."
-    )
-    return [ok(SPEED, sentence)]
 
 
 def _row_finding(facts: Mapping[str, Any], device: str) -> Finding:

@@ -173,7 +173,13 @@ def check_model(role: str, model: str | None, files: ModelFiles | None, dtype: s
     if files is None:
         return skipped(check, f"{model} is no folder, and as a hub id not downloaded.", download_fix([model]))
     if files.simulated is not None:
-        return _check_simulated(check, files, files.simulated, dtype)
+        sentence = (
+            f"{files.name} is simulated: it takes the time of {files.weights.count:,} parameters in bfloat16 on "
+            f"{files.simulated.device.name}, {files.simulated.step_s(1, 1, 1) * 1e3:.1f} ms for one row, and its "
+            "tokens come from a hash."
+        )
+        fix = f"Leave --dtype at bfloat16: {dtype} is not simulated."
+        return ok(check, sentence) if dtype in (AUTO, PLAIN) else failed(check, sentence, fix)
     weights = files.weights
     served = weights.served(dtype, device)
     types = f"the types of the file ({served})" if served in BLOCK_DTYPES else served
@@ -189,17 +195,6 @@ def check_model(role: str, model: str | None, files: ModelFiles | None, dtype: s
         fix = "Use --dtype float32 to keep every bit of the file."
         return warning(check, f"{sentence} bfloat16 keeps 3 bits less of each number.", fix)
     return ok(check, sentence)
-
-
-def _check_simulated(check: str, files: ModelFiles, simulated: SimulatedModel, dtype: str) -> Finding:
-    sentence = (
-        f"{files.name} is simulated: it takes the time of {files.weights.count:,} parameters in bfloat16 on "
-        f"{simulated.device.name}, {simulated.step_s(1, 1, 1) * 1e3:.1f} ms for one row, and its tokens come from a "
-        "hash."
-    )
-    if dtype in (AUTO, PLAIN):
-        return ok(check, sentence)
-    return failed(check, sentence, f"Leave --dtype at bfloat16: {dtype} is not simulated.")
 
 
 def check_defaults(files: ModelFiles) -> list[Finding]:

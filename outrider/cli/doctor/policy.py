@@ -71,7 +71,8 @@ def print_policy(console: Console, policy: Mapping[str, Any]) -> None:
     table.add_row("plain decoding", "0", "1.00", _milliseconds(plain_us), f"{1e6 / plain_us:.1f}", "1.00")
     for drafter in choice["drafters"]:
         table.add_section()
-        table.add_row(f"{_name(drafter)}: {_standing(drafter)}")
+        worth = "worth it" if drafter["is_allowed"] else "worth it, not for one more session yet"
+        table.add_row(f"{_name(drafter)}: {worth if drafter['is_worth'] else 'not worth it'}")
         for each in drafter["candidates"]:
             speed = each["tokens_per_s"]
             table.add_row(
@@ -88,12 +89,6 @@ def print_policy(console: Console, policy: Mapping[str, Any]) -> None:
 def _name(drafter: Mapping[str, Any]) -> str:
     """Drafter with its place and what it makes, as two of one name differ in these."""
     return f"{drafter['drafter'] or 'the draft'} ({drafter['place']}, {drafter['makes']}s)"
-
-
-def _standing(drafter: Mapping[str, Any]) -> str:
-    if not drafter["is_worth"]:
-        return "not worth it"
-    return "worth it" if drafter["is_allowed"] else "worth it, not for one more session yet"
 
 
 def _milliseconds(us: float) -> str:

@@ -142,7 +142,14 @@ def json_config(file: GgufFile) -> dict[str, Any]:
     missing = next((key for key in REQUIRED if key not in config), None)
     if missing is not None:
         raise file.refuse(f"{name}.{KEYS[missing]}", "is missing")
-    _check_known(file, name, given)
+    for key, value in given.items():
+        neutral = NEUTRAL.get(key)
+        is_off = not any(value) if isinstance(value, array | list) else not value
+        is_known = key in KNOWN or key in OWN.get(name, {}).values()
+        if not is_known and not (is_off if neutral is None else value in neutral):
+            unknown = "a key that is not known here and may change the numbers"
+            limit = unknown if neutral is None else f"but only {neutral[0]!r} is served"
+            raise file.refuse(f"{name}.{key}", f"is {shown(value)}, {limit}")
     embedding = file.tensors.get(EMBEDDING)
     if embedding is None:
         raise ModelRefused(f"{file.path} lacks the tensor {EMBEDDING}", file=file.path, tensor=EMBEDDING)
@@ -173,17 +180,6 @@ def json_config(file: GgufFile) -> dict[str, Any]:
         raise file.refuse(key, f"is {shown(window)}, but must be a number of positions")
     own = {"gemma3": _of_gemma, "phi3": _of_phi, "qwen3moe": _of_experts, "gpt-oss": _of_gpt_oss}.get(name, _of_mistral)
     return config | own(file, config, given, window)
-
-
-def _check_known(file: GgufFile, name: str, given: Mapping[str, Any]) -> None:
-    for key, value in given.items():
-        neutral = NEUTRAL.get(key)
-        is_off = not any(value) if isinstance(value, array | list) else not value
-        is_known = key in KNOWN or key in OWN.get(name, {}).values()
-        if not is_known and not (is_off if neutral is None else value in neutral):
-            unknown = "a key that is not known here and may change the numbers"
-            limit = unknown if neutral is None else f"but only {neutral[0]!r} is served"
-            raise file.refuse(f"{name}.{key}", f"is {shown(value)}, {limit}")
 
 
 def _of_mistral(file: GgufFile, config: Mapping[str, Any], _: Mapping[str, Any], window: int) -> dict[str, Any]:
