@@ -4,8 +4,6 @@ That is a promise of our kernels, and of no compiler: what it makes of them may 
 card. `match` rests on it, so it is looked at where a model is loaded, and not believed.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -81,7 +79,12 @@ class _Attention:
         others = [Feed(self._session(LENGTHS[-1])) for _ in range(num_others)]
         chain = self._attend([Feed(session, CHAIN), *others])[: 1 + len(CHAIN)]
         tree = self._attend([*others, Feed(session, TREE)])[num_others:][: 1 + len(CHAIN)]
-        steps = list(self._steps(session))
+        # The same rows, one after the other.
+        steps = [self._attend([Feed(session)])]
+        for token_id in CHAIN.token_ids:
+            session.extend([token_id])
+            session.advance(len(session), EMPTY)
+            steps.append(self._attend([Feed(session)]))
         # A prompt that ends with these rows.
         session.truncate(length)
         session.extend(CHAIN.token_ids)
@@ -92,14 +95,6 @@ class _Attention:
         for other in others:
             other.session.free()
         return all(torch.equal(chain, rows) for rows in (tree, torch.cat(steps), prompt))
-
-    def _steps(self, session: Session) -> Iterator[Tensor]:
-        """Outputs of the same rows, computed one after the other."""
-        yield self._attend([Feed(session)])
-        for token_id in CHAIN.token_ids:
-            session.extend([token_id])
-            session.advance(len(session), EMPTY)
-            yield self._attend([Feed(session)])
 
     def _session(self, length: int) -> Session:
         session = Session(BlockTable(self.pool, self.cache), range(1, length + 1), length)

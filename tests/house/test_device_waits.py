@@ -20,8 +20,7 @@ ON_CPU = "on the CPU alone, where nothing is waited for"
 READS: dict[str, tuple[int, str]] = {
     "heads/chain_layouts.py:_token_ids": (3, LOADING),
     "heads/chain_layouts.py:read_hydra": (1, "of a setting in a file"),
-    "heads/feature_checkpoint.py:FeatureCheckpoint.load": (1, LOADING),
-    "heads/feature_checkpoint.py:FeatureCheckpoint._target_ids": (4, LOADING),
+    "heads/feature_checkpoint.py:FeatureCheckpoint.load": (5, LOADING),
     "heads/layouts.py:one_layer": (1, "of a name's parts"),
     "models/gguf.py:_numbers": (1, LOADING),
     "models/gguf.py:_gguf_shape": (1, "of a name's parts"),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from outrider.engine.heads.block_head import BlockHeadConfig
 from outrider.engine.heads.feature_head import FeatureHead, FeatureHeadConfig, Fuse, feature_tensors
@@ -107,28 +106,24 @@ class FeatureCheckpoint:
         """A tensor of the head's that is the target's, bit by bit, is dropped for the target's."""
         read, digest = read_tensors(self.files.config, self.files.files, self.files.tensors, device, dtype)
         vocabulary = {name: read.pop(name).cpu() for name in (OFFSETS, REACHABLE) if name in read}
-        kept = self._target_ids(vocabulary, target.vocab_size, device)
-        for name, tensor in read.items():
-            shared = {"embedding.weight": target.embedding, "head.weight": target.output}.get(name)
-            if not are_same(tensor, shared):
-                kept[name] = tensor
-        return self.make(self.law, kept, target, ops), digest
-
-    def _target_ids(self, vocabulary: Mapping[str, Tensor], vocab_size: int, device: torch.device) -> dict[str, Tensor]:
-        """The target's id of every id of the head's; none where they are the same."""
-        places = torch.arange(self.draft_vocab_size)
-        offsets = vocabulary.get(OFFSETS)
+        # The target's id of every id of the head's.
+        places, vocab_size = torch.arange(self.draft_vocab_size), target.vocab_size
+        offsets, reachable = vocabulary.get(OFFSETS), vocabulary.get(REACHABLE)
         ids = places if offsets is None else places + offsets.long()
         if not bool((ids.diff() > 0).all()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
             fault = f"does not lead to rising ids below {vocab_size}: it must hold offsets, so that i means i + d2t[i]"
             raise self.files.tensors[OFFSETS].refuse(fault)
         is_whole = self.draft_vocab_size == vocab_size
-        reachable = vocabulary.get(REACHABLE)
         # Heads of the whole vocabulary come with zeros, too.
         is_map = reachable is not None and not (is_whole and not reachable.any())
         if reachable is not None and is_map and not torch.equal(reachable.nonzero()[:, 0], ids):
             raise self.files.tensors[REACHABLE].refuse(f"marks other ids than the {len(ids)} of the head")
-        return {} if is_whole else {"target_ids": ids.to(device)}
+        kept = {} if is_whole else {"target_ids": ids.to(device)}
+        for name, tensor in read.items():
+            shared = {"embedding.weight": target.embedding, "head.weight": target.output}.get(name)
+            if not are_same(tensor, shared):
+                kept[name] = tensor
+        return self.make(self.law, kept, target, ops), digest
 
 
 def check_feature_head(files: FeatureFiles, target: TargetParts) -> FeatureCheckpoint:

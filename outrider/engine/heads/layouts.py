@@ -256,7 +256,15 @@ def read_eagle3(
         raise reading.tensors["out_norm.weight"].refuse("is there, though use_last_layernorm is false")
     if is_wide:
         taps = _taps(reading, target.num_layers) if reads_taps else (target.num_layers,)
-        needed |= _wide_norms(reading, sources, reads_taps=reads_taps)
+        if not reads_taps and reading.has("features.weight"):
+            raise reading.tensors["features.weight"].refuse("is there, though use_aux_hidden_state is false")
+        # Both norms stand outside the layer, whatever the layer of a model would do.
+        reading.agreed(sources, "use_input_layernorm_in_first_layer", found=True)
+        reading.agreed(sources, "use_mtp_layernorm", found=False)
+        before = reading.agreed(sources, "norm_before_fc", reading.has("features.norm.weight"))
+        if reading.agreed(sources, "fc_norm", reading.has("features.norms.0.weight")) and before:
+            raise reading.tensors["features.norms.0.weight"].refuse("is there beside norm_before_fc, which excludes it")
+        needed |= {"embedding_norm.weight", "state_norm.weight"} | ({"features.weight"} if reads_taps else set())
     else:
         taps = (target.num_layers,)
         reading.agreed(sources, "norm_before_residual", found=False)
@@ -274,19 +282,6 @@ def read_eagle3(
         feeds_normed=reading.switch(sources, "norm_output", default=not is_wide and reading.has("out_norm.weight")),
     )
     return check_feature_head(files, target)
-
-
-def _wide_norms(reading: HeadReading, sources: Sequence[JsonKeys], *, reads_taps: bool) -> set[str]:
-    """Names of the norms that a head must have whose attention reads embedding and state side by side."""
-    if not reads_taps and reading.has("features.weight"):
-        raise reading.tensors["features.weight"].refuse("is there, though use_aux_hidden_state is false")
-    # Both norms stand outside the layer, whatever the layer of a model would do.
-    reading.agreed(sources, "use_input_layernorm_in_first_layer", found=True)
-    reading.agreed(sources, "use_mtp_layernorm", found=False)
-    before = reading.agreed(sources, "norm_before_fc", reading.has("features.norm.weight"))
-    if reading.agreed(sources, "fc_norm", reading.has("features.norms.0.weight")) and before:
-        raise reading.tensors["features.norms.0.weight"].refuse("is there beside norm_before_fc, which excludes it")
-    return {"embedding_norm.weight", "state_norm.weight"} | ({"features.weight"} if reads_taps else set())
 
 
 def _taps(reading: HeadReading, num_layers: int) -> tuple[int, ...]:

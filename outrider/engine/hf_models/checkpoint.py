@@ -111,17 +111,15 @@ class HfCheckpoint:
     def build(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> tuple[HfDecoder, str]:
         """Reads the files; raises ModelRefused before it does where their headers do not fit."""
         with unchanged(self.folder):
-            return self._read(device, dtype, ops), self.digest()
-
-    def _read(self, device: torch.device, dtype: torch.dtype | None, ops: Ops) -> HfDecoder:
-        stored = self.tensors.check(self.folder, stored_tensors(weight_files(self.folder)))
-        # In one call, which does not say how far it is.
-        with Progress("reading weights", ", ".join(file.name for file in weight_files(self.folder))):
-            model = load(self.kind, self.configuration, self.folder, stored, (device, dtype or BESIDE_BLOCKS, ops))
-        decoder = HfDecoder(self.config, model, ops)
-        if device.type == "cpu" and not rows_are_independent(decoder):
-            raise ModelRefused(f"{self.folder}: {self.kind.__name__} computes other bits for a row in other company")
-        return decoder
+            stored = self.tensors.check(self.folder, stored_tensors(weight_files(self.folder)))
+            # In one call, which does not say how far it is.
+            with Progress("reading weights", ", ".join(file.name for file in weight_files(self.folder))):
+                model = load(self.kind, self.configuration, self.folder, stored, (device, dtype or BESIDE_BLOCKS, ops))
+            decoder = HfDecoder(self.config, model, ops)
+            if device.type == "cpu" and not rows_are_independent(decoder):
+                message = f"{self.folder}: {self.kind.__name__} computes other bits for a row in other company"
+                raise ModelRefused(message)
+            return decoder, self.digest()
 
     def digest(self) -> str:
         return model_hash(self.folder)

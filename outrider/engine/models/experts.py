@@ -192,11 +192,27 @@ class ExpertRooms:
         if packed is not None:
             self._packed[name] = tensor
             if all(f"{packed[1]}{part}" in self._packed for part in (BLOCKS, SCALES)):
-                self._unpack(packed[1])
+                # Both parts of a matrix of all experts are there.
+                blocks, scales = (self._packed.pop(f"{packed[1]}{part}") for part in (BLOCKS, SCALES))
+                stem, kind = packed[1].rsplit(".", 1)
+                turns = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+                for part, rows in (turns if kind == "gate_up_proj" else {kind: slice(None)}).items():
+                    own = f"{stem}.{part}.weight"
+                    made = matrix_of(packed[1], blocks[:, rows], scales[:, rows], self._dtype, self._native)
+                    self.tensors[own] = self._keep(own, made)
             return True
         one, whole, bias = _ONE.fullmatch(name), _ALL.fullmatch(name), _BIAS.fullmatch(name)
         if self._is_interleaved and (whole or bias) is not None:
-            self._put_interleaved(name, tensor)
+            # Weights [E, inputs, outputs] and biases [E, outputs], where gate and up take turns.
+            of = "bias" if name.endswith("_bias") else "weight"
+            stem, kind = name.removesuffix("_bias").rsplit(".", 1)
+            outputs = tensor if of == "bias" else tensor.transpose(1, 2)
+            parts = {"down_proj": outputs}
+            if kind == "gate_up_proj":
+                parts = {"gate_proj": outputs[:, ::2], "up_proj": outputs[:, 1::2]}
+            for part, numbers in parts.items():
+                shape = self._shapes[f"{stem}.{part}.{of}"]
+                self._put(f"{stem}.{part}.{of}", 0, numbers.reshape(shape))
             return True
         router = name.replace(".mlp.router.", f".mlp.{ROUTER}.")
         if self._is_interleaved and router != name:
@@ -210,28 +226,6 @@ class ExpertRooms:
             for kind, half in zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True):
                 self._put(f"{whole[1]}.{kind}.weight", 0, half.flatten(0, 1))
         return one is not None or whole is not None
-
-    def _unpack(self, name: str) -> None:
-        """Puts a matrix of all experts in its place, of which both parts are there."""
-        blocks, scales = (self._packed.pop(f"{name}{part}") for part in (BLOCKS, SCALES))
-        stem, kind = name.rsplit(".", 1)
-        turns = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
-        for part, rows in (turns if kind == "gate_up_proj" else {kind: slice(None)}).items():
-            own = f"{stem}.{part}.weight"
-            made = matrix_of(name, blocks[:, rows], scales[:, rows], self._dtype, self._native)
-            self.tensors[own] = self._keep(own, made)
-
-    def _put_interleaved(self, name: str, tensor: Tensor) -> None:
-        """Puts weights [E, inputs, outputs] and biases [E, outputs], where gate and up take turns."""
-        of = "bias" if name.endswith("_bias") else "weight"
-        stem, kind = name.removesuffix("_bias").rsplit(".", 1)
-        outputs = tensor if of == "bias" else tensor.transpose(1, 2)
-        parts = {"down_proj": outputs}
-        if kind == "gate_up_proj":
-            parts = {"gate_proj": outputs[:, ::2], "up_proj": outputs[:, 1::2]}
-        for part, numbers in parts.items():
-            shape = self._shapes[f"{stem}.{part}.{of}"]
-            self._put(f"{stem}.{part}.{of}", 0, numbers.reshape(shape))
 
     def _put(self, name: str, first: int, rows: Tensor) -> None:
         if name not in self._rooms:

@@ -99,7 +99,13 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
             self._cache, self._features = cache, cache.features
         fits = plan.work.shape[0] <= WORK_NUMBERS and plan.num_row_chunks <= self._room
         if self.ops.has_graphs and fits and plan.num_rows <= GRAPH_ROWS[-1]:
-            return self._replay(plan, plan.work, cache, wanted)
+            self._work[: plan.work.shape[0]].copy_(plan.work)
+            key = next(size for size in GRAPH_ROWS if size >= plan.num_rows), plan.tile_rows
+            if key not in self._graphs:
+                self._graphs[key] = self._record(*key, cache)
+            graph, logits = self._graphs[key]
+            graph.replay()
+            return logits[: plan.num_rows] if wanted.shape[0] == plan.num_rows else logits.index_select(0, wanted)
         x = self._compute(plan.work, plan.num_rows, plan.num_row_chunks, plan.tile_rows, cache)
         if not wanted.shape[0]:
             return x.new_empty(0, self.config.vocab_size)
@@ -107,16 +113,6 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
 
     def forward_layers(self, plan: RowPlan, cache: KVCache, wanted: Tensor, layers: range) -> Tensor:
         return self._model.forward_layers(plan, cache, wanted, layers)
-
-    def _replay(self, plan: RowPlan, work: Tensor, cache: KVCache, wanted: Tensor) -> Tensor:
-        num_rows = plan.num_rows
-        self._work[: work.shape[0]].copy_(work)
-        key = next(size for size in GRAPH_ROWS if size >= num_rows), plan.tile_rows
-        if key not in self._graphs:
-            self._graphs[key] = self._record(*key, cache)
-        graph, logits = self._graphs[key]
-        graph.replay()
-        return logits[:num_rows] if wanted.shape[0] == num_rows else logits.index_select(0, wanted)
 
     def _record(self, size: int, tile_rows: int, cache: KVCache) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """A graph of so many rows and the logits that it leaves; computes what the work says now, too."""

@@ -80,7 +80,11 @@ def read_pieces(
     ):
         for file, stamp in files.items():
             progress.file = file.name
-            with _opened(file) as stream:
+            try:
+                opened = FileIO(file)
+            except OSError as error:
+                raise NotReady(f"{file} cannot be read any more: {error.strerror}", file=str(file)) from None
+            with opened as stream:
                 stamp.check(stream, file)
                 digest.update(label(file, stamp.num_bytes))
                 cuts = list(_cuts(stamp.num_bytes, spans.get(file, ())))
@@ -95,13 +99,6 @@ def read_pieces(
                         yield FilePiece(span, first, data)
                     progress.done_bytes += size
                 stamp.check(stream, file)
-
-
-def _opened(file: Path) -> FileIO:
-    try:
-        return FileIO(file)
-    except OSError as error:
-        raise NotReady(f"{file} cannot be read any more: {error.strerror}", file=str(file)) from None
 
 
 def _fetching(

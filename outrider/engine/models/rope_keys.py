@@ -154,29 +154,25 @@ def _rope(keys: JsonKeys, inside: JsonKeys, theta: float, max_positions: int, he
             theta=theta, factor=factor, low_freq_factor=low, high_freq_factor=high, original_len=original_len
         )
     if kind == "yarn":
-        return _yarn(theta, inside, _original_len(keys, inside))
+        original_len, factor = _original_len(keys, inside), inside.number("factor", minimum=1.0)
+        fast, slow = inside.number("beta_fast", 32.0), inside.number("beta_slow", 1.0)
+        if fast < slow:
+            raise inside.refuse("beta_fast", f"is {fast:g}, but must be at least the beta_slow {slow:g}")
+        if theta <= 1:
+            raise inside.refuse("rope_theta", f"is {theta:g}, but yarn needs more than 1")
+        scales = (inside.number(name, 0.0, minimum=0.0) for name in ("mscale", "mscale_all_dim"))
+        return YarnRope(
+            theta=theta,
+            amplitude=inside.number("attention_factor", yarn_amplitude(factor, *scales)),
+            factor=factor,
+            original_len=original_len,
+            beta_fast=fast,
+            beta_slow=slow,
+            truncate=inside.flag("truncate", True),
+        )
     raise inside.refuse("rope_type", f"is {kind!r}, but must be one of {', '.join(ROPE_KINDS)}")
 
 
 def _original_len(keys: JsonKeys, inside: JsonKeys) -> int:
     # Beside the other keys it wins, as in transformers; without it the frequencies would be anyone's guess.
     return (keys if keys.values.get(ORIGINAL_LEN) is not None else inside).integer(ORIGINAL_LEN)
-
-
-def _yarn(theta: float, inside: JsonKeys, original_len: int) -> YarnRope:
-    factor = inside.number("factor", minimum=1.0)
-    fast, slow = inside.number("beta_fast", 32.0), inside.number("beta_slow", 1.0)
-    if fast < slow:
-        raise inside.refuse("beta_fast", f"is {fast:g}, but must be at least the beta_slow {slow:g}")
-    if theta <= 1:
-        raise inside.refuse("rope_theta", f"is {theta:g}, but yarn needs more than 1")
-    scales = (inside.number(name, 0.0, minimum=0.0) for name in ("mscale", "mscale_all_dim"))
-    return YarnRope(
-        theta=theta,
-        amplitude=inside.number("attention_factor", yarn_amplitude(factor, *scales)),
-        factor=factor,
-        original_len=original_len,
-        beta_fast=fast,
-        beta_slow=slow,
-        truncate=inside.flag("truncate", True),
-    )

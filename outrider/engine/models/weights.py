@@ -317,7 +317,10 @@ def load_tensors(
     # What other models of the same folder hold, a head's layers for instance, is theirs.
     family, files = config.family, weight_files(folder)
     own = [tensor for tensor in stored_tensors(files) if not tensor.name.startswith(family.foreign_tensors)]
-    stored = {_name_alone(tensor.name, family.prefixes): tensor for tensor in own}
+    stored = {}
+    for tensor in own:
+        prefix, instead = next((each for each in family.prefixes if tensor.name.startswith(each[0])), ("", ""))
+        stored[instead + tensor.name.removeprefix(prefix)] = tensor
     shapes = expected_shapes(config)
     experts = next((each for each in config.experts if each is not None), None)
     expected = file_shapes(shapes, experts, stored)
@@ -333,11 +336,6 @@ def load_tensors(
     tensors, digest = read_tensors(config_json, files, stored, device, dtype, arranged, ops)
     others = {name: tensor for name, tensor in tensors.items() if EXPERTS not in name and ".mlp.router." not in name}
     return others | rooms.tensors, digest
-
-
-def _name_alone(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
-    found = next((each for each in prefixes if name.startswith(each[0])), ("", ""))
-    return found[1] + name.removeprefix(found[0])
 
 
 def read_tensors(

@@ -30,21 +30,17 @@ class Arena:
         if not num_bytes:
             return torch.empty(*shape, dtype=dtype)
         if num_bytes > len(self._chunk):
-            self._chunk = _map(max(num_bytes, CHUNK_BYTES))
+            size = max(num_bytes, CHUNK_BYTES)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                # It begins with a huge page. Private: the kernel gives shared memory other pages.
+                memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                with contextlib.suppress(OSError):
+                    # A kernel without huge pages refuses, and ordinary ones do as well.
+                    memory.madvise(mmap.MADV_HUGEPAGE)
+                address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+                self._chunk = memoryview(memory)[-address % HUGE_PAGE_BYTES :]
+            else:
+                self._chunk = memoryview(mmap.mmap(-1, size))
         tensor = torch.frombuffer(self._chunk[:num_bytes], dtype=dtype).view(*shape)
         self._chunk = self._chunk[-(-num_bytes // CACHE_LINE_BYTES) * CACHE_LINE_BYTES :]
         return tensor
-
-
-def _map(num_bytes: int) -> memoryview:
-    """Zeroed memory that begins with a huge page, or with an ordinary one where the system has no others."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return memoryview(mmap.mmap(-1, num_bytes))
-    # Private: the kernel gives shared memory other pages.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=flags)
-    with contextlib.suppress(OSError):
-        # A kernel without huge pages refuses, and ordinary ones do as well.
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    return memoryview(memory)[-address % HUGE_PAGE_BYTES :]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider.errors import ModelRefused
-from outrider.model_files.gguf.types import GROUP, KINDS, OUTPUTS, SPAN, BlockType, Scale
+from outrider.model_files.gguf.types import GROUP, KINDS, OUTPUTS, SPAN, Scale
 
 MAX_PARTS = 4
 LARGEST = {8: 127, 15: 127 * 128 + 63}
@@ -87,8 +87,15 @@ class BlockMatrix:
 
         A group of 32 inputs has two halves, which most kinds scale alike.
         """
-        kind, num_blocks = KINDS[self.kind], self.data.shape[0]
-        groups, heads = _groups(self.data, kind, -(-self.num_inputs // GROUP))
+        kind, num_blocks, num_groups = KINDS[self.kind], self.data.shape[0], -(-self.num_inputs // GROUP)
+        # Groups [blocks, groups, bytes], and the heads of their spans [blocks, groups, bytes].
+        if head := kind.head_bytes:
+            spans = torch.split(self.data, head + SPAN * kind.group_bytes, 1)
+            groups = torch.cat([span[:, head:] for span in spans], 1).view(num_blocks, num_groups, kind.group_bytes)
+            heads = torch.stack([span[:, :head] for span in spans], 1).repeat_interleave(SPAN, 1)[:, :num_groups]
+        else:
+            groups = self.data.view(num_blocks, num_groups, kind.group_bytes)
+            heads = self.data.new_empty(num_blocks, num_groups, 0)
         lines, scales = groups[..., : kind.line_bytes], groups[..., kind.line_bytes :]
         lines = lines.reshape(num_blocks, -1, kind.bits, OUTPUTS, 4)
         if kind.bits == 8:
@@ -184,17 +191,6 @@ def are_same(one: Weight | None, other: Weight | None) -> bool:
     )
 
 
-def _groups(data: Tensor, kind: BlockType, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Groups [blocks, groups, bytes], and the heads of their spans [blocks, groups, bytes]."""
-    num_blocks, head = data.shape[0], kind.head_bytes
-    if not head:
-        return data.view(num_blocks, num_groups, kind.group_bytes), data.new_empty(num_blocks, num_groups, 0)
-    spans = torch.split(data, head + SPAN * kind.group_bytes, 1)
-    groups = torch.cat([span[:, head:] for span in spans], 1).view(num_blocks, num_groups, kind.group_bytes)
-    heads = torch.stack([span[:, :head] for span in spans], 1)
-    return groups, heads.repeat_interleave(SPAN, 1)[:, :num_groups]
-
-
 def _scales(scale: Scale, own: Tensor, heads: Tensor) -> Tensor:
     """Scales float32 [outputs, groups, 2] of their bytes [blocks, groups, bytes] and those of their spans."""
     own, heads = own.contiguous(), heads.contiguous()
@@ -221,7 +217,16 @@ def quantise(weights: Sequence[Tensor], bits: int) -> BlockMatrix:
     made = BlockMatrix.empty(QUANTISED[bits], weight.shape[0], weight.shape[1])
     num_blocks = max(1, PIECE_NUMBERS // (OUTPUTS * made.num_inputs))
     for rows, data in zip(torch.split(weight, num_blocks * OUTPUTS), torch.split(made.data, num_blocks), strict=True):
-        _quantise_into(rows, data, bits)
+        integers, scales = _quantise(rows.float(), bits)
+        num_groups, missing = scales.shape[1], data.shape[0] * OUTPUTS - len(rows)
+        integers = functional.pad(integers, (0, 0, 0, 0, 0, missing))
+        integers = integers.view(data.shape[0], OUTPUTS, num_groups, GROUP // 4, 4)
+        quads = (integers.permute(0, 2, 3, 1, 4).to(torch.int16) + (1 << bits - 1)).to(torch.uint8)
+        if bits == 4:
+            quads = quads[:, :, :4] | quads[:, :, 4:] << 4
+        scales = functional.pad(scales, (0, 0, 0, missing)).view(data.shape[0], OUTPUTS, num_groups).transpose(1, 2)
+        parts = quads.reshape(data.shape[0], num_groups, -1), scales.contiguous().view(torch.uint8)
+        torch.cat(parts, 2, out=data.view(data.shape[0], num_groups, -1))
     return made
 
 
@@ -232,20 +237,6 @@ def refuse_weights(num_groups: int, bits: int) -> None:
             f"{num_groups} groups of {GROUP} weights hold NaN or a number beyond {LARGEST_WEIGHT[bits]:,.0f}, "
             f"which is the largest that int{bits} can hold; another dtype can"
         )
-
-
-def _quantise_into(weight: Tensor, data: Tensor, bits: int) -> None:
-    """Writes rows [N, K] into their blocks."""
-    integers, scales = _quantise(weight.float(), bits)
-    num_blocks, num_groups = data.shape[0], scales.shape[1]
-    missing = num_blocks * OUTPUTS - len(weight)
-    integers = functional.pad(integers, (0, 0, 0, 0, 0, missing)).view(num_blocks, OUTPUTS, num_groups, GROUP // 4, 4)
-    quads = (integers.permute(0, 2, 3, 1, 4).to(torch.int16) + (1 << bits - 1)).to(torch.uint8)
-    if bits == 4:
-        quads = quads[:, :, :4] | quads[:, :, 4:] << 4
-    scales = functional.pad(scales, (0, 0, 0, missing)).view(num_blocks, OUTPUTS, num_groups).transpose(1, 2)
-    ends = scales.contiguous().view(torch.uint8)
-    torch.cat((quads.reshape(num_blocks, num_groups, -1), ends), 2, out=data.view(num_blocks, num_groups, -1))
 
 
 def _quantise(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:

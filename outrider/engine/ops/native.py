@@ -81,7 +81,15 @@ class NativeOps:
             return torch.cat(
                 tensors, out=self._arena.empty((sum(map(len, tensors)), *tensors[0].shape[1:]), tensors[0].dtype)
             )
-        return _stacked([part for weight in weights for part in parts_of(weight)])
+        parts = [part for weight in weights for part in parts_of(weight)]
+        if len(parts) > MAX_PARTS:
+            raise ValueError(f"a matrix has {len(parts)} parts, but must have at most {MAX_PARTS}")
+        # `matrix_parts` of kernels/blocks.h, which holds the parts' addresses.
+        places = [len(parts)]
+        for part in parts:
+            num_outputs, num_inputs = part.shape
+            places += [*expect_weight("part", part, (num_outputs, num_inputs)), num_outputs]
+        return StackedMatrix(tuple(parts), torch.tensor(places))
 
     def quantised(self, weight: Weight) -> Weight:
         if self._packed_bits is None or not isinstance(weight, Tensor):
@@ -373,17 +381,6 @@ def _check_rows(matrix: BlockMatrix, first_row: int, num_rows: int, head_dim: in
     is_whole = first_row % OUTPUTS == 0 and (last % OUTPUTS == 0 or last == matrix.num_outputs)
     if not is_whole or not 0 <= first_row <= last <= matrix.num_outputs or num_rows % head_dim:
         raise ValueError(f"rows {first_row} to {last} are not whole blocks and heads of {matrix.num_outputs}")
-
-
-def _stacked(parts: Sequence[Tensor | BlockMatrix]) -> StackedMatrix:
-    """The parts with `matrix_parts` of kernels/blocks.h, which holds their addresses."""
-    if len(parts) > MAX_PARTS:
-        raise ValueError(f"a matrix has {len(parts)} parts, but must have at most {MAX_PARTS}")
-    places = [len(parts)]
-    for part in parts:
-        num_outputs, num_inputs = part.shape
-        places += [*expect_weight("part", part, (num_outputs, num_inputs)), num_outputs]
-    return StackedMatrix(tuple(parts), torch.tensor(places))
 
 
 def _matrix(name: str, tensor: Tensor) -> tuple[int, int]:

@@ -99,29 +99,23 @@ def edit(scores: Tensor, rows: Sequence[RowContext]) -> Tensor:
     The best score becomes exactly 0, and any temperature leaves it there; 0 counts as 1 here.
     """
     wide = scores.to(torch.float64, copy=True)
-    _bias(wide, rows)
-    sessions: dict[tuple[int, int], list[int]] = {}
-    for number, row in enumerate(rows):
-        if row.sampling.has_penalties:
-            sessions.setdefault((id(row.committed), row.prompt_len), []).append(number)
-    for numbers in sessions.values():
-        _penalise(wide, numbers, [rows[number] for number in numbers])
-    temperatures = column([row.sampling.temperature or 1.0 for row in rows], wide)
-    return ((wide - wide.amax(dim=-1, keepdim=True)) / temperatures).float()
-
-
-def _bias(scores: Tensor, rows: Sequence[RowContext]) -> None:
-    """Adds biases in place, and masks the tokens that are held back."""
     entries: list[tuple[int, int, float]] = []
+    sessions: dict[tuple[int, int], list[int]] = {}
     for number, row in enumerate(rows):
         changes = row.sampling.logit_bias | dict.fromkeys(row.held_back, -math.inf)
         # A masked id stays masked under any bias; one that the model has no logit for is dropped.
         entries += [(number, token_id, change) for token_id, change in changes.items() if token_id < scores.shape[1]]
+        if row.sampling.has_penalties:
+            sessions.setdefault((id(row.committed), row.prompt_len), []).append(number)
     if entries:
-        places = send(np.array([entry[:2] for entry in entries], dtype=np.int64), scores.device)
-        addends = column([entry[2] for entry in entries], scores)[:, 0]
+        places = send(np.array([entry[:2] for entry in entries], dtype=np.int64), wide.device)
+        addends = column([entry[2] for entry in entries], wide)[:, 0]
         # No place occurs twice, so the order of the additions does not matter.
-        scores.index_put_((places[:, 0], places[:, 1]), addends, accumulate=True)
+        wide.index_put_((places[:, 0], places[:, 1]), addends, accumulate=True)
+    for numbers in sessions.values():
+        _penalise(wide, numbers, [rows[number] for number in numbers])
+    temperatures = column([row.sampling.temperature or 1.0 for row in rows], wide)
+    return ((wide - wide.amax(dim=-1, keepdim=True)) / temperatures).float()
 
 
 def _penalise(scores: Tensor, numbers: Sequence[int], rows: Sequence[RowContext]) -> None:
@@ -129,27 +123,21 @@ def _penalise(scores: Tensor, numbers: Sequence[int], rows: Sequence[RowContext]
 
     Repetition penalty: Keskar et al., 2019, arXiv 1909.05858. Presence and frequency penalties: OpenAI.
     """
-    token_ids, in_prompt, counts = (send(part, scores.device) for part in _occurrences(rows, scores.shape[1]))
+    committed, prompt_len, num_tokens = rows[0].committed, rows[0].prompt_len, scores.shape[1]
+    in_prompt = _counts(committed[:prompt_len], num_tokens) > 0
+    in_output = _counts(committed[prompt_len:], num_tokens)
+    counts = np.stack([in_output + _counts(row.path, num_tokens) if row.path else in_output for row in rows])
+    # The N tokens that occurred: ids [N], whether in the prompt [N], how often in the output [R, N].
+    ids = np.flatnonzero(in_prompt | counts.any(axis=0))
+    token_ids, was_there, count = (send(part, scores.device) for part in (ids, in_prompt[ids], counts[:, ids]))
     repetition = column([row.sampling.repetition_penalty for row in rows], scores)
     presence = column([row.sampling.presence_penalty for row in rows], scores)
     frequency = column([row.sampling.frequency_penalty for row in rows], scores)
     places = index(numbers, scores)[:, None], token_ids
     before = scores[places]
     repeated = torch.where(before > 0, before / repetition, before * repetition).clamp(max=LARGEST)
-    after = torch.where(in_prompt | (counts > 0), repeated, before)
-    scores[places] = after - (counts > 0) * presence - counts * frequency
-
-
-def _occurrences(
-    rows: Sequence[RowContext], num_tokens: int
-) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
-    """The N tokens that occurred in a session: ids [N], whether in the prompt [N], how often in the output [R, N]."""
-    committed, prompt_len = rows[0].committed, rows[0].prompt_len
-    in_prompt = _counts(committed[:prompt_len], num_tokens) > 0
-    in_output = _counts(committed[prompt_len:], num_tokens)
-    counts = np.stack([in_output + _counts(row.path, num_tokens) if row.path else in_output for row in rows])
-    token_ids = np.flatnonzero(in_prompt | counts.any(axis=0))
-    return token_ids, in_prompt[token_ids], counts[:, token_ids]
+    after = torch.where(was_there | (count > 0), repeated, before)
+    scores[places] = after - (count > 0) * presence - count * frequency
 
 
 def _counts(token_ids: Sequence[int], num_tokens: int) -> NDArray[np.int64]:
@@ -198,10 +186,6 @@ def transform(logits: Tensor, rows: Sequence[RowContext], vocabulary_size: int, 
 def divisor(sampling: SamplingParameters) -> float:
     """The temperature to divide scores by, 0 for none but the best token."""
     return max(sampling.temperature, SMALLEST) if sampling.temperature else 0.0
-
-
-def _apply_temperature(scores: Tensor, rows: Sequence[RowContext], _ops: Ops) -> Tensor:
-    return apply_temperature(scores, column([divisor(row.sampling) for row in rows], scores).float())
 
 
 def _cut_top_k(scores: Tensor, rows: Sequence[RowContext], _ops: Ops) -> Tensor:
@@ -254,7 +238,12 @@ Step = tuple[Callable[[RowContext], bool], Callable[[Tensor, Sequence[RowContext
 _STEPS: tuple[Step, ...] = (
     (lambda row: row.allowed is not None, lambda scores, rows, ops: mask(scores, [row.allowed for row in rows], ops)),
     (is_edited, lambda scores, rows, _ops: edit(scores, rows)),
-    (lambda row: row.sampling.temperature not in {0, 1} and not is_edited(row), _apply_temperature),
+    (
+        lambda row: row.sampling.temperature not in {0, 1} and not is_edited(row),
+        lambda scores, rows, _ops: apply_temperature(
+            scores, column([divisor(row.sampling) for row in rows], scores).float()
+        ),
+    ),
     (lambda row: row.sampling.temperature == 0, lambda scores, _rows, _ops: argmax_mask(scores)),
     (lambda row: row.sampling.temperature > 0 and row.sampling.top_k > 0, _cut_top_k),
     (lambda row: row.sampling.temperature > 0 and row.sampling.top_p < 1, _cut_top_p),
