@@ -55,7 +55,15 @@ def keep_path(runner: ModelRunner, draw_input: DrawInput, logits: Tensor) -> Kep
         if isinstance(found, OutriderError):
             return found
         target_probs, faulty = found
-        rows, tree = _cut_behind(tree, faulty)
+        # Only rows with no faulty one above them. Such a row itself stays: dropped for what follows it, its token would
+        # be judged by more than its probability.
+        rows = [row for row in rows if not any(above in faulty for above in tree.path(row)[:-1])]
+        numbers = {0: 0, **{row: number for number, row in enumerate(rows, start=1)}}
+        tree = TokenTree(
+            tuple(tree.token_ids[row - 1] for row in rows),
+            tuple(numbers[tree.parents[row - 1]] for row in rows),
+            tuple(tree.distributions[row - 1] for row in rows),
+        )
         target_probs = target_probs.index_select(0, index([0, *rows], target_probs))
     last, next_probs = _decide(draw_input, tree, rows, target_probs)
     length = len(session) + tree.depths[last]
@@ -120,17 +128,3 @@ def _row_by_row(
     nothing = torch.zeros_like(found[0])
     rows = range(len(logits))
     return torch.stack([found.get(row, nothing) for row in rows]), set(rows) - found.keys()
-
-
-def _cut_behind(tree: TokenTree, faulty: Collection[int]) -> tuple[list[int], TokenTree]:
-    """The rows with no faulty one above them, and the tree of these.
-
-    Such a row itself stays: dropped for what follows it, its token would be judged by more than its probability.
-    """
-    rows = [row for row in range(1, len(tree) + 1) if not any(above in faulty for above in tree.path(row)[:-1])]
-    numbers = {0: 0, **{row: number for number, row in enumerate(rows, start=1)}}
-    return rows, TokenTree(
-        tuple(tree.token_ids[row - 1] for row in rows),
-        tuple(numbers[tree.parents[row - 1]] for row in rows),
-        tuple(tree.distributions[row - 1] for row in rows),
-    )

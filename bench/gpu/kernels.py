@@ -29,7 +29,14 @@ def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
                 _linear(recorder, sizes, device, f"linear/{model}/{name}", size, ops)
     for name, each in ops.items():
         with recorder.case(f"choose/{name}"):
-            _choose(recorder, sizes, device, name, each)
+            # Draws of all rows.
+            for rows in sizes.choose_rows:
+                logits = torch.randn(rows, sizes.vocab_size, device=device)
+                temperatures = torch.full((rows,), 0.7, dtype=torch.float64, device=device)
+                keys = torch.randint(-(2**63), 2**63 - 1, (rows,), device=device)
+                launch = partial(each.choose, logits, temperatures, keys, sizes.vocab_size)
+                timing = time_launches(device, [launch] * 5)
+                recorder.add(f"choose/rows={rows}/{name}", timing.us, "us", **_facts(timing))
         with recorder.case(f"small/{name}"):
             _small(recorder, sizes, device, name, each)
     for length, sessions, rows in sizes.attention:
@@ -58,17 +65,6 @@ def _linear(
             with recorder.case(f"{what}/rows={rows}/{name}"):
                 timing = time_launches(device, those)
                 recorder.add(f"{what}/rows={rows}/{name}", moved / timing.us / 1e3, "GB/s", **_facts(timing))
-
-
-def _choose(recorder: Recorder, sizes: Sizes, device: torch.device, name: str, ops: Ops) -> None:
-    """Draws of all rows."""
-    for rows in sizes.choose_rows:
-        logits = torch.randn(rows, sizes.vocab_size, device=device)
-        temperatures = torch.full((rows,), 0.7, dtype=torch.float64, device=device)
-        keys = torch.randint(-(2**63), 2**63 - 1, (rows,), device=device)
-        launch = partial(ops.choose, logits, temperatures, keys, sizes.vocab_size)
-        timing = time_launches(device, [launch] * 5)
-        recorder.add(f"choose/rows={rows}/{name}", timing.us, "us", **_facts(timing))
 
 
 def _small(recorder: Recorder, sizes: Sizes, device: torch.device, name: str, ops: Ops) -> None:

@@ -23,7 +23,7 @@ from bench.gpu.subjects import (
     tree_of,
     variants,
 )
-from outrider.engine.batching import Feed, RowPlan
+from outrider.engine.batching import Feed
 from outrider.engine.cache import Slots
 from outrider.engine.ops import Ops, choose_ops
 from outrider.engine.ops.eager import EagerOps
@@ -55,12 +55,29 @@ def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
         with recorder.case(f"rms_norm/{name}"):
             _rows_alone(recorder, sizes, device, name, ops)
         with recorder.case(f"choose/{name}"):
-            _choices(recorder, sizes, device, name, ops)
-    for name, (ops, tiles) in attention_kinds(device).items():
+            # Ids on equal logits beside those of the CPU, at three temperatures, with padding after the vocabulary.
+            rows, num_tokens = 63, sizes.vocab_size - 7
+            logits = torch.randn(rows, sizes.vocab_size, generator=torch.Generator().manual_seed(3)) * 3
+            keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=torch.Generator().manual_seed(4))
+            temperatures = torch.tensor([0.0, 0.7, 1.0], dtype=torch.float64).repeat(rows // 3)
+            expected = choose_ops(torch.device("cpu"), 1).choose(logits, temperatures, keys, num_tokens)
+            found = ops.choose(logits.to(device), temperatures.to(device), keys.to(device), num_tokens).cpu()
+            what = f"choose/ids that are not the CPU's/{name}"
+            recorder.add(what, int((found != expected).sum()), "ids", of=rows)
+    kinds = attention_kinds(device)
+    for name, (ops, tiles) in kinds.items():
         with recorder.case(f"attention/{name}"):
             _attention(recorder, sizes, device, name, Attention(ops, tiles))
     with recorder.case("attention/triton = triton-alone"):
-        _two_ways(recorder, sizes, device)
+        if "triton" in kinds:
+            # Whether rows that share work have the bits of rows that share none.
+            layer = LayerCache(sizes.shapes["8b"], 8192, device)
+            feeds = [layer.feed(length, tree_of(TREE_ROWS)) for length in (37, 300, 1100)]
+            query = layer.queries(sum(feed.num_rows for feed in feeds))
+            ops, tiles = kinds["triton"]
+            alone = Attention(ops, ())(layer, query, feeds)
+            same = [torch.equal(Attention(ops, (tile,))(layer, query, feeds), alone) for tile in tiles]
+            recorder.add("attention/shared work = own chunks/triton", all(same), tiles=tiles, same=same)
     for variant in variants(device):
         with recorder.case(f"model/{variant.name}"):
             _model(recorder, sizes, device, variant)
@@ -140,27 +157,19 @@ def _attention(recorder: Recorder, sizes: Sizes, device: torch.device, name: str
     prompt.session.advance(0, EMPTY)
     query = layer.queries(lengths[-1], seed=1)
     at_once = attend(layer, query, [prompt])
-    recorder.add(f"attention/error/{name}", _attention_error(layer, query, layer.plan([prompt]), at_once))
+    # The last row against float64.
+    slots = layer.plan([prompt]).key_slots.long()
+    keys, values = layer.keys[slots].double(), layer.values[slots].double()
+    grouped = query[-1].double().view(shape.num_kv_heads, -1, shape.head_dim)
+    weights = torch.softmax(torch.einsum("ghd,lgd->ghl", grouped, keys) * shape.head_dim**-0.5, dim=-1)
+    exact = torch.einsum("ghl,lgd->ghd", weights, values).flatten()
+    recorder.add(f"attention/error/{name}", relative_error(at_once[-1], exact))
     parts = []
     for part in torch.split(query, PIECE):
         plan = layer.plan([prompt], attend.tiles, PIECE)
         parts.append(layer.attend(attend.ops, part, plan))
         prompt.session.advance(prompt.session.cached_len + len(part), EMPTY)
     recorder.add(f"attention/prompt in pieces = at once/{name}", torch.equal(torch.cat(parts), at_once))
-
-
-def _two_ways(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
-    """Whether rows that share work have the bits of rows that share none, where there are both."""
-    kinds = attention_kinds(device)
-    if "triton" not in kinds:
-        return
-    layer = LayerCache(sizes.shapes["8b"], 8192, device)
-    feeds = [layer.feed(length, tree_of(TREE_ROWS)) for length in (37, 300, 1100)]
-    query = layer.queries(sum(feed.num_rows for feed in feeds))
-    ops, tiles = kinds["triton"]
-    alone = Attention(ops, ())(layer, query, feeds)
-    same = [torch.equal(Attention(ops, (tile,))(layer, query, feeds), alone) for tile in tiles]
-    recorder.add("attention/shared work = own chunks/triton", all(same), tiles=tiles, same=same)
 
 
 def _as_chain(layer: LayerCache, attend: Attention, feed: Feed, row: int, query: Tensor, together: Tensor) -> bool:
@@ -173,26 +182,6 @@ def _as_chain(layer: LayerCache, attend: Attention, feed: Feed, row: int, query:
     result = torch.equal(attend(layer, query[[0, *path]], [chain])[-1], together[row])
     chain.session.free()
     return result
-
-
-def _attention_error(layer: LayerCache, query: Tensor, plan: RowPlan, output: Tensor) -> float:
-    """The last row of a prompt against float64."""
-    slots = plan.key_slots.long()
-    keys, values = layer.keys[slots].double(), layer.values[slots].double()
-    grouped = query[-1].double().view(layer.shape.num_kv_heads, -1, layer.shape.head_dim)
-    weights = torch.softmax(torch.einsum("ghd,lgd->ghl", grouped, keys) * layer.shape.head_dim**-0.5, dim=-1)
-    return relative_error(output[-1], torch.einsum("ghl,lgd->ghd", weights, values).flatten())
-
-
-def _choices(recorder: Recorder, sizes: Sizes, device: torch.device, name: str, ops: Ops) -> None:
-    """Ids on equal logits beside those of the CPU, at three temperatures, with padding after the vocabulary."""
-    rows = 63
-    logits = torch.randn(rows, sizes.vocab_size, generator=torch.Generator().manual_seed(3)) * 3
-    keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=torch.Generator().manual_seed(4))
-    temperatures = torch.tensor([0.0, 0.7, 1.0], dtype=torch.float64).repeat(rows // 3)
-    expected = choose_ops(torch.device("cpu"), 1).choose(logits, temperatures, keys, sizes.vocab_size - 7)
-    found = ops.choose(logits.to(device), temperatures.to(device), keys.to(device), sizes.vocab_size - 7).cpu()
-    recorder.add(f"choose/ids that are not the CPU's/{name}", int((found != expected).sum()), "ids", of=rows)
 
 
 def _model(recorder: Recorder, sizes: Sizes, device: torch.device, variant: Variant) -> None:

@@ -79,7 +79,11 @@ def write_report(folder: Path, expected: Path) -> str:
     for section in sections:
         parts.append(f"## {section}\n\n| what | measured | predicted | gate | | more |\n|---|---|---|---|---|---|")
         parts += [_line(row) for row in rows if row.record.section == section and not row.record.error]
-        parts += [""] + [_failure(row.record) for row in rows if row.record.section == section and row.record.error]
+        failed = [row.record for row in rows if row.record.section == section and row.record.error]
+        parts += [
+            "",
+            *(f"**{each.what}** failed:\n\n```\n{each.error.strip()[-SHOWN_ERROR:]}\n```\n" for each in failed),
+        ]
     (folder / "report.md").write_text("\n".join(parts) + "\n", encoding="utf-8")
     return summary(rows, sections)
 
@@ -117,7 +121,3 @@ def _line(row: Row) -> str:
     more = "; ".join(f"{key} {shown(each)}" for key, each in (row.facts | row.record.more).items())
     cells = row.record.what, _value(row.record), row.predicted, row.gate, verdict, more[:SHOWN_MORE].replace("|", "/")
     return f"| {' | '.join(cells)} |"
-
-
-def _failure(record: Record) -> str:
-    return f"**{record.what}** failed:\n\n```\n{record.error.strip()[-SHOWN_ERROR:]}\n```\n"

@@ -73,18 +73,14 @@ async def _measure(recorder: Recorder, sizes: Sizes, address: str) -> None:
                     await _load(client, range(streams), streams, speculation, sizes.tokens // 2)
                     load = await _load(client, numbers, streams, speculation, sizes.tokens)
                     plain = plain or load.texts
-                    _record(recorder, what, load)
+                    recorder.add(f"tokens a second/{what}", load.tokens_per_s, "tok/s")
+                    recorder.add(f"tokens a round/{what}", statistics.mean(n for _, n in load.rounds), "tokens")
+                    parts = statistics.quantiles(load.gaps_ms, n=100)
+                    for percent in (50, 99):
+                        recorder.add(f"round p{percent}/{what}", parts[percent - 1], "ms")
+                    recorder.add(f"first token p50/{what}", statistics.median(load.first_ms), "ms")
                     differing = [number for number in numbers if load.texts[number] != plain[number]]
                     recorder.add(f"texts that differ/{what}", len(differing), "texts", of=len(numbers))
-
-
-def _record(recorder: Recorder, what: str, load: Load) -> None:
-    recorder.add(f"tokens a second/{what}", load.tokens_per_s, "tok/s")
-    recorder.add(f"tokens a round/{what}", statistics.mean(count for _, count in load.rounds), "tokens")
-    parts = statistics.quantiles(load.gaps_ms, n=100)
-    for percent in (50, 99):
-        recorder.add(f"round p{percent}/{what}", parts[percent - 1], "ms")
-    recorder.add(f"first token p50/{what}", statistics.median(load.first_ms), "ms")
 
 
 async def _load(

@@ -120,9 +120,15 @@ def _host(recorder: Recorder, sizes: Sizes, runner: ModelRunner, name: str) -> N
             "draw to ids": partial(_drawn, runner, feeds, result),
         }
         for part, call in parts.items():
-            times = [_host_us(runner.device, call) for _ in range(2 + sizes.repeats)][2:]
+            times = []
+            for _ in range(2 + sizes.repeats):
+                # Until the call returns, beginning with an idle device.
+                synchronize(runner.device)
+                start = time.perf_counter()
+                call()
+                times.append((time.perf_counter() - start) * 1e6)
             what = f"host/{part}/sessions={count}/rows={rows}/{name}"
-            recorder.add(what, statistics.median(times), "us", least=min(times))
+            recorder.add(what, statistics.median(times[2:]), "us", least=min(times[2:]))
         for session in sessions:
             session.free()
 
@@ -136,14 +142,6 @@ def _drawn(runner: ModelRunner, feeds: list[Feed], result: ForwardResult) -> lis
     """What the services draw after every row, at one temperature."""
     inputs = [DrawInput(feed, spec_of(feed.session.token_ids, 7, 0.7, ROOM)) for feed in feeds]
     return draw_each(runner, result.logits, inputs, [rows or range(0) for rows in result.ranges])
-
-
-def _host_us(device: torch.device, call: Callable[[], object]) -> float:
-    """Until the call returns, beginning with an idle device."""
-    synchronize(device)
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e6
 
 
 def _functions(recorder: Recorder, sizes: Sizes, runner: ModelRunner, name: str) -> None:

@@ -601,7 +601,9 @@ class Simulation:
         self._numbers = count()
         self._gateway: deque[tuple[float, Callable[[], None]]] = deque()
         self._gateway_busy = False
-        self._new_planner = new_planner or self._policy_planner
+        self._new_planner = new_planner or (
+            lambda: RoundPlanner(self.policy, None, MAX_LEN, MAX_ROWS, Drafting(world.may_guess), world.branches)
+        )
         has_draft = any(each.drafter.place is Place.REMOTE for each in world.drafters)
         self.outlook = DraftOutlook(None if has_draft else FallbackReason.DRAFT_ABSENT)
 
@@ -616,10 +618,6 @@ class Simulation:
     def tide(self) -> float:
         """Factor of all rates of acceptance now."""
         return 1 + self.world.drift * math.sin(2 * math.pi * self.now_us / 10e6)
-
-    def _policy_planner(self) -> Planner:
-        drafting = Drafting(self.world.may_guess)
-        return RoundPlanner(self.policy, None, MAX_LEN, MAX_ROWS, drafting, self.world.branches)
 
     def after(self, delay_us: float, happen: Callable[[], None]) -> None:
         """Lets something happen later."""

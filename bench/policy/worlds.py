@@ -126,7 +126,13 @@ def world(seed: int) -> World:
         phases=tuple(phases),
         looks=dice.random() < 0.8,
     )
-    return _with_trees(made, dice.uniform(0.0, 0.6)) if laws and dice.random() < 0.35 else made
+    if not laws or dice.random() >= 0.35:
+        return made
+    # Drafters make trees too, and are surer in some rounds than in others.
+    spread = dice.uniform(0.0, 0.6)
+    grown = tuple(replace(law, drafter=law.drafter._replace(makes=Makes.TREE)) for law in made.drafters)
+    kinds = tuple(replace(kind, spread=spread) for kind in made.kinds)
+    return replace(made, name=f"{made.name}, trees", drafters=grown, kinds=kinds)
 
 
 def union(num_experts: int, num_chosen: int, num_rows: int) -> float:
@@ -164,13 +170,6 @@ def with_experts(seed: int) -> World:
 def _seconds(target_us: CostModel, num_sessions: int) -> float:
     """Time for which a load lasts."""
     return min(max(3.0, NUM_TOKENS * target_us(num_sessions) / num_sessions / 1e6), 30.0)
-
-
-def _with_trees(made: World, spread: float) -> World:
-    """The world, where drafters make trees too, and are surer in some rounds than in others."""
-    grown = tuple(replace(law, drafter=law.drafter._replace(makes=Makes.TREE)) for law in made.drafters)
-    kinds = tuple(replace(kind, spread=spread) for kind in made.kinds)
-    return replace(made, name=f"{made.name}, trees", drafters=grown, kinds=kinds)
 
 
 CHAT_TOKENS = 600

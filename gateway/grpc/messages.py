@@ -68,6 +68,11 @@ def request_from(message: pb.GenerateRequest) -> GenerationRequest:
     rule, settings = speculation.rule, speculation.acceptance
     scores = message.echo and message.HasField("max_tokens") and message.max_tokens == 0
     acceptance = acceptance_from(rule, settings, "speculation.rule", "speculation.acceptance.")
+    prediction: str | Sequence[int] | None = None
+    if message.HasField("prediction_text"):
+        prediction = message.prediction_text
+    elif message.HasField("prediction_token_ids"):
+        prediction = message.prediction_token_ids.token_ids
     return GenerationRequest(
         text=message.text if prompt == "text" else None,
         token_ids=message.token_ids.token_ids if prompt == "token_ids" else None,
@@ -82,7 +87,7 @@ def request_from(message: pb.GenerateRequest) -> GenerationRequest:
         acceptance=acceptance,
         drafters=_drafters(speculation),
         shape=shape_from(speculation.shape, "speculation.shape") if speculation.HasField("shape") else None,
-        prediction=_prediction(message),
+        prediction=prediction,
         logprob_count=message.logprob_count if message.HasField("logprob_count") else None,
         sample_count=message.sample_count if message.HasField("sample_count") else None,
         banned_words=_few("banned_words", message.banned_words, MAX_BANNED_WORDS, "strings"),
@@ -123,15 +128,6 @@ def _few(field: str, values: Sequence[Item], maximum: int, unit: str) -> tuple[I
     return tuple(values)
 
 
-def _prediction(message: pb.GenerateRequest) -> str | Sequence[int] | None:
-    match message.WhichOneof("prediction"):
-        case "prediction_text":
-            return message.prediction_text
-        case "prediction_token_ids":
-            return message.prediction_token_ids.token_ids
-    return None
-
-
 def _beams_from(message: pb.BeamSearch) -> BeamSearch:
     if message.early_stopping not in EARLY_STOPPING:
         limit = f"one of {', '.join(dict.fromkeys(EARLY_STOPPING.values()))}"
@@ -158,9 +154,12 @@ async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate) -> 
             raise InvalidRequest(f"messages.{number}.role", each.role, f"one of {', '.join(ROLES)}")
     counts = JsonCounts()
     check_count("tools", len(message.tools), MAX_TOOLS, "tools")
-    schemas = [
-        _schema(f"tools.{number}.parameters", tool.parameters, counts) for number, tool in enumerate(message.tools)
-    ]
+    schemas = []
+    for number, tool in enumerate(message.tools):
+        schema = read_object(f"tools.{number}.parameters", tool.parameters, counts)
+        if schema is None:
+            raise InvalidRequest(f"tools.{number}.parameters", tool.parameters, "a JSON object as text")
+        schemas.append(schema)
     request, rules = request_from(message.generation), _call_rules(message, schemas)
     variables = _variables(message, template)
     begins_turn = message.add_generation_prompt if message.HasField("add_generation_prompt") else None
@@ -174,13 +173,6 @@ async def chat_request_from(message: pb.ChatRequest, template: ChatTemplate) -> 
     if message.parallel_tool_calls and found.rules.max_calls != rules.max_calls:
         ignored.append("parallel_tool_calls")
     return replace(found, ignored=tuple(dict.fromkeys((*ignored, *found.ignored))))
-
-
-def _schema(field: str, text: str, counts: JsonCounts) -> dict[str, Any]:
-    found = read_object(field, text, counts)
-    if found is None:
-        raise InvalidRequest(field, text, "a JSON object as text")
-    return found
 
 
 def _call_rules(message: pb.ChatRequest, schemas: Sequence[dict[str, Any]]) -> CallRules:

@@ -72,7 +72,12 @@ class DrafterEstimates:
         target = self._target
         load = target.load
         if self._makes is Makes.AHEAD:
-            return self._ahead_us(draft_count, self.branch_count(draft_count))
+            # What such rounds have taken and brought in fact, misses too, counts the more, the more there were.
+            tokens, now, tuning = self.tokens()[draft_count], target.num_rounds, target.tuning
+            model_us = self._branches_us(draft_count, self.branch_count(draft_count))
+            taken_us = self._round_us[draft_count, 0].blend(load, model_us, now, tuning)
+            brought = self._round_tokens[draft_count].blend(load, tokens, now, tuning)
+            return max(taken_us * tokens / max(brought, 1.0), 1.0)
         share, overhead_us = self._share_now(), self._overhead_now_us()
         width = 1.0 if self.gains is None else max(1.0, self._width.mean)
         step_us = self.step_us.at(max(width, share * load * width))
@@ -174,17 +179,6 @@ class DrafterEstimates:
                 # Else most sessions have longer or shorter rounds now, and this one has waited for them.
                 self._round_us[count, levels].add(load, max(committed.round_us, 1), num_rounds)
             self._share.add(load, min(max(share, target.tuning.least_share), 1.0))
-
-    def _ahead_us(self, draft_count: int, branch_count: int) -> float:
-        """Expected microseconds in which a drafter that runs ahead brings what K guesses bring.
-
-        What such rounds have taken and brought in fact, misses too, counts the more, the more of them there were.
-        """
-        load, now, tuning = self._target.load, self._target.num_rounds, self._target.tuning
-        tokens = self.tokens()[draft_count]
-        taken_us = self._round_us[draft_count, 0].blend(load, self._branches_us(draft_count, branch_count), now, tuning)
-        brought = self._round_tokens[draft_count].blend(load, tokens, now, tuning)
-        return max(taken_us * tokens / max(brought, 1.0), 1.0)
 
     def _branches_us(self, draft_count: int, branch_count: int) -> float:
         """Expected microseconds of a round with K guesses before which each session had so many branches.

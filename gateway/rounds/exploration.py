@@ -93,16 +93,14 @@ class Exploration:
         """
         for drafter in drafters:
             trial = self.trials[drafter]
-            if trial.explorer in {None, session} and (
-                not self._costs.is_known(drafter) or self._is_doubtful(drafter, trial, hope)
-            ):
+            if trial.explorer not in {None, session}:
+                continue
+            # More tests of one that does not look worth it may change that.
+            wanted = self._tuning.least_tests * min(self._costs.load, self._tuning.most_explorers)
+            is_tested = trial.is_worth or trial.num_rounds >= wanted
+            if not self._costs.is_known(drafter) or (not is_tested and hope(drafter) > self._tuning.worth_changing):
                 return drafter
         return None
-
-    def _is_doubtful(self, drafter: DrafterId, trial: Trial, hope: Callable[[DrafterId], float]) -> bool:
-        """Whether more tests of a drafter that does not look worth it may change that."""
-        wanted = self._tuning.least_tests * min(self._costs.load, self._tuning.most_explorers)
-        return not trial.is_worth and trial.num_rounds < wanted and hope(drafter) > self._tuning.worth_changing
 
     @property
     def other_turn(self) -> int | None:

@@ -264,17 +264,13 @@ class RoundPlanner:
                 self._policy.costs.of(own.learner).observe_tree(own, replace(asked, shape=None))
             self._policy.observe(committed, self._session, unasked=unasked)
         if verdict.address != self._policy.address:
-            self._follow(verdict.address)
-
-    def _follow(self, address: str) -> None:
-        """Goes on with the policy of the target to which the request has moved, where it is known."""
-        policy = self._policy_at(address)
-        if policy is None or policy is self._policy:
-            return
-        self._policy.leave(self._session)
-        self._policy, self._next = policy, None
-        policy.change(self._session, *self._session.drafters)
-        policy.enter(self._session)
+            # The request has moved, and goes on with the policy of that target where it is known.
+            policy = self._policy_at(verdict.address)
+            if policy is not None and policy is not self._policy:
+                self._policy.leave(self._session)
+                self._policy, self._next = policy, None
+                policy.change(self._session, *self._session.drafters)
+                policy.enter(self._session)
 
     def _looked(self, log: TokenLog, outstanding: int) -> Choice | None:
         """Rows of a lookup that are the whole proposal; None where drafters are asked too, or nothing is worth it."""

@@ -277,7 +277,12 @@ class ChatTemplate:
         shows nothing.
         """
         turns, failure = begun(messages, knows_developers="developer" in self._source), None
-        for said, names in told(turns, self._call_marks):
+        # What the model's family writes around a call in JSON.
+        marks = ("", "")
+        syntax = self.tool_format.calls[0] if self.tool_format is not None and self.tool_format.calls else None
+        if syntax is not None and syntax.body is Body.JSON and syntax.close and syntax.open:
+            marks = f"{syntax.open}\n", f"\n{syntax.close[0]}"
+        for said, names in told(turns, marks):
             try:
                 shown = [each.message for each in said]
                 prompt = self.render(shown, tools, continue_final_message=continue_final_message, **variables)
@@ -311,14 +316,6 @@ class ChatTemplate:
                 what = f"such that the chat template shows it: it leaves out what the role {turn.role!r} says there"
                 raise InvalidRequest(f"messages.{turn.number}", turn.content or "a call", what)
         return () if all(word in text for word in texts) else (CONTENT,)
-
-    @property
-    def _call_marks(self) -> tuple[str, str]:
-        """What the model's family writes around a call in JSON."""
-        syntax = self.tool_format.calls[0] if self.tool_format is not None and self.tool_format.calls else None
-        if syntax is None or syntax.body is not Body.JSON or not syntax.close or not syntax.open:
-            return "", ""
-        return f"{syntax.open}\n", f"\n{syntax.close[0]}"
 
     @cached_property
     def takes_one_call(self) -> bool:

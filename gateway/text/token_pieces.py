@@ -47,19 +47,16 @@ class TokenPieces:
     def piece(self, token_id: int) -> TokenPiece:
         """The token alone; a special token by its name."""
         if token_id not in self._pieces:
-            self._pieces[token_id] = self._find(token_id)
+            name, raw = self._name_of(token_id), b""
+            if name is not None:
+                raw = name.encode() if token_id in self._verbatim else self._bytes(name)
+            try:
+                text = f"token_id:{token_id}" if name is None else raw.decode()
+            except UnicodeDecodeError:
+                shown = (chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in raw)
+                text = f"bytes:{''.join(shown)}"
+            self._pieces[token_id] = TokenPiece(text, raw)
         return self._pieces[token_id]
-
-    def _find(self, token_id: int) -> TokenPiece:
-        name = self._name_of(token_id)
-        if name is None:
-            return TokenPiece(f"token_id:{token_id}", b"")
-        raw = name.encode() if token_id in self._verbatim else self._bytes(name)
-        try:
-            return TokenPiece(raw.decode(), raw)
-        except UnicodeDecodeError:
-            text = "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in raw)
-            return TokenPiece(f"bytes:{text}", raw)
 
     def _bytes(self, name: str) -> bytes:
         if self._is_byte_level:

@@ -121,20 +121,18 @@ class _Grammar:
         else:
             answer = self._free(calls)
         self._lines.append(f"answer: {answer}")
-        self._lines.append(f"start: {' | '.join(self._starts(f'{calls} {further}'))}")
-        return "\n".join(self._lines) + "\n"
-
-    def _starts(self, calls: str) -> list[str]:
-        """Answers with the reasoning that may come before them, or must where the prompt began it."""
+        # Answers with the reasoning that may come before them, or must where the prompt began it.
         opened, format_ = self._reading.open_reasoning, self._reading.format
-        found = [] if opened else ["answer"]
+        starts = [] if opened else ["answer"]
         for number, (opener, closer) in enumerate(format_.reasoning):
             if opened in ("", opener):
                 begin = "" if opened else opener
-                found.append(f"{self._until(f'reasoned_{number}', closer, begin)} {self._space} answer")
+                starts.append(f"{self._until(f'reasoned_{number}', closer, begin)} {self._space} answer")
                 if format_.calls_end_reasoning and self._rules.tools:
-                    found.append(f"{self._until(f'thought_{number}', self._syntax.open, begin)} {calls}")
-        return found
+                    thought = self._until(f"thought_{number}", self._syntax.open, begin)
+                    starts.append(f"{thought} {calls} {further}")
+        self._lines.append(f"start: {' | '.join(starts)}")
+        return "\n".join(self._lines) + "\n"
 
     def _free(self, calls: str) -> str:
         """Any text, with calls in it."""

@@ -67,7 +67,18 @@ class ChannelReader:
             self._held = ""
             self._mark(text)
         elif not is_special or self._is_reasoning:
-            self._search(text)
+            # Text is taken as far as it cannot become a marker that is no token of its own.
+            text, self._held = self._held + text, ""
+            while found := [marker for marker in self._markers if marker in text]:
+                marker = min(found, key=text.index)
+                before, _, text = text.partition(marker)
+                self._take_text(before)
+                self._mark(marker)
+            said = text[: len(text) - begun_len(text, self._markers)]
+            if self._may_go_on and self._header is None and FURTHER.startswith(text.strip()):
+                said = ""
+            self._held = text[len(said) :]
+            self._take_text(said)
         return self._new_deltas()
 
     def finish(self, *, is_cut: bool) -> list[Delta]:
@@ -85,41 +96,25 @@ class ChannelReader:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def _search(self, piece: str) -> None:
-        """Takes text as far as it cannot become a marker that is no token of its own."""
-        text, self._held = self._held + piece, ""
-        while found := [marker for marker in self._markers if marker in text]:
-            marker = min(found, key=text.index)
-            before, _, text = text.partition(marker)
-            self._take_text(before)
-            self._mark(marker)
-        said = text[: len(text) - begun_len(text, self._markers)]
-        if self._may_go_on and self._header is None and FURTHER.startswith(text.strip()):
-            said = ""
-        self._held = text[len(said) :]
-        self._take_text(said)
-
     def _mark(self, marker: str) -> None:
         if marker in ENDS:
             self._close()
         elif marker == MESSAGE:
-            self._open(self._header or "")
+            # A message begins, whose header is whole.
+            header = self._header or ""
+            self._close()
+            recipient = RECIPIENT.search(header)
+            if recipient is not None and recipient[1] in self._tools:
+                self._call = recipient[1]
+            # What goes to a tool that was not offered is for no user.
+            self._is_reasoning = self._call is None and bool(recipient or REASONING_CHANNEL.search(header))
+            self._is_new = True
         elif marker == START or self._header is None:
             self._close()
             self._header = marker
         else:
             self._header += marker
         self._may_go_on = False
-
-    def _open(self, header: str) -> None:
-        """Begins a message whose header is whole."""
-        self._close()
-        recipient = RECIPIENT.search(header)
-        if recipient is not None and recipient[1] in self._tools:
-            self._call = recipient[1]
-        # What goes to a tool that was not offered is for no user.
-        self._is_reasoning = self._call is None and bool(recipient or REASONING_CHANNEL.search(header))
-        self._is_new = True
 
     def _close(self) -> None:
         """Ends a message, and hands out its call."""

@@ -27,14 +27,12 @@ class IdleMachine:
 
     def wait(self) -> None:
         """Returns when others took no more than the share since the last look; at once where no system says so."""
-        while self.busy_share < 1 and self._others() > self.busy_share:
+        while self.busy_share < 1:
+            past_busy, past_total = self._seen
+            busy, total = self._seen = self._look()
+            if (busy - past_busy) / max(1, total - past_total) <= self.busy_share:
+                return
             self.pause(LOOK_S)
-
-    def _others(self) -> float:
-        busy, total = self._look()
-        past_busy, past_total = self._seen
-        self._seen = busy, total
-        return (busy - past_busy) / max(1, total - past_total)
 
     def _look(self) -> tuple[int, int]:
         """Ticks of work that is not niced, and of everything, since the system began."""

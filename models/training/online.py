@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
@@ -133,7 +133,7 @@ class OnlineRun:
 
     def new_answers(self) -> list[Path]:
         """Files that came after those of the last version."""
-        last = self._last
+        last = self.storage.result(f"{VERSION}{self._number - 1}")
         return [path for path in shards(self.record) if last is None or number_of(path) > last["newest"]]
 
     def make(self) -> str:
@@ -159,7 +159,9 @@ class OnlineRun:
         count = max(MIN_HELD_OUT, round(HELD_OUT_SHARE * len(files)))
         learnt, held_out = Material.of(files[:-count]), Material.of(files[-count:])
         output = self.target.get_output_embeddings().weight.detach().bfloat16()
-        draft_ids, began = self.files.draft_ids, self._published or self.served
+        # From the last version that was published before this one.
+        earlier = [path for path in versions(self.storage.out) if number_of(path) < self._number]
+        draft_ids, began = self.files.draft_ids, earlier[-1] if earlier else self.served
         teacher = StoredTeacher(learnt, output[draft_ids], draft_ids, learnt.feature_scale())
         head = self._head(began)
         self._learn(head, teacher, number)
@@ -182,18 +184,8 @@ class OnlineRun:
         return number
 
     @property
-    def _last(self) -> dict[str, Any] | None:
-        return self.storage.result(f"{VERSION}{self._number - 1}")
-
-    @property
     def _texts(self) -> Path:
         return self.storage.folder / f"texts-{self._number}"
-
-    @property
-    def _published(self) -> Path | None:
-        """The last version that was published before the one under way."""
-        earlier = [path for path in versions(self.storage.out) if number_of(path) < self._number]
-        return earlier[-1] if earlier else None
 
     def _head(self, folder: Path) -> Eagle3:
         embedding, output = (

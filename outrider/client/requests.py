@@ -330,7 +330,12 @@ def _request(options: GenerationOptions) -> pb.GenerateRequest:
             message.prediction_token_ids.SetInParent()
             _put(message.prediction_token_ids, "token_ids", value)
         elif name == "beam_search":
-            message.beam_search.CopyFrom(_beams(value))
+            if not isinstance(value, BeamSearch):
+                raise InvalidRequest("beam_search", value, "an instance of BeamSearch")
+            early_stopping = f"EARLY_STOPPING_{value.early_stopping.upper()}"
+            message.beam_search.early_stopping = pb.EarlyStopping.Value(early_stopping)
+            for field in ("width", "length_penalty"):
+                _put(message.beam_search, field, getattr(value, field), "beam_search.")
         elif name in CONSTRAINTS:
             if message.HasField("constraint"):
                 raise InvalidRequest(name, value, ("absent beside ", Field(message.constraint.WhichOneof("kind"))))
@@ -380,16 +385,6 @@ def _constraint(name: str, value: object) -> pb.Constraint:
             raise InvalidRequest(name, value, f"what JSON can carry: {error}") from None
     else:
         _put(message, name, value)
-    return message
-
-
-def _beams(search: object) -> pb.BeamSearch:
-    if not isinstance(search, BeamSearch):
-        raise InvalidRequest("beam_search", search, "an instance of BeamSearch")
-    early_stopping = pb.EarlyStopping.Value(f"EARLY_STOPPING_{search.early_stopping.upper()}")
-    message = pb.BeamSearch(early_stopping=early_stopping)
-    for name in ("width", "length_penalty"):
-        _put(message, name, getattr(search, name), "beam_search.")
     return message
 
 

@@ -122,7 +122,16 @@ class RowProposer:
             row.guessed = len(token_list)
             guesses.append(token_list)
         if count:
-            self._count_answers([found[id(row.sequence)] for row, each in zip(rows, sampled, strict=True) if each])
+            answers = [found[id(row.sequence)] for row, each in zip(rows, sampled, strict=True) if each]
+            num_answered = sum(1 for each in answers if each.token_ids)
+            self.counters.rows_asked += len(answers)
+            self.counters.rows_answered += num_answered
+            self.counters.guesses += sum(len(each.token_ids) for each in answers)
+            for error in (each.error for each in answers):
+                self.counters.rows_late += isinstance(error, DraftLate)
+                self.counters.rows_lost += isinstance(error, PeerLost)
+                self.counters.rows_refused += error is not None and not isinstance(error, DraftLate | PeerLost)
+            self.pace.answered(len(answers), num_answered)
         return guesses
 
     def _match(self, sampled: Sequence[Sequence[int]], tokens: Sequence[Ids]) -> list[_Row]:
@@ -160,18 +169,6 @@ class RowProposer:
             # What was guessed for it is not verified.
             each.guessed = 0
         return matched
-
-    def _count_answers(self, found: Sequence[Guesses]) -> None:
-        counters = self.counters
-        num_answered = sum(1 for each in found if each.token_ids)
-        counters.rows_asked += len(found)
-        counters.rows_answered += num_answered
-        counters.guesses += sum(len(each.token_ids) for each in found)
-        for error in (each.error for each in found):
-            counters.rows_late += isinstance(error, DraftLate)
-            counters.rows_lost += isinstance(error, PeerLost)
-            counters.rows_refused += error is not None and not isinstance(error, DraftLate | PeerLost)
-        self.pace.answered(len(found), num_answered)
 
     def told(self) -> str:
         """The counters as a line of a log."""

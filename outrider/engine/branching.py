@@ -74,7 +74,25 @@ class Branching:
         if not self.is_trunk_done or self._is_open(end):
             return [end]
         if self._branches is None:
-            self._branches = self._begun()
+            # The outcomes of most value, as branches without guesses. What ends the request needs none.
+            outcomes = []
+            for number, after in zip(self.trunk, (*self.trunk[1:], None), strict=True):
+                value, ranked = self.nodes[number].value, self._ranked.get(number, [])
+                if after is not None:
+                    # The others share what is left to them where the trunk's guess is not accepted.
+                    guessed = self.nodes[after].token_id
+                    taken = sum(each.share for each in ranked if each.token_id == guessed)
+                    value *= (1 - self._guesses[number].share) / max(1 - taken, MIN_VALUE)
+                    ranked = [each for each in ranked if each.token_id != guessed]
+                outcomes += [(value * each.share, number, each) for each in ranked if not each.is_leaf]
+            outcomes.sort(key=lambda each: -each[0])
+            self._branches = []
+            for _, number, child in outcomes[: self._max_branches]:
+                branch = [self._node(number, child)]
+                # One that was known before keeps what follows it.
+                while self._can_grow(branch) and (guess := self._guesses.get(branch[-1])):
+                    branch.append(self._node(branch[-1], guess))
+                self._branches.append(branch)
         growing = [branch[-1] for branch in self._branches if self._can_grow(branch)]
         return growing or [branch[-1] for branch in self._branches if self._is_open(branch[-1])]
 
@@ -161,28 +179,6 @@ class Branching:
         while not left.is_trunk_done and (guess := left._guesses.get(left.trunk[-1])):
             left.trunk.append(left._node(left.trunk[-1], guess))
         return left, numbers
-
-    def _begun(self) -> list[list[int]]:
-        """The outcomes of most value, as branches without guesses. What ends the request needs none."""
-        outcomes = []
-        for number, after in zip(self.trunk, (*self.trunk[1:], None), strict=True):
-            value, ranked = self.nodes[number].value, self._ranked.get(number, [])
-            if after is not None:
-                # The others share what is left to them where the trunk's guess is not accepted.
-                guessed = self.nodes[after].token_id
-                taken = sum(each.share for each in ranked if each.token_id == guessed)
-                value *= (1 - self._guesses[number].share) / max(1 - taken, MIN_VALUE)
-                ranked = [each for each in ranked if each.token_id != guessed]
-            outcomes += [(value * each.share, number, each) for each in ranked if not each.is_leaf]
-        outcomes.sort(key=lambda each: -each[0])
-        branches = []
-        for _, number, child in outcomes[: self._max_branches]:
-            branch = [self._node(number, child)]
-            # One that was known before keeps what follows it.
-            while self._can_grow(branch) and (guess := self._guesses.get(branch[-1])):
-                branch.append(self._node(branch[-1], guess))
-            branches.append(branch)
-        return branches
 
     def _node(self, parent: int, child: Child) -> int:
         """The number of a child's node, which may be new."""

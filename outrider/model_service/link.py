@@ -40,12 +40,10 @@ from outrider.rpc.wire import FRAME_BYTES, MAX_OF_SESSION
 from outrider.v1.draft_service_pb2 import (
     DraftServiceLinkRequest,
     DraftServiceLinkResponse,
-    ProposeResponse,
 )
 from outrider.v1.target_service_pb2 import (
     TargetServiceLinkRequest,
     TargetServiceLinkResponse,
-    VerifyResponse,
 )
 
 # A link has a handler, two tasks and some jobs, so this bounds all of them. One without sessions makes room.
@@ -130,7 +128,17 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
 
         Raises Overloaded when there are too many links, SilentLink, and about a gateway that does not read.
         """
-        self._make_room()
+        if len(self._links) >= MAX_LINKS:
+            # Ends the one that has been silent longest of those without a session, by a look from beside the device
+            # thread: who opens a first session in this very moment may have to open it again.
+            owners = {held.owner for held in self._sessions.table}
+            idlest = next((each for each in self._links if each not in owners), None)
+            if idlest is None:
+                raise Overloaded(f"{len(self._links)} gateways have a link already, with sessions", limit=MAX_LINKS)
+            del self._links[idlest]
+            if not idlest.overflow.done():
+                message = f"another gateway needs the place of this link, which is the idlest of {MAX_LINKS}"
+                idlest.overflow.set_result(Overloaded(message, limit=MAX_LINKS))
         # Else the head would go with the first frame, and while that waits for its reader gRPC cannot end the call.
         await context.send_initial_metadata(())
         outbox: Outbox = Outbox(self._outboxes, client_name(context))
@@ -163,23 +171,6 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
                 leaving.add_done_callback(lambda _left: self._sweep_after(self._sessions.table.lease_s))
                 ends.add(leaving)
             await asyncio.wait(ends)
-
-    def _make_room(self) -> None:
-        """Ends the link that has been silent longest of those without a session, where there are too many.
-
-        Raises Overloaded when all have sessions.
-        """
-        if len(self._links) < MAX_LINKS:
-            return
-        # A look from beside the device thread: who opens a first session in this very moment may have to open it again.
-        owners = {held.owner for held in self._sessions.table}
-        idlest = next((outbox for outbox in self._links if outbox not in owners), None)
-        if idlest is None:
-            raise Overloaded(f"{len(self._links)} gateways have a link already, with sessions", limit=MAX_LINKS)
-        del self._links[idlest]
-        if not idlest.overflow.done():
-            message = f"another gateway needs the place of this link, which is the idlest of {MAX_LINKS}"
-            idlest.overflow.set_result(Overloaded(message, limit=MAX_LINKS))
 
     def drain(self, grace_s: float) -> None:
         """Takes no more sessions, says so, and ends each link as soon as it has none; what is left ends after grace_s.
@@ -272,7 +263,20 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
         )
         whole = new_frame()
         for answer in answers:
-            self._fill(whole.responses.add(), answer)
+            # In place, because a message that is made of others copies each of them.
+            response = whole.responses.add()
+            write_fence(response.fence, answer.fence)
+            if answer.error is not None:
+                response.error.CopyFrom(session_error(answer.error))
+            elif answer.content is PONG:
+                response.pong.SetInParent()
+            else:
+                response.cached_len = answer.cached_len
+                write_times(response.times, answer.times)
+                if answer.content is None:
+                    response.tokens_wanted.known_len = answer.known_len
+                else:
+                    self.fill(response, answer.content)
         if whole.ByteSize() <= FRAME_BYTES:
             yield whole
             return
@@ -285,21 +289,6 @@ class LinkServicer(ABC, Generic[RequestT, StoreT]):
             part.responses.append(response)
             size += num_bytes
         yield part
-
-    def _fill(self, response: ProposeResponse | VerifyResponse, answer: SessionAnswer[Any]) -> None:
-        # In place, because a message that is made of others copies each of them.
-        write_fence(response.fence, answer.fence)
-        if answer.error is not None:
-            response.error.CopyFrom(session_error(answer.error))
-        elif answer.content is PONG:
-            response.pong.SetInParent()
-        else:
-            response.cached_len = answer.cached_len
-            write_times(response.times, answer.times)
-            if answer.content is None:
-                response.tokens_wanted.known_len = answer.known_len
-            else:
-                self.fill(response, answer.content)
 
     def _sweep_after(self, delay_s: float) -> None:
         """Looks for leases that end and sessions that are idle, again and again while there may be some."""

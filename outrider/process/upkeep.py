@@ -31,37 +31,34 @@ class Upkeep(Collector):
 
         Then its figures have gone with it.
         """
-        try:
-            await self._repeat(name, work)
-        finally:
-            self._failing.pop(name, None)
-            self._failures.pop(name, None)
-
-    async def _repeat(self, name: str, work: Callable[[], Awaitable[object]]) -> None:
         loop, pause_s = asyncio.get_running_loop(), FIRST_S
         proven: asyncio.TimerHandle | None = None
         task = asyncio.current_task()
-        while True:
-            began_s = loop.time()
-            try:
-                await work()
-                error: BaseException = RuntimeError("it has ended")
-            except Exception as raised:  # noqa: BLE001 - whatever it is, the work goes on
-                error = raised
-            except asyncio.CancelledError as raised:
-                # Raised too by what this task waited for, and then it is no end.
-                if task is None or task.cancelling():
-                    raise
-                error = raised
-            finally:
-                if proven is not None:
-                    proven.cancel()
-            self.failed(name, error)
-            if loop.time() - began_s > LONGEST_S:
-                pause_s = FIRST_S
-            await asyncio.sleep(pause_s)
-            proven = loop.call_later(pause_s, self.works, name)
-            pause_s = min(2 * pause_s, LONGEST_S)
+        try:
+            while True:
+                began_s = loop.time()
+                try:
+                    await work()
+                    error: BaseException = RuntimeError("it has ended")
+                except Exception as raised:  # noqa: BLE001 - whatever it is, the work goes on
+                    error = raised
+                except asyncio.CancelledError as raised:
+                    # Raised too by what this task waited for, and then it is no end.
+                    if task is None or task.cancelling():
+                        raise
+                    error = raised
+                finally:
+                    if proven is not None:
+                        proven.cancel()
+                self.failed(name, error)
+                if loop.time() - began_s > LONGEST_S:
+                    pause_s = FIRST_S
+                await asyncio.sleep(pause_s)
+                proven = loop.call_later(pause_s, self.works, name)
+                pause_s = min(2 * pause_s, LONGEST_S)
+        finally:
+            self._failing.pop(name, None)
+            self._failures.pop(name, None)
 
     def failed(self, name: str, error: BaseException) -> None:
         """Takes note of a failure, and logs the first in a row; from any thread."""

@@ -30,23 +30,19 @@ def block(
         weights[:, place + 1] = np.minimum(1, weights[:, place] * ratios[:, place])
     support = support_probs(support_weights)
     at_support = np.where(support > 0, probs_at(target_probs[:, :-1], support_ids), 0)
-    chances = np.concatenate((_chances(weights[:, 1:-1], at_support[:, 1:], support[:, 1:]), weights[:, -1:]), axis=1)
+    # h = S / (S + 1 - w) with S = sum over the vocabulary of (w * target - draft)+, of each inner prefix [B, K - 1].
+    # All tokens outside the draft's support are the target's alone.
+    inner, wanted, drafted = weights[:, 1:-1], at_support[:, 1:], support[:, 1:]
+    outside = np.maximum(1 - _row_sums(wanted), 0)
+    spare = inner * outside + _row_sums(np.maximum(inner[:, :, None] * wanted - drafted, 0))
+    whole = spare + (1 - inner)
+    # Where S is 0 and w is 1 both distributions agree, and a longer prefix is kept anyway.
+    inner_chances = np.where(whole > 0, spare / np.maximum(whole, TINY), 1)
+    chances = np.concatenate((inner_chances, weights[:, -1:]), axis=1)
     lengths = np.arange(1, weights.shape[1], dtype=np.int64)
     accepted_count = np.where(uniforms.numpy() < chances, lengths, 0).max(axis=1)
     # The residual is (weight * target - draft)+, here in units of the target; a weight of 0 is never the last kept.
     return conclude(target_probs, accepted_count, support_ids, support / np.maximum(weights[:, :-1, None], TINY))
-
-
-def _chances(weights: Floats, target_probs: Floats, support: Floats) -> Floats:
-    """h = S / (S + 1 - w) with S = sum over the vocabulary of (w * target - draft)+, of each inner prefix [B, K - 1].
-
-    target_probs and support [B, K - 1, N] are those of the draft's support after the prefix; all other tokens are the
-    target's alone. Where S is 0 and w is 1 both distributions agree, and a longer prefix is kept anyway.
-    """
-    outside = np.maximum(1 - _row_sums(target_probs), 0)
-    spare = weights * outside + _row_sums(np.maximum(weights[:, :, None] * target_probs - support, 0))
-    whole = spare + (1 - weights)
-    return np.where(whole > 0, spare / np.maximum(whole, TINY), 1)
 
 
 def _row_sums(values: Floats) -> Floats:

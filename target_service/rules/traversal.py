@@ -5,12 +5,10 @@ verification, target_service.rules.block. It follows the target's distribution a
 expectation never keeps fewer tokens.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from target_service.rules.outcome import Floats
-from target_service.rules.tree_probs import TINY, Ints, TreeOutcome, TreeProbs, nth_children, row_sums
+from target_service.rules.tree_probs import TINY, TreeOutcome, TreeProbs, nth_children, row_sums
 
 
 def traversal(probs: TreeProbs, uniforms: Floats) -> TreeOutcome:
@@ -42,19 +40,15 @@ def traversal(probs: TreeProbs, uniforms: Floats) -> TreeOutcome:
         left[:, above] = before - np.minimum(before, draft / np.maximum(factor, TINY)[:, :, None])
         mass = probs.others[:, above] + row_sums(left[:, above])
         scale[:, above] = weights[:, above] / np.maximum(mass, TINY)
-    order = _leaves_first(probs.parents)
+    # All rows, each after its descendants and before its later siblings; the root, row 0, comes last.
+    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+    for row, parent in enumerate(probs.parents, start=1):
+        children[parent].append(row)
+    backwards, stack = list[int](), [0]
+    while stack:
+        backwards.append(row := stack.pop())
+        stack += children[row]
+    order = np.array(backwards[::-1], dtype=np.int64)
     passed = np.concatenate((uniforms < weights[:, 1:], np.ones((len(uniforms), 1), dtype=bool)), axis=1)
     kept = order[passed[:, order - 1].argmax(axis=1)]
     return TreeOutcome(kept, left[np.arange(len(kept)), kept])
-
-
-def _leaves_first(parents: Sequence[int]) -> Ints:
-    """All rows, each after its descendants and before its later siblings; the root, row 0, comes last."""
-    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
-    for row, parent in enumerate(parents, start=1):
-        children[parent].append(row)
-    order, stack = [], [0]
-    while stack:
-        order.append(row := stack.pop())
-        stack += children[row]
-    return np.array(order[::-1], dtype=np.int64)

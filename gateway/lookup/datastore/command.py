@@ -141,7 +141,14 @@ def read_pieces(name: str, field: str) -> Iterator[Piece]:
                 source = stack.enter_context(Path(name).open(encoding="utf-8"))
             if name.endswith(".jsonl"):
                 for number, line in enumerate(source, start=1):
-                    yield Piece(_field(name, number, line, field), begins=True)
+                    try:
+                        text = json.loads(line)[field]
+                    except (ValueError, KeyError, TypeError):
+                        text = None
+                    if not isinstance(text, str):
+                        limit = f"an object whose {field!r} is a text"
+                        raise InvalidRequest(f"line {number} of {name}", line.strip(), limit)
+                    yield Piece(text, begins=True)
                 return
             begins = True
             while lines := source.readlines(PIECE_LEN):
@@ -151,16 +158,6 @@ def read_pieces(name: str, field: str) -> Iterator[Piece]:
         raise InvalidRequest("TEXT", name, "UTF-8") from None
     except OSError as error:
         raise InvalidRequest("TEXT", name, f"a file that can be read: {error.strerror}") from None
-
-
-def _field(name: str, number: int, line: str, field: str) -> str:
-    try:
-        text = json.loads(line)[field]
-    except (ValueError, KeyError, TypeError):
-        text = None
-    if not isinstance(text, str):
-        raise InvalidRequest(f"line {number} of {name}", line.strip(), f"an object whose {field!r} is a text")
-    return text
 
 
 def encode(encoder: tokenizers.Tokenizer, pieces: Iterable[Piece]) -> Iterator[list[int]]:

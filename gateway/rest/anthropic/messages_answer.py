@@ -297,17 +297,12 @@ def _content(part: Part, signature: str | None = None) -> AnswerBlock:
             signed = _signature(part.text) if signature is None else signature
             return ThinkingContent(type="thinking", thinking=part.text, signature=signed)
         case "call":
-            return ToolUseContent(type="tool_use", id=part.call_id, name=part.name, input=_input(part.text))
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    if not arguments:
-        return {}
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"partial_json": arguments}
+            try:
+                value = json.loads(part.text or "{}")
+            except (ValueError, RecursionError):
+                value = None
+            arguments = value if isinstance(value, dict) else {"partial_json": part.text}
+            return ToolUseContent(type="tool_use", id=part.call_id, name=part.name, input=arguments)
 
 
 def _closing(parts: Sequence[Part]) -> list[MessagesEvent]:

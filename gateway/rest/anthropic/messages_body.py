@@ -236,7 +236,12 @@ def translated(body: CountTokensRequest, variables: frozenset[str]) -> Translati
     unread = [f"system.{BILLING}"] if len(rules) < len(system) else []
     for number, turn in enumerate(body.messages):
         unread += _take(turn, f"messages.{number}", conversation)
-    tools, names, skipped = tools_of(enumerate(body.tools or ()), _function, "input_schema")
+    kept = {"name", "description", "strict"}
+    tools, names, skipped = tools_of(
+        enumerate(body.tools or ()),
+        lambda tool: {**tool.model_dump(include=kept, exclude_none=True), "parameters": tool.input_schema},
+        "input_schema",
+    )
     output = body.output_config or OutputConfig()
     chat = {**shared_values(body), "messages": conversation.finished}
     unswitched = ["thinking"] if body.thinking is not None and THINKING not in variables else []
@@ -312,11 +317,6 @@ def _take_other(block: Values, place: str, conversation: ChatMessages) -> None:
 
 def _id(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
-
-
-def _function(tool: CustomTool) -> Values:
-    values = tool.model_dump(include={"name", "description", "strict"}, exclude_none=True)
-    return {**values, "parameters": tool.input_schema}
 
 
 def _tool_choice(choice: ToolChoice | None, has_tools: bool) -> Values:

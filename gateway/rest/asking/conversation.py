@@ -3,7 +3,7 @@
 Every dialect that speaks of messages and tools comes here with a body of chat.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,8 +26,6 @@ from gateway.rest.asking.chat_body import (
     FunctionToolCall,
     Message,
     NamedTool,
-    RefusalPart,
-    TextPart,
     Tool,
 )
 from gateway.rest.asking.fields import NO_EFFECT, ignored_in, json_text
@@ -90,7 +88,15 @@ async def conversation(body: ChatRequest, frontend: Frontend, settings: RestSett
         # Who says so wants nothing of it kept, whatever it is kept for.
         unrecorded=body.store is False,
     )
-    return ChatPrompt(request, tuple(dict.fromkeys((*ignored, *_ignored(body, template), *request.ignored))))
+    ignored += ignored_in(body)
+    for message in body.messages:
+        if message.refusal and message.content is not None:
+            ignored.append("messages.refusal")
+        if (message.reasoning_content or message.reasoning) and not template.shows_reasoning:
+            ignored.append("messages.reasoning_content")
+        if message.name and not template.shows("name"):
+            ignored.append("messages.name")
+    return ChatPrompt(request, tuple(dict.fromkeys((*ignored, *request.ignored))))
 
 
 def _call_rules(body: ChatRequest) -> CallRules:
@@ -136,18 +142,6 @@ def _variables(body: ChatRequest, template: ChatTemplate, settings: RestSettings
     return variables, [*ignored, "reasoning_effort"]
 
 
-def _ignored(body: ChatRequest, template: ChatTemplate) -> Iterator[str]:
-    """Names of the fields of a body that were not looked at."""
-    yield from ignored_in(body)
-    for message in body.messages:
-        if message.refusal and message.content is not None:
-            yield "messages.refusal"
-        if (message.reasoning_content or message.reasoning) and not template.shows_reasoning:
-            yield "messages.reasoning_content"
-        if message.name and not template.shows("name"):
-            yield "messages.name"
-
-
 def _template_tool(tool: Tool) -> dict[str, Any]:
     """A tool as templates take it."""
     shown = tool.model_dump(exclude_none=True, exclude={"cache_control"})
@@ -162,21 +156,6 @@ def template_messages(messages: Sequence[Message], ignored: list[str]) -> list[d
     """
     counts = JsonCounts()
     return [_template_message(number, message, counts, ignored) for number, message in enumerate(messages)]
-
-
-def _text_of(
-    place: str, message: Message, parts: Sequence[TextPart | RefusalPart | dict[str, Any]], ignored: list[str]
-) -> str:
-    """The text of a message's parts. Others are left out and among the `ignored` where they came from a tool or another
-    server's assistant, and there is something beside them; else they are the error that it raises.
-    """
-    texts = [part.text for part in parts if not isinstance(part, dict)]
-    others = [(number, part) for number, part in enumerate(parts) if isinstance(part, dict)]
-    if others and (message.role not in ANSWERING or not (texts or message.tool_calls)):
-        number, part = others[0]
-        raise other_type(f"{place}.content.{number}", part, "'text'")
-    ignored += [f"{place}.content={part['type']}" for _, part in others]
-    return "".join(texts)
 
 
 def _template_message(number: int, message: Message, counts: JsonCounts, ignored: list[str]) -> dict[str, Any]:
@@ -196,8 +175,16 @@ def _template_message(number: int, message: Message, counts: JsonCounts, ignored
         said = ""
     plain = {name: value for name in SHOWN if (value := getattr(message, name))}
     plain["role"] = "tool" if message.role == "function" else message.role
-    if said is not None:
-        plain["content"] = said if isinstance(said, str) else _text_of(f"messages.{number}", message, said, ignored)
+    if isinstance(said, str):
+        plain["content"] = said
+    elif said is not None:
+        texts = [part.text for part in said if not isinstance(part, dict)]
+        others = [(place, part) for place, part in enumerate(said) if isinstance(part, dict)]
+        # A tool or another server's assistant may have said them, where there is something beside them.
+        if others and (message.role not in ANSWERING or not (texts or message.tool_calls)):
+            raise other_type(f"messages.{number}.content.{others[0][0]}", others[0][1], "'text'")
+        ignored += [f"messages.{number}.content={part['type']}" for _, part in others]
+        plain["content"] = "".join(texts)
     for call_number, call in enumerate(calls):
         field = f"messages.{number}.tool_calls.{call_number}.function.arguments"
         if isinstance(call, CustomToolCall):

@@ -140,7 +140,10 @@ def _generations(
     for number, prompt in enumerate(prompts):
         name = f"prompt.{number}" if len(prompts) > 1 else "prompt"
         if isinstance(prompt, str):
-            text = _around_gap(prompt, body.suffix, tokenizer) if body.suffix else prompt
+            text = tokenizer.around_gap(prompt, body.suffix) if body.suffix else prompt
+            if text is None:
+                lacking = f"the model's vocabulary has no tokens for {' or '.join(GAPS)}"
+                raise Unsupported(f"suffix is not served: {lacking}", field="suffix")
             check_prompt_len(name, text, settings.max_prompt_chars)
             generations.append(replace(shared, text=text))
         elif body.suffix:
@@ -148,15 +151,6 @@ def _generations(
         else:
             generations.append(replace(shared, token_ids=prompt))
     return generations
-
-
-def _around_gap(prefix: str, suffix: str, tokenizer: Tokenizer) -> str:
-    """The prompt for what is between two texts; raises Unsupported."""
-    text = tokenizer.around_gap(prefix, suffix)
-    if text is None:
-        forms = " or ".join(GAPS)
-        raise Unsupported(f"suffix is not served: the model's vocabulary has no tokens for {forms}", field="suffix")
-    return text
 
 
 @dataclass

@@ -267,7 +267,14 @@ class ResponseWriter(AnswerWriter):
         part = self.parts.parts[-1]
         events: list[ResponsesEvent] = []
         if begins:
-            events += [*self._closing(before, "completed"), *self._opening(part)]
+            events += self._closing(before, "completed")
+            item = self._item(part.empty, "in_progress")
+            events.append(
+                ItemEvent(type="response.output_item.added", sequence_number=0, output_index=part.index, item=item)
+            )
+            if not isinstance(item, OutputCall):
+                [content], item.content = item.content, []
+                events.append(self._part_event("response.content_part.added", part, content))
         place = {"sequence_number": 0, "item_id": self._id(part), "output_index": part.index}
         match delta:
             case ContentDelta(text):
@@ -279,16 +286,6 @@ class ResponseWriter(AnswerWriter):
             case CallBegun():
                 return events
         return [*events, DeltaEvent.model_validate({**place, **more})]
-
-    def _opening(self, part: Part) -> list[ResponsesEvent]:
-        item = self._item(part.empty, "in_progress")
-        added: list[ResponsesEvent] = [
-            ItemEvent(type="response.output_item.added", sequence_number=0, output_index=part.index, item=item)
-        ]
-        if isinstance(item, OutputCall):
-            return added
-        [content], item.content = item.content, []
-        return [*added, self._part_event("response.content_part.added", part, content)]
 
     def _closing(self, parts: Sequence[Part], status: ResponseStatus) -> list[ResponsesEvent]:
         events: list[ResponsesEvent] = []

@@ -189,7 +189,11 @@ def translated(body: ResponsesRequest) -> Translation:
     else:
         for number, item in enumerate(body.input):
             unread += take(item, f"input.{number}", conversation)
-    tools, names, skipped = tools_of(enumerate(body.tools or ()), _function, "parameters")
+    tools, names, skipped = tools_of(
+        enumerate(body.tools or ()),
+        lambda tool: tool.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True),
+        "parameters",
+    )
     chat = {**shared_values(body), "messages": conversation.finished}
     if body.reasoning is not None and body.reasoning.effort is not None:
         chat["reasoning_effort"] = body.reasoning.effort
@@ -216,10 +220,6 @@ def translated(body: ResponsesRequest) -> Translation:
     names |= {"messages.tool_calls.function": "input", "messages.content": "input.content"}
     ignored = dict.fromkeys([*ignored_in(body), *skipped, *unread])
     return Translation(chat, names, tuple(ignored))
-
-
-def _function(tool: FunctionTool) -> Values:
-    return tool.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
 
 
 def _tool_choice(choice: str | NamedFunction | AllowedFunctions) -> str | Values:
