@@ -67,9 +67,14 @@ class Recorder:
         self._num_features = len(target.cache.columns(taps))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = {"model": target.identity.model_name, "model_hash": target.identity.model_hash, "taps": [*taps]}
-        self._lock: int | None = _locked(folder)
+        # Holds the folder for this process.
+        self._lock: int | None = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _claim(folder, facts)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise InvalidRequest("--record", str(folder), "a folder that no other target records into") from None
         except InvalidRequest:
             os.close(self._lock)
             raise
@@ -149,21 +154,18 @@ class Recorder:
 
     def _write(self, data: bytes) -> None:
         """Writes a file in the place of the oldest ones; raises OSError."""
-        self._make_room(len(data))
-        _write_whole(self._folder / f"{SHARD}{self._next:03}{SUFFIX}", data)
-        self._next += 1
-
-    def _make_room(self, num_bytes: int) -> None:
-        if num_bytes > self._max_bytes:
-            raise OSError(f"one answer takes {num_bytes} bytes, more than all may")
+        if len(data) > self._max_bytes:
+            raise OSError(f"one answer takes {len(data)} bytes, more than all may")
         # Looked at each time, because the operator may remove any of them.
         sizes = {path: path.stat().st_size for path in shards(self._folder)}
-        total = sum(sizes.values()) + num_bytes
+        total = sum(sizes.values()) + len(data)
         for path, size in sizes.items():
             if total <= self._max_bytes:
                 break
             path.unlink(missing_ok=True)
             total -= size
+        _write_whole(self._folder / f"{SHARD}{self._next:03}{SUFFIX}", data)
+        self._next += 1
 
 
 def shards(folder: Path) -> list[Path]:
@@ -188,17 +190,6 @@ def _write_whole(path: Path, data: bytes) -> None:
     with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
     beside.replace(path)
-
-
-def _locked(folder: Path) -> int:
-    """Descriptor that holds the folder for this process; raises InvalidRequest where another one does."""
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise InvalidRequest("--record", str(folder), "a folder that no other target records into") from None
-    return lock
 
 
 def _claim(folder: Path, facts: dict[str, Any]) -> None:
