@@ -8,7 +8,8 @@ from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.draft_opening import DrafterSeat, DraftOpening
 from gateway.sessions.link import opening_of
 from gateway.sessions.peer import ServicePeer
-from gateway.sessions.target import RemoteTargetSession, TargetOpening
+from gateway.sessions.target import RemoteTargetSession
+from gateway.sessions.target_opening import TargetOpening
 from outrider.beams import BeamStep, LiveBeam, split
 from outrider.errors import InvalidRequest
 from outrider.parameters import SessionSpec

@@ -15,7 +15,7 @@ from simulation.scenarios import rough_ways, scenarios
 from simulation.world import Scenario, simulate
 
 from gateway.sessions.link import Link
-from gateway.sessions.target import TargetOpening
+from gateway.sessions.target_opening import TargetOpening
 from outrider.model_service.leases import LeaseTable
 from outrider.parameters import Rule
 from outrider.rpc.fencing import Fence, MessageStatus, SessionView, classify
@@ -100,7 +100,7 @@ def free_nothing(self: LeaseTable[object]) -> float:
 PLANTS = {
     "a session ends without a word": ("gateway.sessions.link.Link.detach", end_silently),
     "the target takes repetitions": ("target_service.sessions.classify", taking_repetitions),
-    "the gateway matches by order": ("gateway.sessions.target.TargetOpening.receive", receive_in_order),
+    "the gateway matches by order": ("gateway.sessions.target_opening.TargetOpening.receive", receive_in_order),
     "no lease ends": ("outrider.model_service.leases.LeaseTable.sweep", free_nothing),
     "a close frees no blocks": ("outrider.engine.session.Session.free", lambda self: None),
 }

@@ -9,7 +9,7 @@ from support.services.markov_services import DraftServicer, TargetServicer, link
 
 from gateway.rounds.round import NOTHING, DrafterId, GuessRequest, Place, TokenLog
 from gateway.sessions.draft_opening import ALONE, DraftOpening
-from gateway.sessions.target import TargetOpening
+from gateway.sessions.target_opening import TargetOpening
 from outrider.errors import ProtocolViolation
 from outrider.parameters import Acceptance, Rule, SamplingParameters, SessionSpec
 from outrider.token_tree import TokenTree, TreeShape
