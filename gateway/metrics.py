@@ -311,6 +311,9 @@ class Watched:
         moves = CounterMetricFamily(PREFIX + "draft_moves", "Running sessions that changed drafts.", labels=["reason"])
         for why in MovedFor:
             moves.add_metric([why], sum(each.moves[why] for each in self._backend.drafts.values()))
+        meaning = "Running sessions that changed targets, though nothing had failed."
+        target_moves = CounterMetricFamily(PREFIX + "target_moves", meaning, labels=["reason"])
+        target_moves.add_metric([MovedFor.LEAVING], target.moves[MovedFor.LEAVING])
         hits = target.prefix_hits
         meaning = "Tokens of prompts that should have been in a target's cache, and that were."
         tokens = CounterMetricFamily(PREFIX + "target_prefix_tokens", meaning, labels=["kind"])
@@ -319,4 +322,4 @@ class Watched:
         meaning = "By how many tokens these two differ, for each session that was opened."
         errors = HistogramMetricFamily(PREFIX + "target_prefix_error_tokens", meaning)
         errors.add_metric([], hits.errors.buckets, hits.errors.total)
-        yield from (placements, waiting, moves, tokens, errors)
+        yield from (placements, waiting, moves, target_moves, tokens, errors)

@@ -52,6 +52,9 @@ class BeamTargetSession(RemoteTargetSession):
     def _opened_on(self, peer: ServicePeer) -> BeamTargetOpening:
         return BeamTargetOpening(peer, self._spec, cast("BeamRecord", self._log), self._fence())
 
+    def _change_place(self) -> None:
+        """Stays with its target to the end of that: beams are not tokens of one sequence, which another could read."""
+
     async def advance(self, proposal: Proposal) -> tuple[Verdict, tuple[BeamStep, ...]]:
         """The steps of a pass, whatever happens to targets meanwhile; raises as `verify`."""
         verdict = await self.verify(proposal, 0)

@@ -46,12 +46,12 @@ class Need:
     max_len: int
     grammar_engine: str = ""
     """Compiler of its grammar; empty for a session without one."""
+    numerics_id: str = ""
+    """Its numerics, where they must stay as they are; empty where they need not."""
 
     def met_by(self, info: ModelInfo) -> bool:
-        is_engine = self.grammar_engine in {"", info.grammar_engine}
-        return (
-            is_engine and info.model_hash == self.model_hash and self.max_len <= min(info.context_len, info.kv_tokens)
-        )
+        is_alike = self.grammar_engine in {"", info.grammar_engine} and self.numerics_id in {"", info.numerics_id}
+        return is_alike and info.model_hash == self.model_hash and self.max_len <= min(info.context_len, info.kv_tokens)
 
 
 def need_of(spec: SessionSpec, model_hash: str) -> Need:
@@ -152,6 +152,8 @@ class Replicas(LinkSet):
         # One that hangs is open to none but the session on trial there, which stands in no line.
         self.room = RoomLine(lambda: sum(not peer.breaker.blocks(self) for peer in self._meeting(None)))
         """New sessions for which none has room."""
+        self.move_room = RoomLine(lambda: len(self._meeting(None)))
+        """Running sessions that are to leave their place."""
 
     @property
     def info(self) -> ModelInfo | None:
@@ -239,6 +241,14 @@ class Replicas(LinkSet):
             placing.peer = found.peer
             reason = PlacedFor.LATE if seeker.is_late else found.placement.reason
             self._count(replace(found.placement, reason=reason))
+
+    async def place_to_move(self, session: object, need: Need, wish: PlaceWish) -> ServicePeer | None:
+        """A place for a running session that leaves its own, after those that came before; None where none is open.
+
+        So prompts of a second or so wait at one place, as for new sessions.
+        """
+        seeker = await self.move_room.turn(0, lambda held: self._look(session, need, None, wish, held))
+        return seeker.found.peer if seeker.found is not None else None
 
     def _look(
         self,

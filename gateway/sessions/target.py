@@ -7,6 +7,7 @@ them, it is decided without them.
 """
 
 import asyncio
+from dataclasses import replace
 
 import structlog
 
@@ -22,6 +23,7 @@ from gateway.rounds.round import (
 from gateway.sessions.peer import ServicePeer
 from gateway.sessions.replicas import Placing, Replicas, need_of, wish_of
 from gateway.sessions.session import MAX_DRIFT_REPAIRS, RemoteSession, RetryBudget, TargetTimeouts
+from gateway.sessions.target_move import TargetMoves
 from gateway.sessions.target_opening import TargetOpening
 from gateway.sessions.wait import Wait
 from outrider.errors import InvalidRequest, NotReady, OutriderError, PeerLost, ProtocolViolation
@@ -82,6 +84,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         self._num_unanswered = 0  # in a row
         self._num_refused = 0  # guesses that a target would not take
         self._num_opens = 0
+        self._moves = TargetMoves(replicas, spec, token_log, session_id, placing.prefix)
         self.takes_branches = True
         """Whether targets have refused no branches of this session."""
         self.went_on = False
@@ -103,6 +106,10 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         """The drafter that guesses in the target's process; empty where there is none."""
         return self._opening.drafter if self._opening is not None else self._drafter
 
+    async def __aexit__(self, *exit_: object) -> None:
+        self._moves.end(self._fence())
+        await super().__aexit__(*exit_)
+
     async def verify(self, proposal: Proposal, plain_budget: int, own: GuessRequest = NO_REQUEST) -> Verdict:
         """Returns the verdict on the log's length, whatever happens to targets within the budget for that.
 
@@ -110,6 +117,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         """
         loop = asyncio.get_running_loop()
         started_s = loop.time()
+        self._change_place()
         opens, repairs, num_refused = max(self._num_opens, 1), self._num_repairs, self._num_refused
         is_left_out = num_refused >= MAX_REFUSED_GUESSES and bool(proposal.tree)
         if is_left_out:
@@ -229,18 +237,37 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
 
     async def _open(self, until_s: float) -> TargetOpening:
         """An opening on the request's target or else on the best that takes it; raises PeerLost when time is up."""
-        peer = self._home
+        peer = self._moves.peer or self._home
         if peer is None or not self._replicas.takes(peer, self._session_id, self._need):
             wish = wish_of(self._spec, len(self._log), self._replicas.output, self._prefix, self._numerics_id)
             peer = await self._replicas.wait(self._session_id, self._need, until_s, self._failed, wish)
-        self._home = peer
-        peer.breaker.enter(self._session_id)
-        self._epoch += 1
-        self._opening = self._opened_on(peer)
-        self._opening.book.opened(self._session_id, len(self._log), self._prefix)
         self._num_opens += 1
-        self._has_worked = False
-        return self._opening
+        return self._go_on_at(peer)
+
+    def _go_on_at(self, peer: ServicePeer) -> TargetOpening:
+        """Ends the opening that there is, and goes on by a new one, which takes over what was read for a move there."""
+        opening = self._opened_next(peer)
+        self._forget()
+        peer.breaker.enter(self._session_id)
+        if not self._moves.end(self._fence(), opening):
+            opening.book.opened(self._session_id, len(self._log), self._prefix)
+        self._opening, self._home, self._has_worked = opening, peer, False
+        return opening
+
+    def _change_place(self) -> None:
+        """Goes on with the target to which the session moves, once that has read it; begins a move where one is due."""
+        need = replace(self._need, numerics_id=self._numerics_id)
+        if self._moves.is_under_way:
+            peer = self._moves.arrived(need, self._fence())
+            if peer is not None:
+                self._go_on_at(peer)
+        elif self._opening is not None and self._moves.due(self._opening.peer, need):
+            timeout_s = self._timeouts.answer_s + PROMPT_TOKEN_S * len(self._log)
+            self._moves.begin(need, self._opened_next, timeout_s)
+
+    def _opened_next(self, peer: ServicePeer) -> TargetOpening:
+        self._epoch += 1
+        return self._opened_on(peer)
 
     def _opened_on(self, peer: ServicePeer) -> TargetOpening:
         return TargetOpening(peer, self._spec, self._log, self._fence(), self._drafter, self._wait)

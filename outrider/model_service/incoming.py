@@ -198,7 +198,8 @@ class Incoming(Generic[RequestT]):
                 parts.forget(fence.session_id)
                 return partial(self.sessions.table.close, fence, outbox)
             case "open":
-                if self.sessions.is_draining:
+                # One that is here may be opened again: it goes on, as any that runs.
+                if self.sessions.is_draining and self.sessions.table.get(fence.session_id) is None:
                     raise NotReady("the service is stopping")
                 earlier = parts.take(fence)
                 if len(earlier) != request.open.session.part_len:

@@ -257,9 +257,11 @@ async def test_a_load_is_no_answer() -> None:
         assert peer.link().heard_s == heard_s
 
 
-async def test_a_target_that_drains_gets_no_new_session_and_keeps_those_it_has() -> None:
-    """The next one goes to the spare, without an open that is refused; the one that runs ends where it began."""
-    first, spare = target(), target(instance_id=2)
+async def test_a_target_that_drains_gets_no_new_session_and_keeps_those_that_go_nowhere_else() -> None:
+    """The next one goes to the spare, without an open that is refused; the one that runs ends where it began, since the
+    spare has other numerics.
+    """
+    first, spare = target(), target(instance_id=2, numerics_id="other")
     async with AsyncExitStack() as life:
         peers = [await life.enter_async_context(linked(each)) for each in (first, spare)]
         targets = Targets(peers)
