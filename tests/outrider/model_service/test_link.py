@@ -361,7 +361,9 @@ async def test_a_link_that_breaks_leaves_all_its_sessions_to_the_next_one(
 async def test_a_draining_service_ends_each_link_when_it_has_no_session(
     channel: grpc.aio.Channel, service: RunningModelService
 ) -> None:
-    """At once or at its last close, with a good status; opens are refused, and sessions that are open go on."""
+    """At once or at its last close, with a good status; opens are refused, and sessions that are there go on, also when
+    they are opened again.
+    """
     idle, busy = TargetClient(channel), TargetClient(channel)
     other, late = busy.beside(), busy.beside()
     await idle.settle()
@@ -377,9 +379,11 @@ async def test_a_draining_service_ends_each_link_when_it_has_no_session(
     await busy.step(1, 7)
     assert (await busy.verdict())[0] == 7
     await other.close(1)
-    await busy.step(1, 8)
-    assert (await busy.verdict())[0] == 8
-    await busy.close(1)
+    await busy.open(SPECS[0], epoch=2)
+    await busy.verdict()
+    await busy.step(2, 7)
+    assert (await busy.verdict())[0] == 7
+    await busy.close(2)
     await busy.drain()
 
 
