@@ -256,14 +256,17 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
 
     def _change_place(self) -> None:
         """Goes on with the target to which the session moves, once that has read it; begins a move where one is due."""
+        opening, moves = self._opening, self._moves
+        if opening is None or not (opening.peer.is_draining or moves.is_under_way):
+            return
         need = replace(self._need, numerics_id=self._numerics_id)
-        if self._moves.is_under_way:
-            peer = self._moves.arrived(need, self._fence())
+        if moves.is_under_way:
+            peer = moves.arrived(need, self._fence())
             if peer is not None:
                 self._go_on_at(peer)
-        elif self._opening is not None and self._moves.due(self._opening.peer, need):
+        elif moves.due(opening.peer, need):
             timeout_s = self._timeouts.answer_s + PROMPT_TOKEN_S * len(self._log)
-            self._moves.begin(need, self._opened_next, timeout_s)
+            moves.begin(need, self._opened_next, timeout_s)
 
     def _opened_next(self, peer: ServicePeer) -> TargetOpening:
         self._epoch += 1

@@ -19,7 +19,7 @@ from outrider.v1 import types_pb2
 from target_service.sessions import TargetSessions
 
 STORY = " One day she went to the park with her mother, and they saw a big dog that was very happy to play with a ball."
-LONG = {"max_tokens": 80, "ignore_eos": True}
+LONG = {"max_tokens": 160, "ignore_eos": True}
 PLAIN = {"draft_count": 0}
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0, **LONG},
@@ -27,12 +27,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "unasked": {"temperature": 0.8, **LONG, **PLAIN},
     "numbers": {"temperature": 0.8, "logprob_count": 2, **LONG},
     "samples": {"temperature": 0.8, "sample_count": 2, **LONG},
-    "grammar": {"constraint": pb.Constraint(regex="[a-z ]{300}"), "max_tokens": 80},
+    "grammar": {"constraint": pb.Constraint(regex="[a-z ]{300}"), "max_tokens": 160},
     "penalties": {"temperature": 0.8, "repetition_penalty": 1.2, **LONG},
     "salted": {"temperature": 0.8, "cache_salt": "mine", **LONG},
 }
 TESTED = {"temperature": 0.8, "draft_count": 4, "rule": types_pb2.ACCEPTANCE_RULE_RATIO, "drafter": "model", **LONG}
-HALFWAY = 6  # forwards of the target, after which its streams are in the middle
 Said = dict[int, list[tuple[int, float]]]
 
 
@@ -73,7 +72,7 @@ class Draining:
         self.leaving = stack.further_targets[0]
         # Where none is read for a while, none would begin.
         self.replicas.room.patience_s = self.replicas.move_room.patience_s = 0.0
-        self.halted = [HaltedTarget(stack), HaltedTarget(stack, HALFWAY, self.leaving)]
+        self.halted = [HaltedTarget(stack), HaltedTarget(stack, target=self.leaving)]
         self.opens: list[tuple[bytes, int, int]] = []
         self.num_leaving = self._num_staying = 0
 
@@ -96,12 +95,13 @@ class Draining:
         monkeypatch.setattr(TargetSessions, "_open", noted)
 
     async def begin(self, requests: Sequence[Mapping[str, Any]]) -> "asyncio.Future[list[Answer]]":
-        """The streams, of which some are in the middle at the target that has begun to drain."""
+        """The streams, of which some run at the target that has begun to drain; it has read all that it has."""
         await eventually(lambda: all(peer.load for peer in self.peers))
         asking = asyncio.gather(*(asked(self.stack, number, **each) for number, each in enumerate(requests)))
         num_samples = sum(each.get("sample_count", 1) for each in requests)
         await eventually(lambda: sum(peer.book.session_count for peer in self.peers) == num_samples)
-        await self.halted[1].make()
+        while self.peers[1].book.waiting_tokens:
+            await self.halted[1].make(1)
         self.num_leaving, self._num_staying = (peer.book.session_count for peer in reversed(self.peers))
         self.leaving.servicer.drain(600.0)
         await eventually(lambda: self.peers[1].is_draining)
