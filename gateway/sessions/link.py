@@ -297,6 +297,10 @@ class Mailbox(Generic[Received]):
         if not self._unread:
             # All sessions raise the same end; with what it was raised through before it would keep each of them.
             raise self.link.end.with_traceback(None) if self.link.end else TimeoutError
+        return self._next_unread()
+
+    def _next_unread(self) -> Received:
+        """The first message that waits here."""
         message = self._unread.popleft()
         self._num_bytes += message.ByteSize()
         return message

@@ -86,15 +86,23 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         """Tokens that the target may still commit unasked."""
         if self._log.finish_reason is not None:
             return 0
-        log_len = len(self._log)
-        left = min(self._limit, self._spec.max_len) - log_len
+        left = min(self._limit, self._spec.max_len) - len(self._log)
         # A verdict that is here already decides the next token, whatever is proposed.
-        return left if left > 0 else int(log_len in self._early)
+        return left if left > 0 else int(self._is_decided())
+
+    def _is_decided(self) -> bool:
+        """Whether the verdict on the log's length is here, of which all are taken in that have come.
+
+        A message on such a length would be answered with every verdict that was given since, once more.
+        """
+        while self._unread and self._unread[0].HasField("verdict"):
+            self._take(self._next_unread())
+        return len(self._log) in self._early
 
     def send_next(self, proposal: Proposal, plain_budget: int, own: GuessRequest) -> None:
         """Opens, steps, extends a stretch of unasked tokens, ends it for a proposal, or sends nothing within one."""
         budget, outstanding = min(plain_budget, self._max_budget), 0 if self.is_opening else self.outstanding
-        if outstanding and proposal.tree.token_ids and len(self._log) not in self._early:
+        if outstanding and proposal.tree.token_ids and not self._is_decided():
             # Guesses that are worth more than the rest of a stretch end it.
             message = self._next_message(0)
             message.acknowledge.SetInParent()
@@ -127,24 +135,26 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         """The answer on the log's length, by the loop's clock; raises TimeoutError, PeerLost, what the target says."""
         base_len = len(self._log)
         while base_len not in self._early:
-            response = await self.read(until_s)
-            fence = response.fence
-            if fence.epoch == self._epoch and response.HasField("error"):
-                raise session_error_from(response.error)
-            if response.HasField("reading"):
-                if self._wait is not None and (fence.epoch, fence.base_len) == (self._epoch, base_len):
-                    self._wait.read(min(response.reading.read_len, self._spec.prompt_len))
-                continue
-            if fence.epoch == self._epoch and base_len <= fence.base_len < max(self._largest_limit, base_len + 1):
-                self._early[fence.base_len] = response
-            elif (fence.epoch, fence.base_len) > (self._epoch, base_len):
-                log.warning("answer to nothing", service=str(self.peer), base_len=fence.base_len, log_len=base_len)
+            self._take(await self.read(until_s))
         self.is_opening = False
         answer = self._early.pop(base_len)
         # What is left of repetitions must not pile up.
         if self._early:
             self._early = {early: response for early, response in self._early.items() if early > base_len}
         return answer
+
+    def _take(self, response: pb.VerifyResponse) -> None:
+        """Keeps an answer to the log's length or a later one, and drops what is old; raises what the target says."""
+        fence, base_len = response.fence, len(self._log)
+        if fence.epoch == self._epoch and response.HasField("error"):
+            raise session_error_from(response.error)
+        if response.HasField("reading"):
+            if self._wait is not None and (fence.epoch, fence.base_len) == (self._epoch, base_len):
+                self._wait.read(min(response.reading.read_len, self._spec.prompt_len))
+        elif fence.epoch == self._epoch and base_len <= fence.base_len < max(self._largest_limit, base_len + 1):
+            self._early[fence.base_len] = response
+        elif (fence.epoch, fence.base_len) > (self._epoch, base_len):
+            log.warning("answer to nothing", service=str(self.peer), base_len=fence.base_len, log_len=base_len)
 
     def own_proposal(self, response: pb.VerifyResponse) -> Proposal | None:
         """Proposal that the target has made to itself; raises ProtocolViolation about what no drafter may say."""

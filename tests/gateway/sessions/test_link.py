@@ -14,7 +14,7 @@ from support.basics import eventually
 from support.services.markov import EOS, NUM_TOKENS, MarkovModel, plain_decoding
 from support.services.markov_services import Mischief, TargetServicer, linked
 
-from gateway.rounds.round import NOTHING, TokenLog
+from gateway.rounds.round import LOOKUP, NOTHING, Proposal, TokenLog
 from gateway.sessions.link import MAX_UNREAD, PART_TOKENS, TURN_ANSWERS
 from gateway.sessions.peer import ServicePeer
 from gateway.sessions.replicas import Placing, Replicas
@@ -23,6 +23,7 @@ from gateway.sessions.target import RemoteTargetSession
 from outrider.errors import Overloaded, ProtocolViolation
 from outrider.parameters import SamplingParameters, SessionSpec
 from outrider.rpc import channels, wire
+from outrider.token_tree import TokenTree
 from outrider.v1 import model_service_pb2 as model_pb
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1 import types_pb2
@@ -136,6 +137,20 @@ async def test_a_target_that_may_go_on_to_the_end_is_not_told_so_again() -> None
         while request.log.finish_reason is None:
             await request.round(plain_budget=15)
         assert kinds(service, request) == ["open", *["acknowledge"] * 4]
+
+
+async def test_guesses_for_what_has_been_decided_are_not_sent() -> None:
+    """Each would be answered with all that the target has decided since: of a gateway that lags, with more and more."""
+    service = target()
+    guess = Proposal(TokenTree.chain((1,)), drafter=LOOKUP)
+    async with linked(service) as peer, Request(peer, 1) as request:
+        await request.round(plain_budget=15)
+        mailbox = peer.link()._mailboxes[request.session_id]
+        await eventually(lambda: len(mailbox._unread) == 15)
+        for _ in range(15):
+            request.log.commit(guess, await request.session.verify(guess, 0))
+        await request.run()
+    assert service.halted == 0
 
 
 async def test_a_large_frame_is_answered_in_parts() -> None:
