@@ -47,7 +47,7 @@ class Need:
     grammar_engine: str = ""
     """Compiler of its grammar; empty for a session without one."""
     numerics_id: str = ""
-    """Its numerics, where they must stay as they are; empty where they need not."""
+    """The numerics that it keeps; empty where it may go on with others."""
 
     def met_by(self, info: ModelInfo) -> bool:
         is_alike = self.grammar_engine in {"", info.grammar_engine} and self.numerics_id in {"", info.numerics_id}
