@@ -62,7 +62,7 @@ def pytest_runtest_setup() -> None:
 
 
 # A test that hangs is ended after some minutes (pyproject.toml), with the stacks of all threads. Marked ones may take
-# this long, because a single one of them trains a model, runs a benchmark or hundreds of prompts, or drives real clients.
+# this long: a single one of them trains a model, runs a benchmark or hundreds of prompts, or drives real clients.
 LONG_S = 900
 LONG = ("slow", "grid", "surface", "harness", "agents", "assistant", "page", "docker")
 
