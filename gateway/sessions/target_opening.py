@@ -96,7 +96,7 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         A message on such a length would be answered with every verdict that was given since, once more.
         """
         while self._unread and self._unread[0].HasField("verdict"):
-            self._take(self._next_unread())
+            self._take(self._next_unread(), len(self._log))
         return len(self._log) in self._early
 
     def send_next(self, proposal: Proposal, plain_budget: int, own: GuessRequest) -> None:
@@ -132,10 +132,13 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         self.send(*(pb.VerifyRequest(fence=message.fence, part=part) for part in parts), message)
 
     async def receive(self, until_s: float) -> pb.VerifyResponse:
-        """The answer on the log's length, by the loop's clock; raises TimeoutError, PeerLost, what the target says."""
+        """The answer on the length that the log has now, by the loop's clock, however it grows meanwhile.
+
+        Raises TimeoutError, PeerLost, what the target says.
+        """
         base_len = len(self._log)
         while base_len not in self._early:
-            self._take(await self.read(until_s))
+            self._take(await self.read(until_s), base_len)
         self.is_opening = False
         answer = self._early.pop(base_len)
         # What is left of repetitions must not pile up.
@@ -143,9 +146,9 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
             self._early = {early: response for early, response in self._early.items() if early > base_len}
         return answer
 
-    def _take(self, response: pb.VerifyResponse) -> None:
-        """Keeps an answer to the log's length or a later one, and drops what is old; raises what the target says."""
-        fence, base_len = response.fence, len(self._log)
+    def _take(self, response: pb.VerifyResponse, base_len: int) -> None:
+        """Keeps an answer to a length or a later one, and drops what is old; raises what the target says."""
+        fence = response.fence
         if fence.epoch == self._epoch and response.HasField("error"):
             raise session_error_from(response.error)
         if response.HasField("reading"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.basics import eventually
-from support.stack import PATIENT, Answer, HaltedTarget, RunningStack, running_stack
+from support.stack import DRAFT, PATIENT, Answer, HaltedTarget, RunningStack, running_stack
 
 from gateway.sessions import target_move
 from gateway.sessions.peer import ServicePeer
@@ -121,6 +121,7 @@ class Draining:
 STACKS: dict[str, dict[str, Any]] = {
     "drafted": {"gateway": PATIENT},
     "ahead": {"gateway": {**PATIENT, "branches": 16}},
+    "hosted": {"draft": None, "target_options": {"draft_model": DRAFT}},
 }
 
 
