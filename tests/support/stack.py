@@ -168,11 +168,15 @@ class RunningStack:
         if self.gateway is not None and self.gateway.backend.draft is not None:
             assert await self.gateway.backend.draft.settled(PATIENCE_S)
 
-    async def restart_target(self) -> None:
-        """Ends the target service at once, its sessions with it, and starts it again on its port."""
-        await self.target.stop(0)
-        self.target_settings = replace(self.target_settings, listen=self.target.address)
-        self.target = await start_target(self.target_settings)
+    async def restart_target(self, number: int = 0) -> None:
+        """Ends one of the targets at once, its sessions with it, and starts it again on its port."""
+        ended = self.targets[number]
+        await ended.stop(0)
+        begun = await start_target(replace(self.target_settings, listen=ended.address))
+        if number:
+            self.further_targets[number - 1] = begun
+        else:
+            self.target = begun
 
     async def close(self) -> None:
         """Ends everything, the gateway first."""
