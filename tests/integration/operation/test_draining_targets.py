@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from support.basics import eventually
+from support.basics import eventually, slow
 from support.stack import DRAFT, PATIENT, Answer, HaltedTarget, RunningStack, running_stack
 
 from gateway.sessions import target_move
-from gateway.sessions.peer import ServicePeer
 from gateway.sessions.placement import MovedFor
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
@@ -134,7 +133,7 @@ STACKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("name", ["drafted", *slow("ahead", "hosted")])
 async def test_every_stream_of_a_target_that_drains_goes_on_elsewhere(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +163,7 @@ async def test_every_stream_of_a_target_that_drains_goes_on_elsewhere(
         assert all(unread <= max(after - before, 1) for (before, _), (after, unread) in moved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["opened", "read"])
 async def test_streams_of_a_target_that_dies_in_the_middle_of_its_moves_go_on(moment: str) -> None:
     """With what has been read for them by then; the answers are the same."""
@@ -181,6 +181,7 @@ async def test_streams_of_a_target_that_dies_in_the_middle_of_its_moves_go_on(mo
         assert [said(each) for each in await asking] == expected
 
 
+@pytest.mark.slow
 async def test_streams_go_on_where_they_are_when_the_other_target_dies() -> None:
     """In the middle of reading for them; none is opened again for it, but those that it had itself."""
     requests = [*KINDS.values()]
@@ -207,6 +208,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_move_leaves_nothing() -> 
         here.halted[1].let_go()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_count", [0, 4])
 async def test_tokens_under_a_rule_that_tests_guesses_stay(draft_count: int) -> None:
     """With the same guesses noise decides alike at both targets."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from support.basics import freeze
 
 from outrider.process.children import (
     Change,
@@ -235,7 +236,7 @@ async def test_only_silence_is_a_hang() -> None:
     """A service that says that it is not well answers, and so does one that takes no more calls."""
     child = await ServiceProcess.start(launch(NOT_WELL), lambda line: None)
     assert not await misses(child.address, 30)
-    os.kill(child.pid, signal.SIGSTOP)
+    freeze(child.pid)
     assert await misses(child.address, 0.1)
     child.kill()
     await child.wait()

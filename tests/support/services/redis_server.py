@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from support.basics import eventually
+from support.basics import eventually, freeze
 
 from outrider.process.children import HOST, free_port
 
@@ -39,7 +39,7 @@ class RedisServer:
 
     def freeze(self) -> None:
         """It answers nothing from here on, and keeps its connections."""
-        self.process.send_signal(signal.SIGSTOP)
+        freeze(self.process.pid)
 
     def thaw(self) -> None:
         """It goes on."""
