@@ -94,7 +94,7 @@ class Workers:
     def __post_init__(self) -> None:
         # No worker is given up: the others serve on.
         policy = RestartPolicy(hopeless=frozenset())
-        self._supervisor = Supervisor(log.warning, _pass_on, policy, self._observe)
+        self._supervisor = Supervisor(_report, _pass_on, policy, self._observe)
 
     @property
     def address(self) -> str:
@@ -174,6 +174,11 @@ class Workers:
     def _observe(self, change: Change) -> None:
         if change.state is State.SERVING:
             self.starts[int(change.service.split()[-1])] += 1
+
+
+def _report(sentence: str) -> None:
+    # Not log.warning itself: that would be bound before logs are set up.
+    log.warning(sentence)
 
 
 def _pass_on(_name: str, line: str) -> None:
