@@ -14,6 +14,7 @@ from gateway.sessions.draft_opening import DraftOpening, blame
 from gateway.sessions.peer import ServicePeer
 from gateway.sessions.placement import NO_PREFIX, LinkBook, MovedFor, PlaceWish, PromptPrefix, better, choose
 from gateway.sessions.replicas import Replicas
+from gateway.sessions.session import give_up
 from outrider.errors import OutriderError, ProtocolViolation
 from outrider.parameters import Rule, SessionSpec
 from outrider.process.telemetry import session_prefix
@@ -42,9 +43,7 @@ class DraftMove:
 
     def end(self) -> None:
         """Gives the opening up."""
-        if not self.reading.cancel() and not self.reading.cancelled():
-            # What it raised has no other reader where the session ends first.
-            self.reading.exception()
+        give_up(self.reading)
         self._left.leaving.discard(self.fence.session_id)
         self.opening.book.closed(self.fence.session_id)
         self.opening.end(self.fence)

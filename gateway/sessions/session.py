@@ -3,6 +3,7 @@
 A deadline is a multiple of the usual time, so that no machine needs a setting.
 """
 
+import asyncio
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, Self, TypeVar
@@ -21,6 +22,12 @@ SMALL_CATCH_UP = 32  # committed tokens that a draft reads in passing
 CATCH_UP_TOKEN_S = 0.005  # allowance for each further one
 MISSED_MAX_S = 1.0  # misses raise the deadline to this at most; only answers raise it further
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+
+
+def give_up(reading: asyncio.Task[None]) -> None:
+    """Ends a task of a session's, done or not; what it raised has no other reader where the session ends first."""
+    if not reading.cancel() and not reading.cancelled():
+        reading.exception()
 
 
 class Opening(Protocol):

@@ -17,6 +17,7 @@ from gateway.rounds.round import NO_REQUEST, NOTHING, TokenLog
 from gateway.sessions.peer import ServicePeer
 from gateway.sessions.placement import LinkFigures, MovedFor, PlaceWish, PromptPrefix
 from gateway.sessions.replicas import Need, Replicas, wish_of
+from gateway.sessions.session import give_up
 from gateway.sessions.target_opening import TargetOpening
 from outrider.errors import OutriderError, PeerLost
 from outrider.parameters import SessionSpec
@@ -109,9 +110,8 @@ class TargetMoves:
         """
         reading, opening = self._reading, self._opening
         self._reading = self._opening = None
-        if reading is not None and not reading.cancel() and not reading.cancelled():
-            # What it raised has no other reader where the session ends first.
-            reading.exception()
+        if reading is not None:
+            give_up(reading)
         if opening is None:
             return False
         # Where the successor has the place on the link, the target hears nothing.

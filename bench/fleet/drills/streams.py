@@ -107,11 +107,16 @@ async def ask(call: GenerateCall, number: int, tokens: int, speculation: Specula
     return answer
 
 
+def generating(channel: grpc.aio.Channel) -> GenerateCall:
+    """The call for answers, whose messages stay bytes: to read them while others wait would be part of their times."""
+    return channel.unary_stream(METHOD, request_serializer=pb.GenerateRequest.SerializeToString)
+
+
 async def keep_busy(address: str, load: AskedLoad, salt: str, is_over: asyncio.Event) -> list[DrillAnswer]:
     """All answers of streams that ask until it is over; one whose request fails asks no more."""
     numbers, answers = count(), list[DrillAnswer]()
     async with open_channel(address) as channel:
-        call: GenerateCall = channel.unary_stream(METHOD, request_serializer=pb.GenerateRequest.SerializeToString)
+        call = generating(channel)
 
         async def stream(place: int) -> None:
             tokens = max(1, load.tokens * (place + 1) // load.streams)
@@ -131,7 +136,7 @@ async def plain_answers(address: str, load: AskedLoad, num_requests: int) -> dic
     """The tokens of the first requests in plain decoding, by their numbers, from a gateway to which nothing happens."""
     found: dict[int, list[int]] = {}
     async with open_channel(address) as channel:
-        call: GenerateCall = channel.unary_stream(METHOD, request_serializer=pb.GenerateRequest.SerializeToString)
+        call = generating(channel)
 
         async def stream(numbers: Iterator[int]) -> None:
             for number in numbers:

@@ -1,7 +1,7 @@
 """A running session leaves a target that drains: for which other one, and what is left, whatever fails meanwhile."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -57,6 +57,17 @@ class Pool:
         async with aclosing(speculate(log, planner, target, AbsentDraftSession())) as rounds:
             async for committed in rounds:
                 yield committed
+
+    async def run(self, then: Callable[[], Awaitable[None]]) -> list[Round]:
+        """All rounds; the first target drains after three of these, and `then` is waited for after the next one."""
+        rounds: list[Round] = []
+        async for committed in self.rounds():
+            rounds.append(committed)
+            if len(rounds) == 3:
+                self.drain(0)
+            elif len(rounds) == 4:
+                await then()
+        return rounds
 
     def drain(self, *numbers: int) -> None:
         """These targets have said that they are about to end."""
@@ -124,13 +135,11 @@ async def test_a_move_that_fails_costs_nothing(mischief: Mischief) -> None:
     """Whatever the other target does: the session stays, and moves when it may."""
     async with pool() as here:
         here.targets[1].mischief = {1: mischief}
-        rounds: list[Round] = []
-        async for committed in here.rounds():
-            rounds.append(committed)
-            if len(rounds) == 3:
-                here.drain(0)
-            elif len(rounds) == 4:
-                await eventually(lambda: here.links[1].info is not None and here.targets[1].answers == 1)
+
+        async def then() -> None:
+            await eventually(lambda: here.links[1].info is not None and here.targets[1].answers == 1)
+
+        rounds = await here.run(then)
         await here.check(rounds, 1)
         assert len(here.targets[1].opens) == 3
 
@@ -139,14 +148,12 @@ async def test_a_target_that_dies_while_it_reads_is_left_alone() -> None:
     """The session goes on where it is."""
     async with pool() as here:
         here.targets[1].mischief = {1: Mischief.FROZEN}
-        rounds: list[Round] = []
-        async for committed in here.rounds():
-            rounds.append(committed)
-            if len(rounds) == 3:
-                here.drain(0)
-            elif len(rounds) == 4:
-                await here.opened(1)
-                await here.lives[1].aclose()
+
+        async def then() -> None:
+            await here.opened(1)
+            await here.lives[1].aclose()
+
+        rounds = await here.run(then)
         await here.check(rounds, 0)
         assert {committed.verdict.address for committed in rounds} == {here.links[0].address}
 
@@ -154,14 +161,12 @@ async def test_a_target_that_dies_while_it_reads_is_left_alone() -> None:
 async def test_a_target_that_dies_when_it_has_read_is_left_alone() -> None:
     """What it has read is of no use any more."""
     async with pool() as here:
-        rounds: list[Round] = []
-        async for committed in here.rounds():
-            rounds.append(committed)
-            if len(rounds) == 3:
-                here.drain(0)
-            elif len(rounds) == 4:
-                await here.read(1)
-                await here.lives[1].aclose()
+
+        async def then() -> None:
+            await here.read(1)
+            await here.lives[1].aclose()
+
+        rounds = await here.run(then)
         await here.check(rounds, 0)
 
 
@@ -171,16 +176,14 @@ async def test_a_session_whose_target_dies_goes_on_where_it_reads(has_read: bool
     async with pool(3) as here:
         if not has_read:
             here.targets[1].mischief = here.targets[2].mischief = {1: Mischief.FROZEN}
-        rounds: list[Round] = []
-        async for committed in here.rounds():
-            rounds.append(committed)
-            if len(rounds) == 3:
-                here.drain(0)
-            elif len(rounds) == 4:
-                await eventually(lambda: any(target.opens for target in here.targets[1:]))
-                if has_read:
-                    await eventually(lambda: any(target.answers for target in here.targets[1:]))
-                await here.lives[0].aclose()
+
+        async def then() -> None:
+            await eventually(lambda: any(target.opens for target in here.targets[1:]))
+            if has_read:
+                await eventually(lambda: any(target.answers for target in here.targets[1:]))
+            await here.lives[0].aclose()
+
+        rounds = await here.run(then)
         # Where it had read and was to go in the next round, nothing was lost.
         assert sum(committed.verdict.reopens for committed in rounds) + sum(here.replicas.moves.values()) == 1
         await here.check(rounds, sum(here.replicas.moves.values()), 1 - sum(here.replicas.moves.values()))
@@ -212,14 +215,12 @@ async def test_a_client_that_leaves_leaves_nothing(moment: str) -> None:
 async def test_a_session_whose_targets_all_drain_stays() -> None:
     """The other one says so when it has read."""
     async with pool() as here:
-        rounds: list[Round] = []
-        async for committed in here.rounds():
-            rounds.append(committed)
-            if len(rounds) == 3:
-                here.drain(0)
-            elif len(rounds) == 4:
-                await here.read(1)
-                here.drain(1)
+
+        async def then() -> None:
+            await here.read(1)
+            here.drain(1)
+
+        rounds = await here.run(then)
         await here.check(rounds, 0)
         assert {committed.verdict.address for committed in rounds} == {here.links[0].address}
 
