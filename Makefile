@@ -37,8 +37,12 @@ AUDIT := .venv-audit
 AUDIT_SETUP := $(AUDIT)/.setup-done
 KERNELS := $(wildcard outrider/engine/ops/kernels/*.[ch])
 
-# A file's tests stay together, so that they share what is slow to start.
-SIDE_BY_SIDE := -n 2 --dist loadfile
+# Else each of the hundreds of processes that a run starts would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
+# A file's tests stay together, so that they share what is slow to start. Files come in the order of tests/conftest.py,
+# and not those with one long test last.
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 # For training: the C library would give each large tensor back to the system and take zeroed pages for the next one,
 # which is 40 % of a step's processor time.
@@ -68,11 +72,11 @@ run: $(SETUP) ## starts the stack with the assistant, answers with and without s
 test: $(SETUP) ## all tests without a marker: minutes
 	$(BIN)/python -m pytest -m "not grid and not surface and not page and not slow and not assistant and not agents and not docker and not harness and not llama and not vllm and not ray" $(SIDE_BY_SIDE)
 
-test-slow: $(SETUP) ## training, benchmarks, real processes, distributions of real servers, a short attack
+test-slow: $(SETUP) ## training, benchmarks, real processes, distributions of real servers
 	$(BIN)/python -m pytest -m "slow and not grid" $(SIDE_BY_SIDE)
 
 # The fencing model is that of make test, with 20,000 worlds in which messages and processes fail.
-test-grid: $(SETUP) ## the full exactness grid, 400 schemas, wide statistics, 20,000 worlds of messages, other instructions: over an hour
+test-grid: $(SETUP) ## the full exactness grid, 400 schemas, wide statistics, 20,000 worlds of messages, a short attack, kernels of all cards, other instructions: hours
 	$(BIN)/python -m pytest -m grid $(SIDE_BY_SIDE)
 	OUTRIDER_FENCING_EXAMPLES=20000 $(BIN)/python -m pytest tests/gateway/sessions/test_fencing_model.py tests/gateway/sessions/placing/test_placement_worlds.py -k "weather or come_and_go" --timeout=7200
 	PYTHONPATH=. $(BIN)/python tests/instructions.py $(SIDE_BY_SIDE)

@@ -6,6 +6,7 @@ engine computes with torch instead, slower.
 """
 
 import platform
+from copy import copy
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -19,7 +20,7 @@ SOURCES = Path("outrider/engine/ops/kernels")
 X86_LEVELS = {"_native_v4": ["-march=x86-64-v4"], "_native_v3": ["-march=x86-64-v3"]}
 OTHER_PROCESSORS: dict[str, list[str]] = {"_native": []}
 MODELS = ("target", "draft", "smollm2")
-FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fvisibility=default", "-pthread", "-Wno-psabi"]
+FLAGS = ["-std=gnu11", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=default", "-pthread", "-Wno-psabi"]
 
 
 def kernel_libraries() -> list[Extension]:
@@ -40,7 +41,17 @@ def kernel_libraries() -> list[Extension]:
 
 
 class KernelBuild(build_ext):
-    """Libraries whose names say nothing of a Python."""
+    """Libraries whose names say nothing of a Python, built side by side."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or True
+
+    def build_extension(self, ext: Extension) -> None:
+        # Of the same sources, whose objects would have the same names.
+        own = copy(self)
+        own.build_temp = str(Path(self.build_temp, ext.name))
+        super(KernelBuild, own).build_extension(ext)
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")).with_suffix(".so"))

@@ -3,12 +3,15 @@
 import importlib
 import os
 import signal
+import zlib
+from collections.abc import Generator
 from pathlib import Path
 from types import FrameType
 
 import pytest
 
 from outrider.cli.pairs import PAIR_VARIABLE, Pair
+from outrider.process.imports import uncollected
 
 # The embedded pair is quick, has known acceptance, and needs nothing from elsewhere.
 os.environ.setdefault(PAIR_VARIABLE, Pair.TALES)
@@ -61,14 +64,39 @@ def pytest_runtest_setup() -> None:
         signal.signal(int(number), keep_ignoring)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests stay to the end: the collector does not look through them, neither now nor in each test."""
+    with uncollected():
+        return (yield)
+
+
 # A test that hangs is ended after some minutes (pyproject.toml), with the stacks of all threads. Marked ones may take
 # this long: a single one of them trains a model, runs a benchmark or hundreds of prompts, or drives real clients.
 LONG_S = 900
 LONG = ("slow", "grid", "surface", "harness", "agents", "assistant", "page", "docker")
 
 
+# "2/3" for the second of three shares of the files, where a machine has no time for all of them: see .ci/run.
+SHARE_VARIABLE = "OUTRIDER_TEST_SHARE"
+
+
+def share_of(path: Path, num_shares: int) -> int:
+    """Share that a file is in, from 1; the same on every machine."""
+    return zlib.crc32(str(path.relative_to(Path(__file__).parent)).encode()) % num_shares + 1
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Gives long tests their bound, unless they or the command line name another."""
+    """Leaves other shares out, begins with early files, and gives long tests their bound, unless they or the command
+    line name another.
+    """
+    if SHARE_VARIABLE in os.environ:
+        share, num_shares = map(int, os.environ[SHARE_VARIABLE].split("/"))
+        files = {path for path in {item.path for item in items} if share_of(path, num_shares) == share}
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in files])
+        items[:] = [item for item in items if item.path in files]
+    early = {item.path for item in items if item.get_closest_marker("early")}
+    items.sort(key=lambda item: item.path not in early)
     if config.getoption("timeout") is not None or "PYTEST_TIMEOUT" in os.environ:
         return
     for item in items:

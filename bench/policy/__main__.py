@@ -15,13 +15,13 @@ from typing import Annotated
 
 import typer
 
-from bench.policy.devices import TRYING, Simulation, World
+from bench.policy.devices import Simulation, World
 from bench.policy.former import files_of, former_simulation
 from bench.policy.jump import draw
 from bench.policy.oracle import FixedChoice, FixedPlanner, best
 from bench.policy.parts import PARTS
 from bench.policy.worlds import h100, with_experts, world
-from gateway.rounds.choice import Case
+from gateway.rounds.choice import TRYING, Case
 from outrider.cli.bench.common import markdown, parse_numbers, writable
 from outrider.cli.bench.load.summary import percentile
 from outrider.errors import InvalidRequest

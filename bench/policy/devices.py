@@ -17,7 +17,7 @@ from itertools import count
 from typing import Protocol
 
 from bench.policy.texts import MAX_ROWS, Passages, TextKind
-from gateway.rounds.choice import Case
+from gateway.rounds.choice import TRYING, Case
 from gateway.rounds.planner import Drafting, DraftOutlook, RoundPlan, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import (
@@ -44,9 +44,6 @@ LOOK_AGAIN_US = 100.0
 MAX_LEN = 1 << 30
 GATEWAY_SHARE = 0.5
 """Share of the processors that a gateway's one thread takes."""
-
-TRYING = frozenset({Case.EXPLORING, Case.OTHER, Case.PROBE})
-"""Cases of a choice in which guesses are made to find something out."""
 
 CostModel = Callable[[int], float]
 """Microseconds of a forward over so many rows."""
@@ -92,6 +89,8 @@ class World:
     """Way of a question and its answer together."""
     round_us: float = 0.0
     """Gateway's processor for a round that is asked, and half of that for a token that came unasked."""
+    after_us: float = 0.0
+    """Time of a target after a forward for each guess in it, which is in no time that it reports."""
     sharing: float = 0.0
     """How much slower each device is for another one that is at work; 0 for processors of their own."""
     drift: float = 0.0
@@ -278,13 +277,20 @@ class TargetDevice(Device):
         self.work(law.step_us(rows), guessed)
 
     def _end(self, batch: list["SimulatedSession"], took_us: float, rows: int) -> None:
-        self.is_busy = False
         if not any(each.is_prompt for each in batch):
             self.gathering.costs.add(rows, took_us / 1e6)
         prompt_rows = sum(each.rows for each in batch if each.is_prompt)
+        num_guesses = sum(each.rows - 1 for each in batch if not each.is_prompt)
         for session in batch:
             session.verified(took_us, rows, prompt_rows)
             (self.gathering.stayed if session in self.waiting else self.gathering.left)(session)
+        if num_guesses and self.simulation.world.after_us:
+            self.simulation.after(num_guesses * self.simulation.world.after_us, self._free)
+        else:
+            self._free()
+
+    def _free(self) -> None:
+        self.is_busy = False
         self.begin()
 
 

@@ -1,5 +1,6 @@
 """Parts of the choice of guesses that can be left out: it shows what each is worth, and that the bench can fail."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -51,6 +52,8 @@ PARTS: dict[str, Callable[..., Simulation]] = {
     "probes": partial(Simulation, tuning=replace(TUNING, probe_tokens=(NEVER, NEVER))),
     # What a row of a lookup costs all sessions.
     "price": partial(Simulation, policy=FreeRows),
+    # Seeing that all sessions together are slower with guesses.
+    "account": partial(Simulation, tuning=replace(TUNING, most_lost=math.inf)),
     # What is known of all sessions, for one that begins.
     "pool": partial(Simulation, policy=Strangers),
     # What is known of a session beside the others.

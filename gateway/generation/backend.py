@@ -61,6 +61,13 @@ class Backend:
         infos = (peer.info for peer in self.target.links if peer.address == address)
         return next((self.policy(info) for info in infos if info is not None), None)
 
+    def weights_for(self, spec: SessionSpec, placing: Placing, least_len: int) -> ModelInfo | None:
+        """Facts of a target whose weights a request should begin with, and which has room for so many tokens; None
+        where none is open to it.
+        """
+        need = replace(need_of(spec, placing.model_hash), max_len=least_len)
+        return self.target.weights_for(placing, need, self._wish(spec, placing))
+
     async def settle(self, spec: SessionSpec, target: ModelInfo, placing: Placing) -> None:
         """Gives a request its target, unless it has one; waits where all are full. Its weights are `target`'s."""
         need = need_of(spec, target.model_hash)
@@ -165,6 +172,7 @@ class Backend:
             "load": load,
             "plain_us": policy.costs.plain_us,
             "row_price": policy.row_price(known) * (load - 1) / load,
+            "rest_tokens": policy.rest,
             "choice": {**choice, "drafters": compared(table) if isinstance(table, Table) else []},
         }
 

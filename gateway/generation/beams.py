@@ -22,11 +22,11 @@ async def searched(context: RequestContext, beams: BeamSearch, queue_us: int) ->
     """Yields an event for every pass of a search, all of sample 0, and then for each sequence, best first, its tokens
     and its completion. As RequestContext.sample in everything else.
     """
+    context = await context.settled()
     request, backend = context.request, context.backend
     spec = replace(request.spec, trace_context=telemetry.carrier())
     record, session_id = BeamRecord(spec, beams), secrets.token_bytes(16)
     placing = context.placing
-    await backend.settle(spec, context.target, placing)
     target = BeamTargetSession(backend.target, backend.target_timeouts, spec, record, session_id, placing)
     draft_count = context.target.max_draft_count if request.draft_count is None else request.draft_count
     draft: BeamDraftSession | AbsentDraftSession = AbsentDraftSession()

@@ -7,8 +7,8 @@ of a request begin as they get places.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
@@ -23,6 +23,7 @@ from gateway.generation.request_log import RequestLog
 from gateway.generation.sample import RequestContext, merged, prepare
 from gateway.keys.door import Entrance
 from gateway.keys.tenant import Spending, Tenant
+from gateway.sessions.peer import ModelInfo
 from gateway.sessions.wait import Wait
 from gateway.text.chat_template import ChatTemplate
 from outrider.errors import InvalidRequest, OutriderError
@@ -68,6 +69,8 @@ class Generation:
     """Requests that belong together and have begun, and the events of all, each with the number of its request."""
 
     requests: tuple[CheckedRequest, ...]
+    target: ModelInfo
+    """Facts of the target whose weights the first of them has."""
     events: AsyncGenerator[tuple[int, Event], None]
 
 
@@ -148,6 +151,7 @@ class Frontend:
                 if enter is not None:
                     # It may have waited long, and begins only now.
                     enter()
+                contexts = await self._renewed(contexts)
             except OutriderError as error:
                 self.metrics.rejected(error, None if tenant is None else tenant.name)
                 log.info("request refused", status=error.reason)
@@ -162,7 +166,7 @@ class Frontend:
             record, end = RequestLog(checked, places.waited_s), None
             try:
                 async with aclosing(self._events(contexts, places, record)) as events:
-                    yield Generation(checked, events)
+                    yield Generation(checked, contexts[0].target, events)
             except BaseException as error:
                 end = error
                 raise
@@ -175,14 +179,18 @@ class Frontend:
 
     async def _prepared(self, requests: Sequence[GenerationRequest], number: int, priority: int) -> RequestContext:
         """Context of one of several requests, whose number is on its errors."""
-        try:
+        with _numbered(number, len(requests)):
             context = await prepare(requests[number], self.backend)
-        except OutriderError as error:
-            if len(requests) > 1:
-                error.metadata["request"] = str(number)
-            raise
         context.placing.priority = priority
         return context
+
+    async def _renewed(self, contexts: Sequence[RequestContext]) -> list[RequestContext]:
+        """The requests with the weights that are there now, all with the first one's where they can have them."""
+        found = list[RequestContext]()
+        for number, context in enumerate(contexts):
+            with _numbered(number, len(contexts)):
+                found.append(await context.renewed(found[0].target if found else None))
+        return found
 
     async def _events(
         self, contexts: Sequence[RequestContext], places: Reservation, record: RequestLog
@@ -222,6 +230,17 @@ class Frontend:
                     yield number, event
         finally:
             self.admission.give_back(places)
+
+
+@contextmanager
+def _numbered(number: int, count: int) -> Iterator[None]:
+    """Puts the number of a request, of so many that belong together, on its errors."""
+    try:
+        yield
+    except OutriderError as error:
+        if count > 1:
+            error.metadata["request"] = str(number)
+        raise
 
 
 def _with_key(request: GenerationRequest, tenant: Tenant, count: int) -> GenerationRequest:

@@ -20,7 +20,7 @@ from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
 from gateway.sessions.draft_team import DraftTeam
 from gateway.sessions.peer import ModelInfo
 from gateway.sessions.placement import PromptPrefix
-from gateway.sessions.replicas import Placing
+from gateway.sessions.replicas import Placing, need_of
 from gateway.sessions.target import RemoteTargetSession
 from gateway.sessions.wait import Wait
 from gateway.speculation import speculate
@@ -28,7 +28,7 @@ from gateway.text.tokenizer import Tokenizer
 from gateway.tools.channels import ChannelReader
 from gateway.tools.reader import AnswerReader
 from outrider.answer import PromptToken
-from outrider.errors import NoTokenLeft, ProtocolViolation
+from outrider.errors import NoTokenLeft, OutriderError, ProtocolViolation
 from outrider.grammar import GrammarRefused
 from outrider.parameters import FinishReason
 from outrider.process import telemetry
@@ -41,6 +41,7 @@ ItemT = TypeVar("ItemT")
 class RequestContext:
     """A checked request, of which no service knows anything yet, and what it takes to serve it."""
 
+    asked: GenerationRequest
     request: CheckedRequest
     backend: Backend
     target: ModelInfo
@@ -54,20 +55,71 @@ class RequestContext:
         """Microseconds since the gateway received the request."""
         return (time.perf_counter_ns() - self.started_ns) // 1000
 
+    async def renewed(self, wanted: ModelInfo | None = None) -> "RequestContext":
+        """This request with the weights of the target that is wanted, or else those that it should begin with now.
+
+        It is checked again where they are not those that it was checked for; raises as `prepare` does where it cannot
+        be served with them, unless a place with its own is open to it.
+        """
+        target, placing = wanted or self._weights(), self.placing
+        if target is None or target.model_hash == self.target.model_hash:
+            return self
+        try:
+            return await self._under(target)
+        except OutriderError:
+            own = self.target.model_hash
+            if self.backend.target.pick(placing, need_of(self.request.spec, own)) is None:
+                raise
+            placing.model_hash = own
+            return self
+
+    async def settled(self) -> "RequestContext":
+        """This request with its place, which is waited for where all are full.
+
+        It has other weights where all places with its own have gone before any of its samples began.
+        """
+        context, placing, backend = self, self.placing, self.backend
+        while True:
+            if placing.model_hash != context.target.model_hash:
+                # Another sample of it has found that, and all have the same weights.
+                context = await context._under(backend.target.info_of(placing.model_hash))
+            await backend.settle(context.request.spec, context.target, placing)
+            if placing.model_hash == context.target.model_hash:
+                other = None if placing.peer is not None else context._weights()
+                if other is None or other.model_hash == placing.model_hash:
+                    return context
+                context = await context._under(other)
+
+    async def _under(self, target: ModelInfo) -> "RequestContext":
+        """This request as the weights of a target can serve it."""
+        self.placing.model_hash = target.model_hash
+        # The seed that it has been given stays its own.
+        checked, target = await _checked(replace(self.asked, seed=self.request.spec.seed), self.backend, target)
+        return replace(self, request=checked, target=target)
+
+    def _weights(self) -> ModelInfo | None:
+        spec, asked = self.request.spec, self.asked
+        found = self.backend.weights_for(spec, self.placing, spec.max_len)
+        if found is None and (asked.max_tokens is None or asked.up_to_context):
+            # It has as many tokens as there is room for.
+            found = self.backend.weights_for(spec, self.placing, spec.prompt_len + 1)
+        return found
+
     async def sample(self, index: int, queue_us: int) -> AsyncGenerator[Event, None]:
         """Yields an event for every round of one of its samples and then its completion. Its sessions are asked to end
         before the completion comes, and also when the caller closes the generator early. Raises any OutriderError.
 
         queue_us is for how long the sample has waited for its turn.
         """
-        context = replace(self, request=self.request.sample(index))
+        context = await self.settled()
+        context = replace(context, request=context.request.sample(index))
         request, backend, tokenizer = context.request, self.backend, self.backend.tokenizer
         tells_guesses, min_tokens = request.spec.draft_logprobs, request.spec.sampling.min_tokens
         scanner, reader = StopScanner(request.stops, request.naming_stops), new_reader(request, tokenizer)
         transcript = Transcript(tokenizer.detokenizer(), scanner, tells_guesses, reader, min_tokens)
         counts = SampleCounts()
         wait = self.wait if index == 0 else None
-        async with aclosing(_rounds(request, backend, self.target, self.placing, wait)) as rounds:
+        async with aclosing(_rounds(request, backend, context.target, self.placing, wait)) as rounds:
             async for committed, choice in rounds:
                 elapsed_us = self.elapsed_us
                 if request.scores:
@@ -87,7 +139,7 @@ class RequestContext:
                     break
         completion = context.completed(transcript, counts, index, queue_us)
         if not request.scores:
-            backend.audit.offer(request, transcript.token_ids, completion, self.target)
+            backend.audit.offer(request, transcript.token_ids, completion, context.target)
         yield completion
 
     def completed(
@@ -131,13 +183,17 @@ async def prepare(request: GenerationRequest, backend: Backend) -> RequestContex
     """Checks a request. Raises InvalidRequest, PromptTooLong, and what is said of a target that is away."""
     started_ns = time.perf_counter_ns()
     target = await backend.target.after_handshake(backend.target_timeouts.rebuild_budget_s)
-    target = replace(target, eos_token_ids=target.eos_token_ids | backend.turn_ends)
-    offers = backend.offers(target)
-    checked = await check_request(request, backend.tokenizer, target, offers)
+    checked, target = await _checked(request, backend, target)
     placing, spec = Placing(target.model_hash), checked.spec
     if len(backend.target.peers) > 1:
         placing.prefix = await PromptPrefix.of(spec.token_ids[: spec.prompt_len], spec.cache_salt)
-    return RequestContext(checked, backend, target, started_ns, placing)
+    return RequestContext(request, checked, backend, target, started_ns, placing)
+
+
+async def _checked(request: GenerationRequest, backend: Backend, target: ModelInfo) -> tuple[CheckedRequest, ModelInfo]:
+    """A request as a target can serve it, and the facts of that with all tokens that end a turn."""
+    target = replace(target, eos_token_ids=target.eos_token_ids | backend.turn_ends)
+    return await check_request(request, backend.tokenizer, target, backend.offers(target)), target
 
 
 async def _rounds(
@@ -145,7 +201,6 @@ async def _rounds(
 ) -> AsyncGenerator[tuple[Round, Choice], None]:
     """`decode`, each round with the choice that it came from; errors name the constraint as the client did."""
     constraint = request.constraint
-    await backend.settle(request.spec, target, placing)
     planner, decoded = decode(request, backend, target, placing, wait)
     async with aclosing(decoded) as rounds:
         try:

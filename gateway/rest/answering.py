@@ -68,7 +68,7 @@ class ResponseHeader:
     id: str
     created: int
     model: str
-    system_fingerprint: str | None
+    system_fingerprint: str
 
 
 class AnswerWriter(ABC):
@@ -170,13 +170,12 @@ class Responder:
                 generation = await stack.enter_async_context(self.frontend.open(self.requests, enter))
             except OutriderError as error:
                 raise in_names_of(self.names, error) from None
-            target, fingerprint = self.frontend.backend.target.info, None
-            if target is not None:
-                # What the tokens of a seed depend on beside the request: weights and numerics.
-                numerics = hashlib.blake2b(target.numerics_id.encode(), digest_size=4).hexdigest()
-                fingerprint = f"fp_{target.model_hash[:8]}{numerics}"
+            target = generation.target
+            # What the tokens of a seed depend on beside the request: weights and numerics.
+            numerics = hashlib.blake2b(target.numerics_id.encode(), digest_size=4).hexdigest()
+            fingerprint = f"fp_{target.model_hash[:8]}{numerics}"
             returns_rounds = any(request.return_rounds for request in self.requests)
-            figures = ResponseFigures(generation.requests, target.max_draft_count if target else 0, returns_rounds)
+            figures = ResponseFigures(generation.requests, target.max_draft_count, returns_rounds)
             firsts = figures.first_choices
             events = ((firsts[number] + event.sample_index, event) async for number, event in generation.events)
             answer_id = f"{self.id_prefix}{secrets.token_hex(12)}"

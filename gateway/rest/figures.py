@@ -209,7 +209,7 @@ class ResponseFigures:
         facts = Facts(
             seed=ends[0].seed,
             seeds=[end.seed for end in ends],
-            sampling=Sampling.model_validate(self.requests[0].spec.sampling, from_attributes=True),
+            sampling=Sampling.model_validate(ends[0].sampling, from_attributes=True),
             rule=ends[0].acceptance.rule.value,
             rule_settings=ends[0].acceptance.settings,
             model_hash=ends[0].model_hash,

@@ -235,7 +235,7 @@ async def _generating(
     started_ns = time.perf_counter_ns()
     last: Choice | None = None
     async with frontend.open([request], enter, wait) as generation:
-        target, checked = frontend.backend.target.present(), generation.requests[0]
+        target, checked = generation.target, generation.requests[0]
         opened = {
             "model": frontend.model_name,
             "model_hash": target.model_hash,

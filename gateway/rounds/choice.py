@@ -47,6 +47,10 @@ class Case(Enum):
     LOOKUP = 11
 
 
+TRYING = frozenset({Case.EXPLORING, Case.OTHER, Case.PROBE})
+"""Cases in which guesses are made to find something out."""
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Choice of a round: K, whose guesses, for how many rounds, and for K = 0 how many tokens may come unasked.
@@ -82,6 +86,8 @@ class Table:
     is_plain_due: bool = False
     needs_plain: bool = False
     """Whether it is to be seen what plain decoding costs, because it may be faster."""
+    rest: float = 0.0
+    """Plain tokens for which there should be no guesses, because all sessions together were slower with them."""
     worth: frozenset[DrafterId] = frozenset()
     """Drafters whose guesses were worth it when costs were last looked at."""
     allowed: frozenset[DrafterId] = frozenset()
@@ -151,7 +157,7 @@ class LookupCosts(NamedTuple):
     """Costs of a round with rows of a lookup, and what it has to beat."""
 
     round_us: Sequence[float]
-    """Cost of a session's round, by the rows of the lookup in it."""
+    """Cost of a session's round, by the rows of the lookup in it, as many as the other sessions should wait for."""
     plain_us: float
     """Cost of a token that comes unasked."""
     price: float

@@ -3,11 +3,13 @@
 Of the target see target_costs.py, of one drafter drafter_estimates.py. Here they are joined, and lookups are priced.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from operator import mul
 
+from gateway.rounds.account import GuessAccount
 from gateway.rounds.by_load import ByLoad
 from gateway.rounds.choice import GuessCandidate, LookupCosts
 from gateway.rounds.drafter_estimates import DrafterEstimates
@@ -37,7 +39,9 @@ class RoundCosts(TargetCosts):
         super().__init__(tuning)
         self.drafters: dict[DrafterId, DrafterEstimates] = {}
         self.offers = LookupOffers(tuning.offer_memory)
+        self.account = GuessAccount(tuning)
         self.late = ByLoad()  # share of guesses that were to end a stretch and came too late for the next token
+        self._rounds_since_trial = math.inf
         self._measured: dict[tuple[str, Place], Mapping[int, float]] = {}
         self._acceptance: dict[DrafterId, AcceptanceRates] = {}
 
@@ -101,7 +105,11 @@ class RoundCosts(TargetCosts):
         price *= others / load
         rows = 1.0 + max(others, self.rows.mean * others / load)
         overhead_us = self.plain.asked_overhead_us(load)
-        round_us = [max(self.verify_us.at(rows + count) + overhead_us, 1.0) for count in range(most + 1)]
+        # No session makes the others wait for long: a forward that is shared is hardly longer than without its rows.
+        longest_us = self.tuning.most_wait * self.verify_us.at(load) if others else math.inf
+        more_us = map(self.verify_us.at, (rows + each for each in range(1, most + 1)))
+        verify_us = (self.verify_us.at(rows), *takewhile(lambda us: us <= longest_us, more_us))
+        round_us = [max(us + overhead_us, 1.0) for us in verify_us]
         plain_us = max(self.verify_us.at(rows) + self.plain.overhead_us(load), 1.0)
         rival = 1 / plain_us
         if best is not None:
@@ -158,16 +166,25 @@ class RoundCosts(TargetCosts):
         session: SessionEstimates | None,
         *,
         unasked: bool,
+        is_trial: bool,
         num_sessions: int,
         num_drafting: int,
     ) -> None:
-        """Learns from a round, while so many sessions are at work here, of which some draft."""
+        """Learns from a round, while so many sessions are at work here, of which some draft.
+
+        What guesses lose that are made to find something out is no sign that those which are wanted are not worth it.
+        """
+        self._rounds_since_trial = 0 if is_trial else self._rounds_since_trial + 1
         proposal, is_usual = committed.proposal, 2 * num_drafting >= num_sessions
         if self.observe_forward(committed):
             if committed.ahead is not None:
                 self.of(committed.ahead.drafter).observe_ahead(committed, committed.ahead, is_usual=is_usual)
             else:
                 self.plain.observe(committed, self.load, self.num_rounds, unasked=unasked)
+            if self._rounds_since_trial > 2 * self.load:
+                is_pure = committed.ahead is None and self.plain.is_pure(committed, self.load)
+                num_tokens = len(committed.token_ids)
+                self.account.observe(self.load, committed.round_us, num_tokens, self.plain_us, is_pure=is_pure)
             if committed.ahead is None and committed.draft_count and proposal.drafter != LOOKUP:
                 own_rows = num_drafting * committed.draft_count + max(num_sessions, 1)
                 share = rows_of(committed) * max(num_sessions, 1) / (own_rows * self.load)

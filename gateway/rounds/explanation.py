@@ -28,6 +28,7 @@ REASONS = {
     Case.LOOKUP: "What was found in a text beats whatever else there is, even less what its rows cost other sessions.",
 }
 NO_DRAFTER = "There is no drafter whose guesses could be worth their cost."
+RESTS = "All sessions together were slower with guesses than without at this load, so there are none for a while."
 NOT_YET = "Guesses are worth their cost, but sessions begin with them a few at a time, and this one waits."
 
 
@@ -92,6 +93,8 @@ class Outlook(TypedDict):
     """Sessions on the target, those of other gateways too."""
     plain_us: float
     row_price: float
+    rest_tokens: float
+    """Plain tokens of all sessions for which there are no guesses, because all were slower with them; 0 elsewhere."""
     choice: Explanation
 
 
@@ -132,6 +135,8 @@ def reason(choice: Choice) -> str:
     table, case = choice.table, choice.case
     if case is Case.UNKNOWN and isinstance(table, Table) and not table.has_drafters:
         return NO_DRAFTER
+    if case is Case.NOT_WORTH and isinstance(table, Table) and table.rest:
+        return RESTS
     if case is Case.PLAIN_FASTER and isinstance(table, Table):
         best = fastest([each for each in table.candidates if each.draft_count])
         if best.drafter not in table.allowed:

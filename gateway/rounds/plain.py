@@ -33,12 +33,12 @@ class PlainCosts:
         self._rounds_without_guesses = 0 if has_guesses else self._rounds_without_guesses + 1
         overhead_us = max(0, committed.round_us - verdict.compute_us)
         if not unasked and (not has_guesses or proposal.drafter == LOOKUP):
-            self._asked_overhead_us.add(load, max(0, overhead_us - verdict.hop.queue_us * (load > 1)))
+            # With its wait for a forward of the others: an unasked round has its part in each of them.
+            self._asked_overhead_us.add(load, overhead_us)
         if has_guesses or not unasked:
             return
         # A session that was verified beside guesses of others has had its round since then, or had them beside it.
-        num_rows = verdict.row_count / max(verdict.forward_count, 1)
-        is_pure = self._rounds_without_guesses > 2 * load and num_rows <= load
+        is_pure = self.is_pure(committed, load)
         if not is_pure:
             self._pending_us.clear()
         else:
@@ -49,6 +49,11 @@ class PlainCosts:
                 self._pending_us.clear()
         if is_pure or not self._overhead_us.known(load):
             self._overhead_us.add(load, overhead_us, now)
+
+    def is_pure(self, committed: Round, load: int) -> bool:
+        """Whether a round, which was observed last, had no guesses beside it or before it."""
+        num_rows = committed.verdict.row_count / max(committed.verdict.forward_count, 1)
+        return self._rounds_without_guesses > 2 * load and num_rows <= load
 
     def token_us(self, load: int, now: int) -> float:
         """Expected microseconds of an unasked token, if no session had guesses."""

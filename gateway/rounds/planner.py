@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from gateway.rounds.choice import Case, Choice
+from gateway.rounds.choice import TRYING, Case, Choice
 from gateway.rounds.merging import cut, merged
+from gateway.rounds.offers import FLOORS
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import (
     ANY_DRAFT,
@@ -163,7 +164,10 @@ class RoundPlanner:
         every = min(self._policy.costs.load, self._policy.tuning.look_rounds)
         self._num_looks += 1
         self._tells_offer = self._num_looks % every == 0 or self._drafting.merges
-        return 0.0 if self._tells_offer else self._policy.least_value(self._session)
+        if self._tells_offer:
+            # Of offers only what is above the least floor is counted; alone, all that is found may be of use.
+            return FLOORS[0] if every > 1 else 0.0
+        return self._policy.least_value(self._session)
 
     def plan(
         self,
@@ -262,7 +266,8 @@ class RoundPlanner:
             if own is not None and own.tree.values:
                 asked = self._plain_plan.asked(Place.HOSTED)
                 self._policy.costs.of(own.learner).observe_tree(own, replace(asked, shape=None))
-            self._policy.observe(committed, self._session, unasked=unasked)
+            is_trial = self.choice.case in TRYING and committed.draft_count > 0
+            self._policy.observe(committed, self._session, unasked=unasked, is_trial=is_trial)
         if verdict.address != self._policy.address:
             # The request has moved, and goes on with the policy of that target where it is known.
             policy = self._policy_at(verdict.address)

@@ -86,14 +86,24 @@ class SpeculationPolicy:
         self._num_drafting += is_drafting - session.is_drafting
         session.is_drafting = is_drafting
 
-    def observe(self, committed: Round, session: SessionEstimates | None = None, *, unasked: bool) -> None:
-        """Learns from a round that is not a session's first one; unasked ones came without a message from here."""
+    def observe(
+        self, committed: Round, session: SessionEstimates | None = None, *, unasked: bool, is_trial: bool = False
+    ) -> None:
+        """Learns from a round that is not a session's first one; unasked ones came without a message from here.
+
+        Guesses of a trial were made to find something out.
+        """
         verdict = committed.verdict
         if self._numerics_id and (self._numerics_id, self.address) != (verdict.numerics_id, verdict.address):
             return
         load, proposal, num_sessions = self.costs.load, committed.proposal, len(self._sessions)
         self.costs.observe(
-            committed, session, unasked=unasked, num_sessions=num_sessions, num_drafting=self._num_drafting
+            committed,
+            session,
+            unasked=unasked,
+            is_trial=is_trial,
+            num_sessions=num_sessions,
+            num_drafting=self._num_drafting,
         )
         is_drafted = committed.draft_count > 0 and proposal.drafter != LOOKUP
         if is_drafted:
@@ -158,6 +168,7 @@ class SpeculationPolicy:
             exploration.other_turn,
             exploration.is_probe_due,
             exploration.is_plain_due,
+            rest=self.rest,
             needs_plain=1.0 < gain < self.tuning.sure_gain,
             worth=frozenset(filter(self.is_worth, known)),
             allowed=frozenset(drafter for drafter in known if num_drafting < trials[drafter].allowed),
@@ -169,8 +180,13 @@ class SpeculationPolicy:
         )
 
     def is_worth(self, drafter: DrafterId) -> bool:
-        """Whether guesses of a drafter were worth it when costs were last looked at."""
-        return self._exploration.trials[drafter].is_worth
+        """Whether guesses of a drafter were worth it when costs were last looked at; never during a rest."""
+        return not self.rest and self._exploration.trials[drafter].is_worth
+
+    @property
+    def rest(self) -> float:
+        """Plain tokens for which there should be no guesses, because all sessions together were slower with them."""
+        return self.costs.account.rest(self.costs.load)
 
     def candidates(
         self, drafter: DrafterId, most: int, session: SessionEstimates | None = None
@@ -209,10 +225,12 @@ class SpeculationPolicy:
         """
         if values[0] <= self.least_value(session):
             return None
-        known, values = self.costs.known(session.drafters), values[: self.tuning.tree_counts[-1]]
+        # Guesses that are not worth it are no rival.
+        known = [each for each in self.costs.known(session.drafters) if self.is_worth(each)]
+        values = values[: self.tuning.tree_counts[-1]]
         best = max((self._best(each, session) for each in known), key=lambda each: each.speed, default=None)
         costs = self.costs.looked_up(len(values), best, self.row_price(session), halts=halts)
-        table = LookupTable(values, costs, self.tuning.halt_gain if halts else 1.0)
+        table = LookupTable(values[: len(costs.round_us) - 1], costs, self.tuning.halt_gain if halts else 1.0)
         found = lookup_rows(*table)
         count = found if self.costs.verify_us.known else min(found, self.tuning.first_guess)
         return Choice(count, drafter=LOOKUP, case=Case.LOOKUP, table=table) if count else None
@@ -220,6 +238,8 @@ class SpeculationPolicy:
     def least_value(self, session: SessionEstimates) -> float:
         """Value that rows of a lookup must be above to be worth anything to all; infinite where none can be."""
         load = self.costs.load
+        if self.rest:
+            return math.inf
         if load == 1:
             return 0.0
         price = self.row_price(session)

@@ -66,12 +66,26 @@ class PolicyTuning:
     most_asked: int = 8
     """Sessions that try a drafter of which nothing becomes known: it may never guess anything."""
 
+    most_lost: float = 24.0
+    """Tokens that guesses may lose all sessions together before there are none for a while: luck loses fewer."""
+    most_lost_each: float = 8.0
+    """Further ones for each session: while they begin to guess, a few at a time, the others wait for them."""
+    most_lost_round: float = 3.0
+    """Tokens that a round counts as having lost at most."""
+    rest_times: float = 32.0
+    """Plain tokens of a rest from guesses, over those that were lost before it."""
+    most_rests: int = 8
+    """Times as long as the first one that a rest is at most: texts change."""
+
     worth_changing: float = 1.10
     """How much faster guesses must look before sessions that decode plainly begin with them, or they would swing."""
     worth_keeping: float = 1.05
     """How much faster they must look to go on: costs are known within some hundredths, and a round's gap is longer."""
     worth_looking: float = 1.05
     """How much faster all sessions together must look with what lookups offer before any of it is taken."""
+    most_wait: float = 3.0
+    """Times that a forward of all sessions takes which one with rows of a lookup takes at most: the others wait for it,
+    and their readers see a gap."""
     halt_gain: float = 1.1
     """How much faster a lookup must look before a stretch is ended for it: the rest of the stretch is lost."""
 

@@ -49,7 +49,7 @@ def refreshed(known: Sequence[str], answer: Iterable[str], *, is_ordered: bool) 
     """Decides what becomes of known addresses; an empty answer changes nothing.
 
     Where an answer has an order, this is theirs. Where it has none, those that are known stay in front, so that the
-    first one, whose weights count, is not another one with each answer.
+    first one, which says what the model is called, is not another one with each answer.
     """
     found = tuple(dict.fromkeys(answer))
     if not found:
@@ -165,12 +165,13 @@ class Discovery:
         return answer, "" if answer else "there is no address"
 
     def _change(self, known: dict[ServicePlace, tuple[str, ...]]) -> None:
-        names: dict[str, str] = {}
+        places: dict[str, ServicePlace] = {}
         for place, addresses in known.items():
             for address in addresses:
-                names.setdefault(address, place.name)
+                places.setdefault(address, place)
+        self._replicas.brought_by = {address: place.words for address, place in places.items() if place.is_changing}
         links = {peer.address: peer for peer in self._replicas.links}
-        self._replicas.change([links.get(each) or self._open_link(each, name) for each, name in names.items()])
+        self._replicas.change([links.get(each) or self._open_link(each, place.name) for each, place in places.items()])
         self._known = known
 
     async def _follow(self, place: ServicePlace) -> None:

@@ -66,7 +66,7 @@ class Link:
         self.other_sessions = 0  # of these, those that are not this link's
         self.end: PeerLost | None = None
         self._clock_s = asyncio.get_running_loop().time
-        self.heard_s = self._clock_s()  # when an answer came last
+        self.heard_s = self.spoke_s = self._clock_s()  # when an answer came last, and any frame
         self.ended = asyncio.Event()
         self._call = call
         self._answers_due = self._max_unasked = max_unasked
@@ -190,6 +190,7 @@ class Link:
                         raise PeerLost(f"{self._service} sent a message that is not valid")
                     if frame.instance_id != self.instance_id:
                         raise PeerLost(f"{self._service} is another one than the handshake was made with")
+                    self.spoke_s = self._clock_s()
                     self._count(frame)
                     if frame.HasField("load") and self._on_load(frame.load):
                         self._is_first_due = True
@@ -214,9 +215,8 @@ class Link:
     def _count(self, frame: Any) -> None:  # noqa: ANN401 - of either service
         """Raises PeerLost about more frames than may come unasked."""
         if frame.HasField("load") and not frame.responses:
-            now_s = self._clock_s()
-            self._num_loads = max(0.0, self._num_loads - LOADS_A_S * (now_s - self._load_s)) + 1
-            self._load_s = now_s
+            self._num_loads = max(0.0, self._num_loads - LOADS_A_S * (self.spoke_s - self._load_s)) + 1
+            self._load_s = self.spoke_s
         else:
             self._answers_due -= max(1, len(frame.responses))
         if self._answers_due < 0 or self._num_loads > self._max_unasked:
@@ -238,7 +238,7 @@ class Link:
     async def _hand_out(self, frame: Any) -> None:  # noqa: ANN401 - of either service
         if frame.responses:
             # A load does not show that what was sent has arrived.
-            self.heard_s = self._clock_s()
+            self.heard_s = self.spoke_s
         self.numerics_id, self.session_count = frame.numerics_id, frame.session_count
         self.other_sessions = max(0, frame.session_count - len(self._mailboxes))
         for number, response in enumerate(frame.responses):

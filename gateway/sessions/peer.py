@@ -21,6 +21,7 @@ import structlog
 
 from gateway.sessions.link import Frame, Link
 from gateway.sessions.placement import LinkBook, LinkFigures, PlaceWish
+from gateway.sessions.probe import ServiceProbe
 from outrider.errors import InvalidRequest, OutriderError, PeerLost, ProtocolViolation, shown
 from outrider.estimates.timing import ServiceLoad
 from outrider.model_files.generation_defaults import OperatorDefaults
@@ -57,7 +58,6 @@ CALLS: Mapping[str, tuple[Callable[[grpc.aio.Channel], Any], Frame]] = {
     ),
 }
 HANDSHAKE_TIMEOUT_S = 5.0
-PROBE_TIMEOUT_S = 2.0
 ROLLBACK_TIMEOUT_S = 5.0
 BACKOFF_S = (0.1, 2.0)
 # Most bytes of a message. A draft's answer has up to 32 rows, each with a distribution of 256 entries: 70 KB.
@@ -66,6 +66,7 @@ MAX_BYTES = {"draft": 2 * FRAME_BYTES, "target": MAX_MESSAGE_BYTES}
 MAX_UNASKED = {"draft": 64.0, "target": math.inf}
 TRIAL_S = 30.0  # in which other places are better than one that hung; then a session tries whether it works again
 LOAD_S = 3.0  # after which a load is not believed any more; there are about three in this time
+SILENT_S = 1.5  # without a frame, of a service that says its load each second
 MISFIT_LOOK_S = 5.0  # between two looks at a service that does not fit: at one address another may come
 MAX_NAME_LEN, MAX_OFFERS = 1024, 64  # of a model, and drafters
 MAX_ROW_COSTS = 64  # numbers of rows of which a service says what they cost
@@ -171,7 +172,7 @@ class ServicePeer:
         # A channel that was given need not lead to the address, so no handshake is tried there.
         self._has_address = channel is None
         self._use(channel or open_link_channel(address, tls, MAX_BYTES[role], name))
-        self._probe: asyncio.Task[float | None] | None = None
+        self.probe = ServiceProbe(lambda: self._models.GetModelInfo(pb.GetModelInfoRequest()), str(self))
         self._lost = asyncio.Event()
         self._settled = asyncio.Event()
         watching = (upkeep or Upkeep()).keep(f"{role} link {address}", self._watch)
@@ -216,9 +217,7 @@ class ServicePeer:
         """
         now_s, link = asyncio.get_running_loop().time(), self._link
         info, load = self.info, self.load
-        # A load says how many sessions there are, too.
-        is_recent = load is not None or (link is not None and now_s - link.heard_s < LOAD_S)
-        others = link.other_sessions if link and is_recent else 0
+        others = link.other_sessions if link is not None and now_s - link.spoke_s < LOAD_S else 0
         found = self.book.figures(self.address, wish, now_s, others - is_there)
         if info is not None and load is not None:
             found = found.heard(load, info.kv_tokens, info.block_size)
@@ -226,8 +225,17 @@ class ServicePeer:
             found,
             numerics_id=self._info.numerics_id if self._info is not None else "",
             is_failing=self.breaker.is_open and self.breaker.rested_s() < TRIAL_S,
+            is_silent=self.is_silent,
             has_failed=has_failed,
         )
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it says nothing where one that works would: no load each second, if it says loads, and no answer to
+        a question.
+        """
+        link = self._link if self.said is not None else None
+        return self.probe.is_silent or (link is not None and self._clock_s() - link.spoke_s > SILENT_S)
 
     @property
     def has_sessions(self) -> bool:
@@ -271,33 +279,11 @@ class ServicePeer:
         self.rollbacks.num_tokens += max(0, cached_len - response.cached_len)
         return response
 
-    async def stalled_s(self) -> float | None:
-        """Seconds for which the device has had work and finished none; no end of them for a service that is not there.
-
-        None when it takes no new calls. It may be draining, and finish what is under way; if it has ended, every stream
-        says so itself.
-        """
-
-        async def ask() -> float | None:
-            try:
-                answer = await self._models.GetModelInfo(pb.GetModelInfoRequest(), timeout=PROBE_TIMEOUT_S)
-            except grpc.aio.AioRpcError as error:
-                log.info("service does not answer", service=self.role, address=self.address, status=error.code().name)
-                return None if error.code() is grpc.StatusCode.UNAVAILABLE else math.inf
-            is_same = answer is not None and answer.instance_id == self._instance_id
-            return answer.stalled_us / 1e6 if is_same else math.inf
-
-        if self._probe is None or self._probe.done():
-            # All sessions that begin to doubt at the same time share one question.
-            self._probe = asyncio.create_task(ask(), name=f"{self.role} probe")
-        return await asyncio.shield(self._probe)
-
     async def close(self) -> None:
         """Ends the watch, lets sessions that are ending say so, and closes the channel."""
-        ending = {self._monitor, *filter(None, [self._probe])}
-        for task in ending:
-            task.cancel()
-        await asyncio.wait(ending)
+        self._monitor.cancel()
+        await asyncio.wait({self._monitor})
+        await self.probe.close()
         if self._link is not None:
             await self._link.close()
         await self.channel.close()

@@ -142,6 +142,8 @@ class LinkFigures:
     is_joining: bool = False
     is_failing: bool = False
     """The service's device hung when a session was there last."""
+    is_silent: bool = False
+    """Nothing comes from the service at the moment; it may have stopped, or be cut off."""
     has_failed: bool = False
     """The service has just lost this session."""
 
@@ -185,7 +187,8 @@ def choose(places: Sequence[LinkFigures], wish: PlaceWish) -> Placement | None:
     def rank(each: LinkFigures) -> tuple[bool, ...]:
         # What is worse than any cost, the worst first.
         lacks_cache = each.free_tokens is not None and each.free_tokens < _needed_tokens(each, wish)
-        return each.has_failed, each.is_failing, wish.numerics_id not in {"", each.numerics_id}, lacks_cache
+        has_others = wish.numerics_id not in {"", each.numerics_id}
+        return each.has_failed, each.is_failing, has_others, each.is_silent, lacks_cache
 
     if not places:
         return None
@@ -438,7 +441,8 @@ class LinkBook:
             prompt_token_us=self.prompt_token_us.mean or None,
             step_us=step_us,
             row_us=row_us,
-            round_tokens=1.0 if costs is None else costs.tokens.mean,
+            # The mean is 0 while no round has been seen.
+            round_tokens=1.0 if costs is None else max(costs.tokens.mean, 1.0),
             is_joining=now_s - self.joined_s < JOINING_S,
         )
 

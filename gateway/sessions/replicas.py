@@ -7,7 +7,7 @@ missing draft changes nothing, because it only makes answers slower.
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Sequence, Set
+from collections.abc import Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ from outrider.parameters import SessionSpec
 from outrider.rpc.channels import HEALTH_LOOK_S
 
 STOPPING = "is stopping, and takes no new requests"
+NONE_ALIKE = "none has the model with which the request began"
 
 log = structlog.get_logger()
 
@@ -90,6 +91,8 @@ class LinkSet:
         """Links to services that get new sessions."""
         self.leaving: tuple[ServicePeer, ...] = ()
         """Links that get none, and stay until the sessions that they carry have ended."""
+        self.brought_by: Mapping[str, str] = {}
+        """The place that is looked up or read, by each address that it has."""
         self.change(peers)
         self.role = peers[0].role if peers else role
         self._places = places
@@ -313,7 +316,7 @@ class Replicas(LinkSet):
         if not any(infos):
             return self.lost()
         if not any(info and info.model_hash == need.model_hash for info in infos):
-            return PeerLost(f"{self}: none has the model with which the request began", model_hash=need.model_hash)
+            return PeerLost(f"{self}: {NONE_ALIKE}", model_hash=need.model_hash)
         if not self._meeting(need):
             return PeerLost(f"{self}: none has room for the {need.max_len} tokens of the request", max_len=need.max_len)
         return PeerLost(f"{self} does not answer requests", address=self.address)
@@ -325,6 +328,9 @@ class Targets(Replicas):
     So what a seed says does not change when that one is away. When it comes back with other weights, these count: it
     was replaced by who names it first. When it has left the list, those of the next one do. Requests that run go on
     wherever their own weights are.
+
+    What a name or a file brings is replaced one by one while it serves. So where one brings the first of the list, the
+    weights of all that it brings count, and a request begins with those of the place that costs it least.
     """
 
     @property
@@ -346,12 +352,32 @@ class Targets(Replicas):
         return [
             f"{peer} has other weights, with which no request begins (model hash {peer.info.model_hash}, not {wanted})"
             for peer in self.peers
-            if peer.info is not None and peer.info.model_hash != wanted
+            if peer.info is not None and not self._counts(peer)
         ]
 
     def fits(self, peer: ServicePeer) -> bool:
-        """Whether it has the weights of the first one, and takes requests."""
-        return super().fits(peer) and self._first is not None and peer.model_hash == self._first.model_hash
+        """Whether it has weights that count, and takes requests."""
+        return super().fits(peer) and self._counts(peer)
+
+    def info_of(self, model_hash: str) -> ModelInfo:
+        """Facts of a target that is there with such weights; raises PeerLost while there is none."""
+        for peer in self.peers:
+            if peer.info is not None and peer.info.model_hash == model_hash:
+                return peer.info
+        raise PeerLost(f"{self}: {NONE_ALIKE}", model_hash=model_hash)
+
+    def weights_for(self, placing: Placing, need: Need, wish: PlaceWish) -> ModelInfo | None:
+        """Facts of a target whose weights a request should begin with, whichever it needed so far: of the cheapest
+        place where several count. None where none is open to it.
+        """
+        found = [(peer, peer.info) for peer in self.peers if self.fits(peer) and not peer.breaker.blocks(placing)]
+        open_to = [
+            (peer, info) for peer, info in found if info and replace(need, model_hash=info.model_hash).met_by(info)
+        ]
+        placement = None
+        if len({info.model_hash for _, info in open_to}) > 1:
+            placement = choose([peer.figures(wish) for peer, _ in open_to], wish)
+        return next((info for peer, info in open_to if placement is None or peer.address == placement.address), None)
 
     async def tell_left_out(self) -> None:
         """Logs which of them are left out, when that changes; for ever."""
@@ -363,6 +389,14 @@ class Targets(Replicas):
                     log.warning("target left out", reason=sentence)
             told = found
             await asyncio.sleep(HEALTH_LOOK_S)
+
+    def _counts(self, peer: ServicePeer) -> bool:
+        """Whether new requests may begin with its weights."""
+        first = self._first
+        if first is None or peer.model_hash == first.model_hash:
+            return first is not None
+        place = self.brought_by.get(first.address)
+        return place is not None and place == self.brought_by.get(peer.address)
 
     @property
     def _first(self) -> ServicePeer | None:

@@ -7,6 +7,8 @@ them, it is decided without them.
 """
 
 import asyncio
+import math
+from contextlib import suppress
 from dataclasses import replace
 
 import structlog
@@ -20,7 +22,7 @@ from gateway.rounds.round import (
     TokenLog,
     Verdict,
 )
-from gateway.sessions.peer import ServicePeer
+from gateway.sessions.peer import SILENT_S, ServicePeer
 from gateway.sessions.replicas import Placing, Replicas, need_of, wish_of
 from gateway.sessions.session import MAX_DRIFT_REPAIRS, RemoteSession, RetryBudget, TargetTimeouts
 from gateway.sessions.target_move import TargetMoves
@@ -37,6 +39,7 @@ from outrider.v1 import types_pb2
 PROMPT_TOKEN_S = 0.02  # allowance for reading a token that is not cached, before a working target is asked again
 MAX_TIMES_AS_LONG = 10  # each request that was left unanswered doubles how long the next one may be, up to this
 MIN_WAIT_S = 0.001
+SILENCE_S = 0.5  # on a link with a round that waits, before its target is looked at
 MAX_BUDGETS = 8  # in a round, one more for each time that a target was found working in between
 MAX_REFUSALS = 3  # times in a round that a target may ask for tokens which it has just been given
 MAX_REFUSED_GUESSES = 3  # of one session, after which it proposes nothing any more
@@ -280,53 +283,89 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
     ) -> pb.VerifyResponse:
         """Makes one request and takes its answer. The request is repeated ever more seldom, which fencing makes safe.
 
-        Whenever the deadline of a round passes without an answer, the target is looked at:
-        1. It takes no calls. It may be draining, when its sessions go on and end with it; but the session does not wait
-           for that when its allowance is over and a spare is there. Raises Unanswered.
-        2. Its device finishes nothing: it hangs, and its breaker spares other requests from finding that out. Raises
-           PeerLost.
-        3. It works, and may take its time, for a long prompt or in a full pool. After long enough a message must have
-           been lost. Raises Unanswered, and PeerLost when that happens again and again.
+        What a look at the target finds meanwhile, `_judge` decides on.
         """
-        loop, peer, deadline = asyncio.get_running_loop(), opening.peer, self._timeouts.deadline.of(opening.peer)
+        loop, deadline = asyncio.get_running_loop(), self._timeouts.deadline.of(opening.peer)
         deadline_s = deadline.seconds()
         now_s = started_s = loop.time()
-        was_opening = opening.is_opening
+        was_opening, was_silent = opening.is_opening, False
         allowance_s = deadline_s + PROMPT_TOKEN_S * len(self._log) * was_opening
         ask_at_s, num_asked = started_s, 0
         while True:
-            try:
-                if now_s >= ask_at_s:
-                    send = opening.send_step if num_asked else opening.send_next
-                    send(proposal, plain_budget, own)
-                    ask_at_s, num_asked = now_s + 2**num_asked * allowance_s, num_asked + 1
-                response = await opening.receive(now_s + min(deadline_s, max(ask_at_s - now_s, MIN_WAIT_S)))
-            except TimeoutError:
-                waited_s, stalled_s = loop.time() - started_s, await peer.stalled_s()
-                if stalled_s is None:  # 1
-                    spare = self._replicas.pick(self._session_id, self._need, failed=peer)
-                    if waited_s >= allowance_s and spare not in {None, peer}:
-                        raise Unanswered(f"{peer} takes no calls, and a spare is there") from None
-                elif stalled_s > self._timeouts.stall_s:  # 2
-                    lost = PeerLost(f"{peer} does not answer requests")
-                    peer.breaker.failed(self._session_id, lost)
-                    raise lost from None
-                else:  # 3
-                    peer.breaker.answered()
-                    self._has_worked = True
-                    answer_s = min(2**self._num_unanswered, MAX_TIMES_AS_LONG) * self._timeouts.answer_s
-                    if waited_s >= answer_s + allowance_s:
-                        opening.link.suspect(started_s)
-                        self._num_unanswered += 1
-                        if self._num_unanswered > MAX_UNANSWERED:
-                            raise PeerLost(f"{peer} works, but leaves the session without an answer") from None
-                        raise Unanswered(f"{peer} left a request unanswered") from None
-                now_s = loop.time()
-            else:
+            if now_s >= ask_at_s:
+                send = opening.send_step if num_asked else opening.send_next
+                send(proposal, plain_budget, own)
+                ask_at_s, num_asked = now_s + 2**num_asked * allowance_s, num_asked + 1
+            wait_s = min(deadline_s, max(ask_at_s - now_s, MIN_WAIT_S))
+            found = await self._receive(opening, now_s + wait_s, min(SILENCE_S, deadline_s))
+            if isinstance(found, pb.VerifyResponse):
                 if num_asked == 1 and not was_opening:
                     # Prompts and repetitions say nothing about how long a round takes.
                     deadline.observe(loop.time() - started_s)
-                return response
+                return found
+            was_silent = self._judge(opening, found, started_s, allowance_s, was_silent=was_silent)
+            now_s = loop.time()
+
+    async def _receive(
+        self, opening: TargetOpening, until_s: float, silence_s: float
+    ) -> pb.VerifyResponse | float | None:
+        """The next answer, or else what the target's probe finds when its time is up; or before, when nothing at all
+        has come on the link for so long: asking costs a message, and what is lost is found out sooner.
+        """
+        loop, link = asyncio.get_running_loop(), opening.link
+        began_s = loop.time()
+        while (look_at_s := min(until_s, max(link.spoke_s, began_s) + silence_s)) > loop.time():
+            with suppress(TimeoutError):
+                return await opening.receive(look_at_s)
+        probe = opening.peer.probe.stalled_s(link)
+        probe.add_done_callback(lambda _: opening.wake())
+        while not probe.done():
+            with suppress(TimeoutError):
+                return await opening.receive(loop.time() + silence_s)
+        return probe.result()
+
+    def _judge(
+        self, opening: TargetOpening, stalled_s: float | None, started_s: float, allowance_s: float, *, was_silent: bool
+    ) -> bool:
+        """Decides on a target that has not answered since `started_s`; returns whether it is silent, and asked again.
+
+        1. It takes no calls. It may be draining, when its sessions go on and end with it; but the session does not wait
+           for that when its allowance is over and a spare is there. Raises Unanswered.
+        2. It does not answer, or its device finishes nothing: it hangs, and its breaker spares other requests from
+           finding that out. Raises PeerLost; of a silent one when it `was_silent` before, unless a spare is there:
+           otherwise there is nothing to be won by haste, and the gateway itself may be cut off.
+        3. It works, and may take its time, for a long prompt or in a full pool. After long enough a message must have
+           been lost. Raises Unanswered, and PeerLost when that happens again and again.
+        """
+        peer, waited_s = opening.peer, asyncio.get_running_loop().time() - started_s
+        if stalled_s is None:  # 1
+            if waited_s >= allowance_s and self._has_spare(peer):
+                raise Unanswered(f"{peer} takes no calls, and a spare is there")
+        elif stalled_s > self._timeouts.stall_s:  # 2
+            if math.isinf(stalled_s) and not was_silent and not self._has_spare(peer):
+                self._log_event("no target speaks", service=str(peer))
+                return True
+            lost = PeerLost(f"{peer} does not answer requests")
+            peer.breaker.failed(self._session_id, lost)
+            raise lost
+        else:  # 3
+            peer.breaker.answered()
+            self._has_worked = True
+            answer_s = min(2**self._num_unanswered, MAX_TIMES_AS_LONG) * self._timeouts.answer_s
+            if waited_s >= answer_s + allowance_s:
+                opening.link.suspect(started_s)
+                self._num_unanswered += 1
+                if self._num_unanswered > MAX_UNANSWERED:
+                    raise PeerLost(f"{peer} works, but leaves the session without an answer")
+                raise Unanswered(f"{peer} left a request unanswered")
+        return False
+
+    def _has_spare(self, peer: ServicePeer) -> bool:
+        """Whether another target would take the session that has spoken lately, be it slow to answer a question."""
+        spare = self._replicas.pick(self._session_id, self._need, failed=peer)
+        if spare is None or spare is peer:
+            return False
+        return asyncio.get_running_loop().time() - spare.link().spoke_s < SILENT_S
 
     async def _drop_cache(self) -> None:
         """Makes the target forget all but the first token, so that the open that follows computes the rest again."""

@@ -29,9 +29,11 @@ def uncollected() -> Iterator[None]:
 
     Nearly all of it stays for ever, and to look through it again and again is a sixth of the time that importing takes.
     """
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if was_enabled:
+            gc.enable()

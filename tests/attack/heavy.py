@@ -8,7 +8,7 @@ import grpc
 from attack.attackers import PATIENCE_S, REFUSALS, Tally, fault_in
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.basics import eventually
-from support.requests.heavy_messages import MESSAGES
+from support.requests.heavy_messages import heavy_messages
 from support.rest.heavy_bodies import BODIES, path_of
 from support.rest.rest_stack import exchange
 
@@ -54,7 +54,7 @@ def send_heavy(address: str, count: int) -> Tally:
 
 
 async def _send_heavy(address: str, count: int) -> Tally:
-    tally, kinds, started_s = Tally(), [*MESSAGES.items()], time.perf_counter()
+    tally, kinds, started_s = Tally(), [*heavy_messages().items()], time.perf_counter()
 
     async def send() -> None:
         async with open_channel(address) as channel:

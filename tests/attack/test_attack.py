@@ -290,7 +290,7 @@ class Report:
         return f"\n{sent}\n\n{holds}\n\n{verdict}{'met' if times <= AT_MOST else 'MISSED'}."
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 async def test_nothing_breaks_and_nobody_suffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """No crash, no fault of a process, no Python text, the same tokens in every stream, and nothing left."""
     for name, value in ENVIRONMENT.items():

@@ -27,7 +27,7 @@ def answer_of(number: int, pause_s: float = 0.0) -> DrillAnswer:
 
 
 ANSWERS = [answer_of(0, pause_s=1.75), answer_of(1), answer_of(2), answer_of(3)]
-RUN = DrillRun(Drill.KILLED, ANSWERS, AT_S, 3.0, 8.0, 0.5, 1.0, ["b:1", "b:1", "c:1"], 4)
+RUN = DrillRun(Drill.KILLED, ANSWERS, AT_S, 3.0, 8.0, 0.5, 1.0, ["b:1", "b:1", "c:1"])
 PLAIN = {each.number: each.token_ids for each in ANSWERS}
 
 
@@ -72,11 +72,20 @@ def test_a_newcomer_has_a_fair_share_when_its_sessions_are_near_an_equal_part() 
     assert replace(run, sessions=run.sessions[:1]).fair_s is None
 
 
+def test_other_weights_are_counted_by_how_many_targets_had_been_replaced() -> None:
+    """One is replaced each two seconds; the weights of the first answer are the old ones."""
+    asked = [(102.0, "old"), (104.5, "old"), (105.0, "new"), (111.5, "new"), (113.0, "new")]
+    answers = [replace(ANSWERS[1], asked_s=at_s, model_hash=found) for at_s, found in asked]
+    run = replace(RUN, drill=Drill.ROLLED, answers=answers)
+    assert run.renewed == [(1, 0.0), (2, 0.5), (0, 0.0), (0, 0.0), (1, 1.0)]
+    assert "| rolled | 0.00 of 1 | 0.50 of 2 | 0.00 of 0 | 0.00 of 0 | 1.00 of 1 |" in report([run], PLAIN)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_request_fails_and_no_token_is_another_one(tmp_path: Path) -> None:
-    """A target is killed and one cut off under load; how long anything takes is not asked."""
-    options = "--drills killed,cut-off --streams 8 --tokens 48 --before 4 --after 3 --stretch 4"
+    """A target is killed, one cut off, and all get other weights under load; how long anything takes is not asked."""
+    options = "--drills killed,cut-off,rolled --streams 8 --tokens 48 --before 4 --after 3 --stretch 4"
     found = subprocess.run(
         (sys.executable, "-m", "bench.fleet.drills", *options.split(), "--save", str(tmp_path / "runs.json")),
         capture_output=True,
@@ -90,5 +99,6 @@ def test_no_request_fails_and_no_token_is_another_one(tmp_path: Path) -> None:
     assert [(each["drill"], each["failed"], each["differing"]) for each in runs] == [
         ("killed", [], []),
         ("cut-off", [], []),
+        ("rolled", [], []),
     ]
     assert all(each["answers"] for each in runs)

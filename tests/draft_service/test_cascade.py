@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from support.basics import check_empty, spec_of
+from support.basics import check_empty, grid, spec_of
 from support.drafting.cheaper_drafts import CASCADES, Oracle, cascade_of, plain_proposal, stopped, toy_cascade
 from support.drafting.rules import ruled
 from support.services.stepped_draft import PROMPT, SPEC, Draft, assert_like_fresh
@@ -28,7 +28,7 @@ def _empty(smaller: ModelRunner, twin: ModelRunner) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("logprobs", [True, False], ids=["logprobs", ""])
+@pytest.mark.parametrize("logprobs", [True, *grid(False)], ids=["logprobs", ""])
 @pytest.mark.parametrize(("drafter", "rule"), SERVED)
 @pytest.mark.parametrize("cascade", CASCADES)
 def test_proposals_are_those_of_the_draft_alone(

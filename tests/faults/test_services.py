@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from faults.load import REQUESTS, Load, said
 from faults.service import KV_TOKENS, LEASE_S, MODELS, Service
-from support.basics import eventually
+from support.basics import eventually, grid
 from support.network import ChaosProxy
 from support.stack import until_quiet
 
@@ -143,7 +143,7 @@ class World:
         return replicas.peers[0]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["target", "draft"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["target", *grid("draft")])
 async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     """The processes live as long as the tests of their role."""
     role = request.param

@@ -30,6 +30,8 @@ from outrider.v1 import model_service_pb2 as model_pb
 pytestmark = pytest.mark.slow
 
 NUM_GATEWAYS, NUM_CALLS = 3, 200
+# A connection for each call: one that has been idle may end just as the next call begins.
+EACH_ITS_OWN = httpx.Limits(max_connections=NUM_CALLS, max_keepalive_connections=0)
 LIMITS = {
     "few": {"requests_per_minute": 20},
     "frugal": {"tokens_per_minute": 60},
@@ -123,9 +125,7 @@ async def test_three_gateways_count_together(tokenizer: str, tmp_path: Path) -> 
         words, environment = ("--api-keys", keys), {"OUTRIDER_KEY_STORE": url}
         started = [gateway_before(address, tokenizer, *words, environment=environment) for _ in range(NUM_GATEWAYS)]
         running = await asyncio.gather(*(life.enter_async_context(each) for each in started))
-        http = await life.enter_async_context(
-            httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=NUM_CALLS))
-        )
+        http = await life.enter_async_context(httpx.AsyncClient(timeout=120, limits=EACH_ITS_OWN))
         all_gateways = Gateways(running, http)
         await all_gateways.check_at_once("few", NUM_CALLS, 20, 20)
         await all_gateways.check_at_once("frugal", NUM_CALLS, 60 / NUM_TOKENS, 60 // NUM_TOKENS)

@@ -264,6 +264,7 @@ async def test_a_limit_of_a_key_is_that_of_all_workers(stack: RunningStack, tmp_
         assert all(said.values())
 
 
+@pytest.mark.grid
 async def test_a_frozen_worker_is_replaced(gateway: Gateway) -> None:
     """It answers nothing although its port seems open: it is killed, and another one serves in its place."""
     frozen = gateway.workers()[0]

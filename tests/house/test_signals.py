@@ -1,4 +1,4 @@
-"""However the tests are started, their children have all signals as a program in a terminal has them."""
+"""However the tests are started, their children have all signals of a terminal; and shares of them are all of them."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import IGNORED_VARIABLE
+from conftest import IGNORED_VARIABLE, SHARE_VARIABLE, share_of
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE, signal.SIGUSR1}
 ASK = f"""
@@ -73,3 +73,15 @@ def test_a_run_in_the_background_changes_nothing() -> None:
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "3 passed" in ended.stdout
+
+
+@pytest.mark.parametrize("num_shares", [1, 3])
+def test_every_file_is_in_one_share(num_shares: int) -> None:
+    """What one commit has no time for is run at another one; and a share that is asked for is what is collected."""
+    folder = Path(__file__).parent
+    expected = {path.name for path in folder.glob("test_*.py") if share_of(path, num_shares) == 1}
+    command = [sys.executable, "-m", "pytest", "--collect-only", "--quiet", str(folder)]
+    environment = {**os.environ, SHARE_VARIABLE: f"1/{num_shares}"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=folder.parents[1])
+    assert {Path(line.partition("::")[0]).name for line in ended.stdout.splitlines() if "::" in line} == expected
+    assert (expected != {path.name for path in folder.glob("test_*.py")}) == (num_shares > 1)

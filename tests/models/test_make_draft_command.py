@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.basics import grid
 from support.runs import start_training, train
 
 from make_draft import app
@@ -68,7 +67,8 @@ def test_a_run_says_what_it_does_and_what_came_of_it(made: tuple[Path, str]) -> 
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("last_words", ["texts: 1 files", *grid("head-overlap: step 2,")])
+@pytest.mark.grid
+@pytest.mark.parametrize("last_words", ["texts: 1 files", "head-overlap: step 2,"])
 def test_a_killed_run_goes_on_to_the_same_weights(
     corpus: Path, trained: tuple[Path, str], made: tuple[Path, str], tmp_path: Path, last_words: str
 ) -> None:

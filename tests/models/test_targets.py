@@ -88,7 +88,7 @@ def test_what_would_be_read_wrongly_is_refused(
         trained_model("--target", write_tiny_model(tmp_path / "target", family, **overrides))
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_both_commands_take_qwen_3_as_a_gguf_file(corpus: Path, tmp_path: Path) -> None:
     """Drafts and a head come of it; a run that is killed within its samples goes on with those that it has."""
     file = write_gguf(write_tiny_model(tmp_path / "qwen3", "qwen3"), tmp_path / "qwen3.gguf")

@@ -17,7 +17,7 @@ from train_head import app
 from training.data import IGNORED, encode, held_out_blocks, read_documents, targets_of
 from training.head_files import METHODS
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.grid
 
 COMMAND = "train_head.py"
 Made = dict[str, tuple[Path, str]]

@@ -93,7 +93,7 @@ class DicePolicy(SpeculationPolicy):
         super().__init__()
         self._dice = dice
 
-    def observe(self, committed: object, session: object = None, *, unasked: bool) -> None:
+    def observe(self, committed: object, session: object = None, *, unasked: bool, is_trial: bool = False) -> None:
         """What a round took by a real clock would make a run irreproducible."""
 
     def choose(self, limit: int, session: SessionEstimates | None = None, *, ready: bool = True) -> Choice:

@@ -100,7 +100,7 @@ async def law_of(pair: tuple[Path, Path], rule: str, num_requests: int) -> Law:
     return Law(by_target, by_draft, outcomes)
 
 
-@pytest.mark.parametrize("rule", [*grid("match"), "ratio", "block"])
+@pytest.mark.parametrize("rule", [*grid("match", "ratio"), "block"])
 @pytest.mark.parametrize("ways", [*grid((sent,), (swapped,), (forged,)), FOUL], ids=named)
 async def test_rounds_with_branches_follow_the_distribution_of_the_target(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, rule: str, ways: tuple[Way, ...]

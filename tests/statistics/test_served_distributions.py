@@ -162,13 +162,17 @@ async def check_requests(
     assert by_draft < 1e-6
 
 
+OFTEN = ("service", "masks", "hosted", "head", "block")
+"""Drafters whose tokens are tested wherever there is time."""
+
+
 # Under `match` tokens are compared one by one elsewhere.
-@pytest.mark.parametrize("rule", [*grid("match"), "ratio", "block"])
 @pytest.mark.parametrize(
-    "drafter",
+    ("drafter", "rule"),
     [
-        *("service", "masks", "hosted", "head", "block"),
-        *grid("layers", "adapter", "pass", "lookahead"),
+        pytest.param(drafter, rule, marks=() if drafter in often else pytest.mark.grid)
+        for rule, often in (("match", ()), ("ratio", ("service",)), ("block", OFTEN))
+        for drafter in (*OFTEN, "layers", "adapter", "pass", "lookahead")
     ],
 )
 async def test_served_tokens_follow_the_distribution_of_the_target(

@@ -21,7 +21,7 @@ from typing import Annotated
 
 import typer
 
-from bench.fleet.drills.figures import Drill, DrillRun
+from bench.fleet.drills.figures import TARGETS, Drill, DrillRun
 from bench.fleet.drills.fleet import DrillFleet, GatewayLog, Partition, cpu_s
 from bench.fleet.drills.report import report
 from bench.fleet.drills.streams import AskedLoad, keep_busy, plain_answers
@@ -33,7 +33,7 @@ from outrider.errors import InvalidRequest
 from outrider.process import telemetry
 from outrider.process.options import between, grouped, run_app, service_app
 
-TARGETS, DRAFTS = 4, 3
+DRAFTS = 3
 SESSIONS = "outrider_sessions"
 LOOK_S = 0.5
 PLAIN_STRETCH = 0.1
@@ -71,7 +71,8 @@ def drills(*, wanted: DrillOptions) -> None:
     async def measuring(interrupts: Interrupts) -> None:
         began = datetime.now(UTC)
         with tempfile.TemporaryDirectory(prefix="outrider-drills-") as folder:
-            async with DrillFleet(TARGETS + 1, DRAFTS, wanted.stretch, Path(folder)) as fleet:
+            renewed = TARGETS if Drill.ROLLED in names else 0
+            async with DrillFleet(TARGETS + 1, DRAFTS, wanted.stretch, Path(folder), renewed) as fleet:
                 interrupts.urgent = fleet.kill
                 runs = [await drilled(Drill(name), fleet, load, wanted) for name in names]
             async with DrillFleet(1, 0, PLAIN_STRETCH, Path(folder)) as fleet:
@@ -104,18 +105,18 @@ async def drilled(drill: Drill, fleet: DrillFleet, load: AskedLoad, wanted: Dril
             await asyncio.sleep(wanted.before / 2)
             at_s, used_s = time.perf_counter(), cpu_s(pids) - began_cpu_s
             happen(drill, fleet, partition)
+            if drill is Drill.ROLLED:
+                await roll(fleet, at_s, wanted.after)
             sessions = await watched(fleet, at_s, wanted.after, drill)
             is_over.set()
             if drill is Drill.STOPPED:
-                fleet.signal(drill.hurt, signal.SIGCONT)
+                fleet.signal(drill.hurt[0], signal.SIGCONT)
             partition.heal()
-    if drill.hurt:
-        await fleet.replace(drill.hurt)
+    await fleet.replace(*drill.hurt)
     cpus = used_s / (at_s - began_s) / (os.cpu_count() or 1)
     before_s, reopened = at_s - began_s, log.reopened
-    return DrillRun(
-        drill, asking.result(), at_s, before_s, wanted.after, cpus, os.getloadavg()[0], reopened, TARGETS, sessions
-    )
+    answers, load_average = asking.result(), os.getloadavg()[0]
+    return DrillRun(drill, answers, at_s, before_s, wanted.after, cpus, load_average, reopened, sessions)
 
 
 def happen(drill: Drill, fleet: DrillFleet, partition: Partition) -> None:
@@ -123,17 +124,26 @@ def happen(drill: Drill, fleet: DrillFleet, partition: Partition) -> None:
     targets, drafts = fleet.names["target"], fleet.names["draft"]
     match drill:
         case Drill.KILLED | Drill.DRAFT_KILLED:
-            fleet.signal(drill.hurt, signal.SIGKILL)
+            fleet.signal(drill.hurt[0], signal.SIGKILL)
         case Drill.STOPPED:
-            fleet.signal(drill.hurt, signal.SIGSTOP)
+            fleet.signal(drill.hurt[0], signal.SIGSTOP)
         case Drill.DRAINED:
-            fleet.signal(drill.hurt, signal.SIGTERM)
+            fleet.signal(drill.hurt[0], signal.SIGTERM)
         case Drill.CUT_OFF:
             partition.cut()
         case Drill.JOINED:
             fleet.list_all(targets, drafts)
         case Drill.DRAFTS_JOINED:
             fleet.list_all(targets[:TARGETS], drafts)
+
+
+async def roll(fleet: DrillFleet, at_s: float, after_s: float) -> None:
+    """Replaces the targets by those of other weights, one after the other at equal times; the old ones then drain."""
+    renewed, drafts, step_s = fleet.names["renewed"], fleet.names["draft"], after_s / TARGETS
+    for number, name in enumerate(Drill.ROLLED.hurt, 1):
+        fleet.list_all([*renewed[:number], *Drill.ROLLED.hurt[number:]], drafts)
+        fleet.signal(name, signal.SIGTERM)
+        await asyncio.sleep(max(0.0, at_s + number * step_s - time.perf_counter()))
 
 
 async def watched(

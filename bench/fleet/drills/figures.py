@@ -15,7 +15,8 @@ DIP_S = 5.0  # in which a fall is one for what happened, and no chance of the st
 LEAST_GAPS = 4  # of a stream, of which fewer have no usual round
 FAIR = 0.8  # of an equal share of the sessions
 BACK = 0.95  # of what is expected
-NEWCOMER = "target 5"
+TARGETS = 4
+NEWCOMER = f"target {TARGETS + 1}"
 
 
 class Drill(StrEnum):
@@ -28,6 +29,7 @@ class Drill(StrEnum):
     JOINED = "joined"
     DRAFT_KILLED = "draft-killed"
     DRAFTS_JOINED = "drafts-joined"
+    ROLLED = "rolled"
 
     @property
     def is_loss(self) -> bool:
@@ -35,9 +37,11 @@ class Drill(StrEnum):
         return self in {Drill.KILLED, Drill.STOPPED, Drill.CUT_OFF, Drill.DRAINED}
 
     @property
-    def hurt(self) -> str:
-        """The service that is to be replaced afterwards; empty where none is."""
-        return "target 1" if self.is_loss else "draft 1" if self is Drill.DRAFT_KILLED else ""
+    def hurt(self) -> Sequence[str]:
+        """Services that are to be replaced afterwards, the first of which it happens to first."""
+        if self is Drill.ROLLED:
+            return [f"target {number + 1}" for number in range(TARGETS)]
+        return ["target 1"] if self.is_loss else ["draft 1"] if self is Drill.DRAFT_KILLED else []
 
 
 Extremes: TypeAlias = tuple[float, float, float]
@@ -65,7 +69,6 @@ class DrillRun:
     load_average: float
     reopened: Sequence[str]
     """Where sessions went that had been at another target."""
-    num_targets: int
     sessions: Sequence[tuple[float, Mapping[str, float]]] = ()
     """Sessions of each target at some moments since then."""
 
@@ -153,9 +156,24 @@ class DrillRun:
         return extremes(each.rounds[0].at_s - each.asked_s for each in asked)
 
     @property
+    def renewed(self) -> list[tuple[int, float]]:
+        """Requests that were asked while 0, 1, ... of the targets had been replaced by some of other weights, and the
+        share of them that these answered.
+        """
+        step_s, found = self.after_s / TARGETS, []
+        hashes = [each.model_hash for each in self.answers if each.model_hash]
+        for number in range(TARGETS + 1):
+            from_s = self.at_s + step_s * (number - 1) if number else self.began_s
+            until_s = self.at_s + step_s * number
+            asked = [each.model_hash for each in self.answers if from_s < each.asked_s <= until_s and each.model_hash]
+            others = sum(each != hashes[0] for each in asked)
+            found.append((len(asked), others / max(len(asked), 1)))
+        return found
+
+    @property
     def spread(self) -> float:
         """Most of the reopened sessions at one target over the mean of those that are left; 0 where there are none."""
-        return max(Counter(self.reopened).values(), default=0) * (self.num_targets - 1) / max(len(self.reopened), 1)
+        return max(Counter(self.reopened).values(), default=0) * (TARGETS - 1) / max(len(self.reopened), 1)
 
     @property
     def shares(self) -> list[tuple[float, float]]:

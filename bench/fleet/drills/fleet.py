@@ -108,8 +108,10 @@ class GatewayLog:
 class DrillFleet:
     """Targets and drafts by name; leaving the context stops them."""
 
-    def __init__(self, targets: int, drafts: int, stretch: float, folder: Path) -> None:
-        """The gateway reads the addresses of its services from files in the folder."""
+    def __init__(self, targets: int, drafts: int, stretch: float, folder: Path, renewed: int = 0) -> None:
+        """The gateway reads the addresses of its services from files in the folder. So many targets have other weights,
+        whose tokens are the same.
+        """
         self.stack = Stack(
             target=f"sim:h100-8b@rows=0.13,stretch={stretch:g}",
             draft=f"sim:h100-1b@acceptance=0.75+0.1,rows=0.15,stretch={stretch:g}",
@@ -120,6 +122,7 @@ class DrillFleet:
         self.names = {
             "target": [f"target {number + 1}" for number in range(targets)],
             "draft": [f"draft {number + 1}" for number in range(drafts)],
+            "renewed": [f"renewed {number + 1}" for number in range(renewed)],
         }
         self.services: dict[str, ServiceProcess] = {}
         self._folder = folder
@@ -162,7 +165,10 @@ class DrillFleet:
             raise failures.exceptions[0] from None
 
     async def _start_one(self, name: str) -> None:
-        launch = replace(model_launch(name.partition(" ")[0], self.stack), name=name)
+        # A simulated model is its name: one that is slower by a ten-thousandth has other weights.
+        renewed = replace(self.stack, target=self.stack.target.replace("rows=0.13", "rows=0.1301"))
+        role, stack = ("target", renewed) if name in self.names["renewed"] else (name.partition(" ")[0], self.stack)
+        launch = replace(model_launch(role, stack), name=name)
         self.services[name] = await ServiceProcess.start(launch, partial(service_log, name))
 
     def list_all(self, targets: Sequence[str], drafts: Sequence[str], at: Mapping[str, str] | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from bench.fleet.drills.figures import BACK, Drill, DrillRun, Extremes, extremes
+from bench.fleet.drills.figures import BACK, TARGETS, Drill, DrillRun, Extremes, extremes
 from outrider.cli.bench.common import markdown
 
 SHOWN_S = (1, 2, 5, 10, 15)
@@ -53,7 +53,7 @@ def losses(runs: Iterable[DrillRun]) -> str:
     for each in runs:
         if each.drill.is_loss:
             before, after = each.rate(each.began_s, each.at_s), each.rate(each.at_s + each.after_s / 2, each.ended_s)
-            expected = before * (each.num_targets - 1) / each.num_targets
+            expected = before * (TARGETS - 1) / TARGETS
             rows.append(
                 [
                     each.drill.value,
@@ -87,6 +87,15 @@ def newcomers(runs: Iterable[DrillRun]) -> str:
                 ]
             )
     return markdown(head, rows)
+
+
+def rolled(runs: Iterable[DrillRun]) -> str:
+    """Requests that other weights answer while the targets are replaced."""
+    found = [each for each in runs if each.drill is Drill.ROLLED]
+    head = ["drill", *(f"{number} of {TARGETS} replaced" for number in range(TARGETS + 1))]
+    return markdown(
+        head, [[each.drill.value, *(f"{share:.2f} of {asked}" for asked, share in each.renewed)] for each in found]
+    )
 
 
 def drafts(runs: Iterable[DrillRun]) -> str:
@@ -124,6 +133,8 @@ def report(runs: Sequence[DrillRun], plain: Mapping[int, Sequence[int]]) -> str:
         ]
     if any(each.drill is Drill.JOINED for each in runs):
         parts += [newcomers(runs), "The newcomer's sessions over an equal share, so long after its address was listed."]
+    if any(each.drill is Drill.ROLLED for each in runs):
+        parts += [rolled(runs), "The share of the requests asked then that targets with other weights answered."]
     if any(each.drill in {Drill.DRAFT_KILLED, Drill.DRAFTS_JOINED} for each in runs):
         parts += [drafts(runs), "Back: to the level before, or where drafts have joined to that of the end."]
     return "\n\n".join(parts)

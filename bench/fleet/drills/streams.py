@@ -14,7 +14,7 @@ import grpc
 
 from bench.fleet.__main__ import FleetOptions, prompt_of
 from outrider.cli.bench.load.driver import METHOD, GenerateCall
-from outrider.client import Round, Speculation
+from outrider.client import Result, Round, Speculation
 from outrider.client.events import event_from
 from outrider.client.requests import generate_request
 from outrider.rpc.channels import open_channel
@@ -47,6 +47,8 @@ class DrillAnswer:
     asked_s: float
     rounds: list[SeenRound] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    model_hash: str = ""
+    """Weights that it ended with."""
     error: str = ""
     """What the gateway said instead of an end."""
 
@@ -102,6 +104,8 @@ async def ask(call: GenerateCall, number: int, tokens: int, speculation: Specula
             answer.rounds.append(
                 SeenRound(at_s, len(ids), facts.draft_count, facts.target_reopens, facts.fallback_reason)
             )
+        elif isinstance(event, Result):
+            answer.model_hash = event.model_hash
     if not answer.error and len(answer.token_ids) != tokens:
         answer.error = f"It ended after {len(answer.token_ids)} of {tokens} tokens."
     return answer

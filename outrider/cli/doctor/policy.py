@@ -62,6 +62,9 @@ def print_policy(console: Console, policy: Mapping[str, Any]) -> None:
         f"A new session would get {guesses}{who} ({choice['case'].replace('_', ' ')}).\n{choice['reason']}",
         soft_wrap=True,
     )
+    if policy.get("rest_tokens"):
+        rest = f"for the next {policy['rest_tokens']:.0f} plain tokens there are none."
+        console.print(f"All sessions together were slower with guesses: {rest}", soft_wrap=True)
     if not choice["drafters"]:
         console.print("Nothing is known of any drafter yet.", soft_wrap=True)
         return

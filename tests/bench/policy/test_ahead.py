@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from support.basics import slow
+from support.basics import grid, slow
 
 from bench.policy.devices import Simulation
 from bench.policy.oracle import FixedChoice, speed
@@ -32,7 +32,7 @@ def test_a_draft_that_runs_ahead_is_as_fast_as_was_measured() -> None:
     assert ahead > 1.2 * without
 
 
-@pytest.mark.parametrize("num_sessions", [1, *slow(4, 16, 64)])
+@pytest.mark.parametrize("num_sessions", [1, *slow(4, 16), *grid(64)])
 def test_the_policy_never_loses_by_branches(num_sessions: int) -> None:
     """With them it is at least 0.97 of what it is without, and of plain decoding, however many share a draft."""
     with_branches, outcomes = chosen(num_sessions, BRANCHES)

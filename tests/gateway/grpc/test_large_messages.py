@@ -7,7 +7,7 @@ from contextlib import suppress
 import grpc
 import pytest
 from google.protobuf.struct_pb2 import Struct, Value
-from support.requests.heavy_messages import GENERATE, MESSAGES
+from support.requests.heavy_messages import GENERATE, heavy_messages
 from support.requests.silent_calls import CALL, PREFACE
 from support.services.gateway_process import gateway_process
 
@@ -43,7 +43,7 @@ async def test_no_messages_take_more_memory_than_they_may(tokenizer: str) -> Non
     right = pb.GenerateRequest(text="fox sea", max_tokens=4).SerializeToString()
     async with gateway_process(tokenizer, "--request-memory-mib", str(BUDGET_MIB)) as gateway:
         assert await code_at(gateway.address, GENERATE, right) == "OK"
-        before, kinds = gateway.peak_bytes, [*MESSAGES.values()]
+        before, kinds = gateway.peak_bytes, [*heavy_messages().values()]
         sent = asyncio.gather(*(code_at(gateway.address, *kinds[number % len(kinds)]) for number in range(AT_A_TIME)))
         # Who asks for health needs no key.
         health = asyncio.gather(
@@ -56,7 +56,7 @@ async def test_no_messages_take_more_memory_than_they_may(tokenizer: str) -> Non
         codes = Counter([*await sent, *await health])
         assert not {*codes} - {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "NOT_FOUND"}, codes
         assert gateway.peak_bytes - before < (BUDGET_MIB + BESIDE_MIB) << 20
-        for name, (path, message) in MESSAGES.items():
+        for name, (path, message) in heavy_messages().items():
             assert await code_at(gateway.address, path, message) == "INVALID_ARGUMENT", name
     assert not [line for line in gateway.lines if '"level": "error"' in line]
 

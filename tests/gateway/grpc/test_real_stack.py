@@ -23,7 +23,7 @@ async def stack() -> AsyncIterator[RunningStack]:
         yield running
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.early, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def both(stack: RunningStack, **fields: object) -> Answer:

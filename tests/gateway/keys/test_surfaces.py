@@ -24,6 +24,7 @@ from support.keys import bearer, key_of, samples_of, write_keys
 from support.rest.rest_stack import exchange
 from support.services.markov_services import MarkovStack, markov_stack, request, write_tokenizer
 
+from gateway.generation.admission import Reservation
 from gateway.keys.door import REST
 from gateway.keys.tenant import Tenant
 from gateway.keys.usage import OwnUsage
@@ -387,20 +388,27 @@ async def test_samples_of_a_key_are_never_more_than_may_be(stack: MarkovStack, h
     assert "8 prompts" in too_many.json()["error"]["message"]
 
 
-async def test_the_smallest_priority_of_a_key_comes_first(stack: MarkovStack, http: httpx.AsyncClient) -> None:
+async def test_the_smallest_priority_of_a_key_comes_first(
+    stack: MarkovStack, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On both surfaces: of three that wait for one place the last is the first, and the first the last."""
-    admission = stack.gateway.frontend.admission
+    admission, came = stack.gateway.frontend.admission, list[int]()
+    take = admission.take
+
+    async def noted(places: Reservation) -> None:
+        await take(places)
+        came.append(places.priority)
+
     async with AsyncExitStack() as places:
         held = [await places.enter_async_context(admission.entry()) for _ in range(admission.places)]
+        monkeypatch.setattr(admission, "take", noted)
         waiting = list[asyncio.Task[Any]]()
         for asked in (call(stack, "patient"), ask(http, "alice"), call(stack, "urgent")):
             waiting.append(asyncio.create_task(asked))
             await eventually(lambda: admission.waiting == len(waiting), PATIENCE_S)
-        with capture_logs(processors=[merge_contextvars]) as lines:
-            admission.give_back(held[0])
-            *_, urgent = await asyncio.gather(*waiting)
-    ended = [line["key"] for line in lines if line["event"] == "request ended"]
-    assert ended == ["urgent", "alice", "patient"]
+        admission.give_back(held[0])
+        *_, urgent = await asyncio.gather(*waiting)
+    assert came == [NAMES[name].get("priority", 0) for name in ("urgent", "alice", "patient")]
     assert urgent.usage.completion_tokens == 4
 
 

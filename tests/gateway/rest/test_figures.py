@@ -15,7 +15,7 @@ from gateway.rest.openai.completions import CompletionFormatter
 from gateway.rounds.round import TokenOrigin
 from gateway.text.tokenizer import Tokenizer
 from outrider.answer import PromptToken, SpeculationFigures
-from outrider.parameters import Acceptance, FinishReason, TokenLogprob
+from outrider.parameters import Acceptance, FinishReason, SamplingParameters, TokenLogprob
 
 HEADER = ResponseHeader("cmpl-1", 1, "markov", "fp")
 PROMPT = (PromptToken(3, "fox", None), PromptToken(5, " sea", TokenLogprob(-1.0)))
@@ -32,6 +32,7 @@ def ended(**changes: Any) -> CompletionEvent:
     fields: dict[str, Any] = dict.fromkeys(CompletionEvent.__dataclass_fields__, 0) | {"text_delta": "", "seed": 7}
     fields |= {"finish_reason": FinishReason.EOS, "speculation": SpeculationFigures(), "model_hash": "hash"}
     fields |= {"numerics_ids": ("numerics",), "acceptance": Acceptance(), "prompt_tokens": 2, "completion_tokens": 6}
+    fields |= {"sampling": SamplingParameters()}
     return CompletionEvent(**{**fields, "first_token_us": 30_000, "total_us": 130_000, "queue_us": 10_000, **changes})
 
 

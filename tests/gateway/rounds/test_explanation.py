@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gateway.rounds.choice import Case, Choice, GuessCandidate, LookupCosts, LookupTable, Table, choose
-from gateway.rounds.explanation import NO_DRAFTER, NOT_YET, REASONS, explained, reason
+from gateway.rounds.explanation import NO_DRAFTER, NOT_YET, REASONS, RESTS, explained, reason
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import ANY_DRAFT, LOOKUP, DrafterId, Place
 from gateway.rounds.tuning import TUNING
@@ -18,7 +18,7 @@ TABLE = Table((PLAIN, ONE, TWO), most=8, worth=frozenset({ANY_DRAFT}), allowed=f
 def test_every_case_has_a_sentence() -> None:
     """One of its own each, so that no two cases read alike."""
     assert set(REASONS) == set(Case)
-    sentences = [*REASONS.values(), NO_DRAFTER, NOT_YET]
+    sentences = [*REASONS.values(), NO_DRAFTER, NOT_YET, RESTS]
     assert len({*sentences}) == len(sentences)
     assert all(each.endswith(".") and each.count(".") == 1 for each in sentences)
 
@@ -65,10 +65,11 @@ def test_the_best_is_explained_by_all_candidates() -> None:
 
 
 def test_plain_decoding_has_the_reason_that_holds() -> None:
-    """Without a drafter, or while sessions wait for their turn, the sentence says so."""
+    """Without a drafter, while sessions wait for their turn, or after guesses slowed all down, the sentence says so."""
     assert reason(choose(Table(has_drafters=False), TUNING)) == NO_DRAFTER
     assert reason(choose(Table(), TUNING)) == REASONS[Case.UNKNOWN]
     assert reason(choose(replace(TABLE, allowed=frozenset()), TUNING)) == NOT_YET
+    assert reason(choose(replace(TABLE, worth=frozenset(), rest=100.0), TUNING)) == RESTS
     slow = replace(TABLE, candidates=(PLAIN, replace_cost(ONE, 9000.0)))
     assert reason(choose(slow, TUNING)) == REASONS[Case.PLAIN_FASTER]
 

@@ -58,7 +58,7 @@ def plain_round(round_us: int, rows: int, load: int, **facts: int) -> Round:
 def observe(costs: RoundCosts, *rounds: Round) -> None:
     """Learns from unasked rounds."""
     for each in rounds:
-        costs.observe(each, None, unasked=True, num_sessions=4, num_drafting=0)
+        costs.observe(each, None, unasked=True, is_trial=False, num_sessions=4, num_drafting=0)
 
 
 def test_a_plain_token_is_what_it_is_while_nobody_guesses() -> None:

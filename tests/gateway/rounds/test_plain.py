@@ -29,6 +29,6 @@ def test_a_slow_forward_is_one_sample_however_many_sessions_tell_of_it() -> None
         compute_us = 60_000 if number // load == 19 else 20_000 + number // load
         verdict = Verdict(9, (), 1, None, 0, compute_us=compute_us, forward_count=1, row_count=load, session_count=load)
         committed = Round(Proposal(), verdict, (1,), (TokenOrigin.PLAIN,), compute_us + 100)
-        costs.observe(committed, None, unasked=True, num_sessions=load, num_drafting=0)
+        costs.observe(committed, None, unasked=True, is_trial=False, num_sessions=load, num_drafting=0)
     assert costs.verify_us.at(load) < 25_000
     assert costs.round_us(ANY_DRAFT, 0) < 25_000

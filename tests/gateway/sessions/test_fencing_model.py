@@ -21,6 +21,8 @@ from outrider.parameters import Rule
 from outrider.rpc.fencing import Fence, MessageStatus, SessionView, classify
 from outrider.v1 import target_service_pb2 as pb
 
+pytestmark = pytest.mark.early
+
 USUAL_EXAMPLES = 250
 EXAMPLES = int(os.environ.get("OUTRIDER_FENCING_EXAMPLES", USUAL_EXAMPLES))
 PLANTED_EXAMPLES = 400

@@ -15,7 +15,7 @@ from support.services.markov_services import DraftServicer, Service, TargetServi
 
 from gateway.rounds.round import NOTHING, FallbackReason, TokenLog
 from gateway.sessions.draft import RemoteDraftSession
-from gateway.sessions.peer import LOAD_S, MAX_UNASKED
+from gateway.sessions.peer import LOAD_S, MAX_UNASKED, SILENT_S
 from gateway.sessions.placement import PlaceWish, PromptPrefix
 from gateway.sessions.replicas import Need, Placing, Replicas, Targets
 from gateway.sessions.session import DraftDeadline, TargetTimeouts
@@ -254,7 +254,33 @@ async def test_a_load_is_no_answer() -> None:
         heard_s = peer.link().heard_s
         await service.say()
         await eventually(lambda: peer.load is not None)
-        assert peer.link().heard_s == heard_s
+        assert peer.link().heard_s == heard_s < peer.link().spoke_s
+
+
+async def test_no_new_session_goes_to_a_target_whose_loads_have_stopped() -> None:
+    """A link that has never brought one may be idle for as long as it likes. One that is known to hang is worse."""
+    services = [target(), target(instance_id=2)]
+    async with AsyncExitStack() as life:
+        first, second = peers = [await life.enter_async_context(linked(each)) for each in services]
+
+        def chosen() -> set[object]:
+            prefixes = [PromptPrefix(bytes([number])) for number in range(64)]
+            return {Targets(peers).pick(b"", wish=PlaceWish(100, prefix=each)) for each in prefixes}
+
+        for service, peer in zip(services, peers, strict=True):
+            await ready(service)
+            assert not peer.is_silent
+            peer.link().spoke_s -= SILENT_S
+            assert chosen() == set(peers)
+        for service in services:
+            await service.say()
+        await eventually(lambda: first.said is not None and second.said is not None)
+        assert chosen() == {first, second}
+        first.link().spoke_s -= SILENT_S
+        assert (first.is_silent, second.is_silent) == (True, False)
+        assert chosen() == {second}
+        second.breaker.failed(b"", PeerLost("hung"))
+        assert chosen() == {first}
 
 
 async def test_a_target_that_drains_gets_no_new_session_and_keeps_those_that_go_nowhere_else() -> None:
@@ -384,10 +410,9 @@ async def test_sessions_of_other_gateways_count_where_this_one_has_none() -> Non
         service.session_count = 7
         await service.say(free_blocks=16)
         await eventually(lambda: peer.load is not None)
-        peer.link().heard_s -= LOAD_S
         known = peer.figures(PlaceWish(100))
         assert (known.session_count, known.free_tokens) == (7, 16 * peer.present().block_size)
-        peer.said = None
+        peer.link().spoke_s -= LOAD_S
         assert peer.figures(PlaceWish(100)).session_count == 0
 
 

@@ -201,7 +201,7 @@ async def test_a_drain_lets_a_slow_round_end(monkeypatch: pytest.MonkeyPatch) ->
     assert await peer.settled(5)
 
     async def takes_no_calls() -> bool:
-        return await peer.stalled_s() is None
+        return await peer.probe.stalled_s(peer.link()) is None
 
     async with session([peer]) as slow_session:
         round_ = asyncio.create_task(slow_session.verify(NOTHING, 0))

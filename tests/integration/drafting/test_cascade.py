@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.basics import check_empty, eventually
+from support.basics import check_empty, eventually, grid
 from support.models.tiny_models import write_tiny_model
 from support.stack import DRAFT, PATIENT, HaltedTarget, RunningStack, answers, request_of, running_stack, token_ids
 
@@ -41,7 +41,7 @@ async def check_both_pools(stack: RunningStack) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cascade",
-    CASCADES,
+    [*CASCADES[::2], *grid(*CASCADES[1::2])],
     ids=lambda each: "-".join(map(str, each.values())).replace(DRAFT, "small"),
 )
 async def test_tokens_are_those_of_plain_decoding(cascade: Mapping[str, object]) -> None:
@@ -58,7 +58,7 @@ async def test_tokens_are_those_of_plain_decoding(cascade: Mapping[str, object])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [types_pb2.ACCEPTANCE_RULE_RATIO, types_pb2.ACCEPTANCE_RULE_BLOCK])
+@pytest.mark.parametrize("rule", [*grid(types_pb2.ACCEPTANCE_RULE_RATIO), types_pb2.ACCEPTANCE_RULE_BLOCK])
 async def test_rules_with_laws_say_the_same_with_a_cascade(rule: int) -> None:
     """The same proposals with the same distributions meet the same uniforms, so that not one token differs."""
     said = []

@@ -224,8 +224,8 @@ async def test_a_datastore_proposes(stack: RunningStack) -> None:
     ("rule", "name"),
     [
         *(
-            (rule, name)
-            for rule in (RATIO, BLOCK)
+            pytest.param(rule, name, marks=marks)
+            for rule, marks in ((RATIO, ()), (BLOCK, pytest.mark.grid))
             for name in ("lookup of eight", "model", "wide trees", "fixed trees", "whoever the gateway likes")
         ),
         *((rule, "all") for rule in (BLOCK, LENIENT, TYPICAL)),

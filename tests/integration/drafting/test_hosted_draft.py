@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
+from support.basics import grid
 from support.heads.tiny_heads import dflash, eagle1, write_head
 from support.network import SMALL_WINDOW
 from support.stack import request_of
@@ -111,7 +112,7 @@ async def test_packed_weights_draft_for_packed_weights(tmp_path: Path, dtype: st
             assert completion.speculation.drafts > 0.8 * completion.speculation.rounds
 
 
-@pytest.mark.parametrize("drafter", ["hosted", "eagle1", "dflash"])
+@pytest.mark.parametrize("drafter", ["hosted", *grid("eagle1", "dflash")])
 async def test_a_target_killed_within_an_unasked_stretch_costs_time_and_no_token(
     alone: Stack, tmp_path: Path, drafter: str
 ) -> None:
@@ -125,7 +126,7 @@ async def test_a_target_killed_within_an_unasked_stretch_costs_time_and_no_token
     async with served(alone) as (stub, supervisor, _):
         for temperature in (0.0, 0.8):
             # More than the target may say unasked, and what is on its way.
-            fields = {"temperature": temperature, "max_tokens": 600}
+            fields = {"temperature": temperature, "max_tokens": 300}
             plain, _, _ = await answer(stub, draft_count=0, **fields)
             said: list[int] = []
             num_rounds = drafted_after = 0

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
+from support.basics import grid
 from support.network import SMALL_WINDOW
 from support.stack import request_of, until_quiet
 
@@ -52,7 +53,7 @@ async def tokens(stub: GenerationServiceStub, **fields: object) -> tuple[list[in
     return said, message.completion.speculation
 
 
-@pytest.mark.parametrize("branches", ["0", "16"])
+@pytest.mark.parametrize("branches", [*grid("0"), "16"])
 async def test_a_draft_killed_in_the_middle_of_a_round_is_not_noticed(
     branches: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +86,7 @@ async def eventually_speculates(stub: GenerationServiceStub) -> tuple[list[int],
                 return said, figures
 
 
-@pytest.mark.parametrize("branches", ["0", "16"])
+@pytest.mark.parametrize("branches", ["0", *grid("16")])
 async def test_a_frozen_draft_costs_one_deadline(branches: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that is stopped, not dead, misses its deadline; the request ends with the tokens of plain decoding."""
     monkeypatch.setenv("OUTRIDER_BRANCHES", branches)

@@ -33,6 +33,8 @@ from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import generation_service_pb2 as pb
 from outrider.v1 import types_pb2
 
+pytestmark = pytest.mark.early
+
 AHEAD = {**PATIENT, "branches": 16, "lookup": False}
 HASTY = {"draft_deadline_min_s": 0.05, "draft_deadline_max_s": 0.1}
 COMMON: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24}

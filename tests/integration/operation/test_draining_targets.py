@@ -119,6 +119,8 @@ class Draining:
         """Lets the target that drains go on until each of its streams is to be read by the other one, which waits."""
         while self.peers[0].book.session_count < self._num_staying + self.num_leaving:
             await self.halted[1].make(1)
+            # Those whose turn it is have opened their sessions, or a stream might end before it comes to that.
+            await eventually(lambda: not len(self.replicas.move_room))
 
     async def all_read(self) -> None:
         """Lets the other one read."""

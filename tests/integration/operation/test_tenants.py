@@ -101,7 +101,7 @@ def looked_up(answer: Answer) -> int:
     return sum(each.draft_tokens for each in answer.completion.speculation.drafters if each.drafter == "lookup")
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 async def test_another_tenant_changes_nothing() -> None:
     """Answers, guesses, their values, and figures are those without the other tenant's equal requests; the same
     requests under the tenant's own salt change them.

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.basics import grid
 from support.models.engine_cases import native
 from support.models.gguf_blocks import FORMS
 from support.models.tiny_gguf import DYNAMIC, MIXES, write_gguf
@@ -152,7 +153,7 @@ async def check_restarts(stack: RunningStack, parameters: dict[str, Any], **fiel
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", *grid("float32", "int4")])
 async def test_restarts_of_the_draft_change_no_token(dtype: str) -> None:
     """Sixteen requests, during which the draft service is restarted twice, get the tokens of plain decoding."""
     async with running_stack(str(TARGET), str(TRAINED), dtype=dtype) as stack:

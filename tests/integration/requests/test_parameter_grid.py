@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from support.basics import grid
 from support.grid import (
     BANNED_WORDS,
     BLOCK,
@@ -103,7 +104,7 @@ async def check_rows(stack: RunningStack, some: Sequence[Row]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["match", "ratio", "block", "lenient", "typical"])
+@pytest.mark.parametrize("rule", ["match", "block", *grid("ratio", "lenient", "typical")])
 async def test_every_parameter_under_every_rule(rule: str) -> None:
     """Nothing crashes, counts and ends are right, nothing is left, and tokens are those of the rule."""
     wanted = rows(rule)

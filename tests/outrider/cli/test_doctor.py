@@ -266,6 +266,20 @@ async def test_the_policy_of_a_running_gateway_is_shown(stack: RunningStack) -> 
     assert pickle.dumps(stack.gateway.backend.policies.latest) == before
 
 
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_rest_from_guesses_is_shown(stack: RunningStack) -> None:
+    """With the plain tokens that it still takes; elsewhere there is no word of it."""
+    assert stack.gateway is not None
+    found = await policy_of(stack.gateway.rest_address)
+    assert isinstance(found, dict)
+    shown = []
+    for rest in (found["rest_tokens"], 512.4):
+        console = io.StringIO()
+        print_policy(console_for(console), {**found, "rest_tokens": rest})
+        shown.append("for the next 512 plain tokens there are none" in console.getvalue())
+    assert (found["rest_tokens"], shown) == (0, [False, True])
+
+
 async def test_a_policy_is_asked_of_gateways_alone(free_port: int) -> None:
     """Where none answers REST, the exit code says that it is unavailable, and the sentence where it was looked for."""
     found = await policy_of(f"127.0.0.1:{free_port}")

@@ -51,6 +51,15 @@ def test_the_collector_looks_at_nothing_that_was_imported(fails: bool) -> None:
     assert any(each is kept for each in gc.get_objects())
 
 
+def test_the_collector_rests_to_the_end_of_the_outermost() -> None:
+    """Programs import each other, also in tests, where it rests already."""
+    with uncollected():
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
 @pytest.mark.parametrize(("named", "complaint"), [(None, []), ("-nonsense", ["nonsense"])])
 def test_the_installed_grpc_knows_what_it_is_told(named: str | None, complaint: list[str]) -> None:
     """Of a name that it does not know it says so on stderr, where it may have other things to say, too."""

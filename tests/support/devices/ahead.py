@@ -1,4 +1,4 @@
-"""`python -m support.devices.ahead 90 ...`: compiles kernels for cards that are not there, and prints what came out.
+"""`python -m support.devices.ahead 90 [MODEL]`: compiles kernels for a card that is not there and prints what came out.
 
 A program of its own, because kernels are defined either for the interpreter or for the compiler. It launches everything
 that models of these shapes launch, on tensors that hold nothing, and compiles where a card would be asked to run.
@@ -73,7 +73,8 @@ class Compiler:
                 signature[parameter.name], constants[place,] = "constexpr", value
             elif isinstance(value, Tensor):
                 signature[parameter.name] = "*" + TYPES[value.dtype]
-                attributes[place,] = [["tt.divisibility", 16]]
+                if not parameter.do_not_specialize_on_alignment:
+                    attributes[place,] = [["tt.divisibility", 16]]
             elif isinstance(value, float):
                 signature[parameter.name] = "fp32"
             else:
@@ -164,8 +165,8 @@ def one_by_one(ops: TritonOps, x: Tensor, query: Tensor, cache: Tensor, mlp: int
     ops.linear(x, empty(1000, x.shape[1], dtype=cache.dtype), empty(1000))
 
 
-def kernels(capability: int) -> Iterator[dict[str, Any]]:
-    """All signatures for a card, and what they need there."""
+def kernels(capability: int, *models: str) -> Iterator[dict[str, Any]]:
+    """All signatures for a card, of these models or of all, and what they need there."""
     compiler = Compiler(capability)
 
     def run(kernel: JITFunction[Any], *args: Any, **named: Any) -> None:
@@ -177,15 +178,14 @@ def kernels(capability: int) -> Iterator[dict[str, Any]]:
     ops.is_interpreted, ops.num_processors, ops.capability = False, 132, divmod(capability, 10)
     ops.overlap = {"OVERLAPS": True, "launch_pdl": True} if overlaps else {"OVERLAPS": False}
     ops.shared_bytes = SHARED_KB[capability] << 10
-    for name, shape in MODELS.items():
+    for name in models or MODELS:
         for num_rows in (1, 32, 64, 512) if name == "8b" else (4,):
-            launch(ops, torch.bfloat16, shape, num_rows)
-    launch(ops, torch.float32, MODELS["8b"], 4)
+            launch(ops, torch.bfloat16, MODELS[name], num_rows)
+    launch(ops, torch.float32, MODELS[[*models, "8b"][0]], 4)
     ops.choose(empty(4, 128256), empty(4, dtype=torch.float64), empty(4, dtype=torch.int64), 128256)
     yield from compiler.found.values()
 
 
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        for found in kernels(int(argument)):
-            print(json.dumps({"capability": int(argument), **found}), flush=True)  # noqa: T201
+    for each in kernels(int(sys.argv[1]), *sys.argv[2:]):
+        print(json.dumps({"capability": int(sys.argv[1]), **each}), flush=True)  # noqa: T201

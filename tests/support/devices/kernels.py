@@ -5,7 +5,8 @@ hangs on a matrix's shape: here a product adds one input after the other. And of
 cuts numbers off to it: here they are numbers, and rounded to the nearest. So the branches that a card takes run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -17,13 +18,15 @@ from numpy.typing import NDArray
 from support.devices.interpreted import REASON
 from torch import Tensor
 from triton import language
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
 
 from outrider.engine.ops.triton_ops import TritonOps
 
 assert REASON is None
 CPU = torch.device("cpu")
 cast_impl = InterpreterBuilder.cast_impl
+patch_lang = interpreter._patch_lang
 
 
 class KernelOps(TritonOps):
@@ -73,9 +76,39 @@ def cast(builder: InterpreterBuilder, source: Any, goal: language.dtype) -> Tens
     return result
 
 
+def reduce(operation: ReduceOps, values: Sequence[Any]) -> list[Any]:
+    """One number of each row, by halves as on a card: the interpreter's own would call the function for each number."""
+    kinds = [each.dtype for each in values]
+    rows = [each.handle.data for each in values]
+    while half := len(rows[0]) // 2:
+        parts = [
+            operation.to_tensor(row[part], kind)
+            for part in (slice(half), slice(half, None))
+            for row, kind in zip(rows, kinds, strict=True)
+        ]
+        rows = [each.handle.data for each in operation.combine_fn.fn(*parts)]
+    return [operation.to_tensor(row.item(), kind) for row, kind in zip(rows, kinds, strict=True)]
+
+
+class LastingPatch:
+    """What the interpreter has put into Triton's language, which stays there."""
+
+    def restore(self) -> None:
+        """Takes nothing out again: it would be put in once more at the next launch."""
+
+
+@cache
+def patch(function: Callable[..., object]) -> LastingPatch:
+    """The interpreter's own, once for a function: before each call of one it would take most of a test's time."""
+    patch_lang(function)
+    return LastingPatch()
+
+
 # For the whole process: nothing else in it uses the interpreter.
 InterpreterBuilder.create_dot = dot
 InterpreterBuilder.cast_impl = cast
+ReduceOps.generic_reduce = reduce
+interpreter._patch_lang = patch
 
 
 def altered(module: ModuleType, old: str, new: str, folder: Path) -> ModuleType:

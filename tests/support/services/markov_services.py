@@ -236,6 +236,7 @@ class Service(model_service_pb2_grpc.ModelServiceServicer, ABC):
     block_count: int = 64
     protocol_version: int = PROTOCOL_VERSION
     vocabulary_size: int = NUM_TOKENS
+    max_draft_count: int = 8
     mischief: dict[int, Mischief] = field(default_factory=dict)
     answers: int = 0
     sessions: int = 0
@@ -316,7 +317,7 @@ class Service(model_service_pb2_grpc.ModelServiceServicer, ABC):
             vocabulary_size=self.vocabulary_size,
             vocabulary_digests=self.digests,
             eos_token_ids=[EOS],
-            max_draft_count=8,
+            max_draft_count=self.max_draft_count,
             unacknowledged_window=16,
             block_size=16,
             block_count=self.block_count,

@@ -30,6 +30,8 @@ from outrider.engine.session import Session
 from outrider.parameters import Rule, SessionSpec
 from outrider.token_tree import TokenTree, TreeShape
 
+pytestmark = pytest.mark.early
+
 SPEC = spec_of(PROMPT, 90, seed=3, eos=(), temperature=1.0)
 GREEDY = replace(SPEC, sampling=SPEC.sampling.model_copy(update={"temperature": 0.0}))
 RULES = pytest.mark.parametrize("rule", [Rule.MATCH, Rule.BLOCK, *grid(Rule.RATIO)])

@@ -6,6 +6,12 @@
  *   dot(sums, weights, inputs, is_wide)
  *                 adds to each 32-bit sum the products of its four bytes of weights with the four of inputs; weights are
  *                 below 64 unless they are wide
+ *   pairs(weights, inputs, is_wide), widen(sums)
+ *                 in its place: products of two bytes each, added within 16 bits, of which most_pairs() fit, and 32-bit
+ *                 sums of theirs
+ *   dot_words(sums, weights, inputs, is_last), join(first, last)
+ *                 in its place: adds products of both bytes at once, for two of each four outputs, in two sums each, and
+ *                 what they are together
  *   IS_CENTRED    whether `dot` takes 128 from wide weights itself
  *   PLANES        bytes of an input
  *   MAX_ROWS      rows of a tile
@@ -36,18 +42,30 @@ TARGET INLINE void NAMED(add_group)(const block_kind *kind, const uint8_t *head,
     const int offset = is_wide && IS_CENTRED ? kind->offset - 128 : kind->offset;
     const int is_halved = kind->scale == HALVES;
     const uint8_t *scales = lines + line_bytes(kind), *minima = scales + scale_bytes(kind);
+#ifdef pairs
+    /* Not further than the integers that a scale belongs to. */
+    const int fitting = most_pairs(kind->bits), most = is_halved && fitting > 4 ? 4 : fitting;
+#endif
     UNROLL
     for (int part = 0; part < PARTS; part++) {
+        /* The inputs are read anew, because compilers would keep those of all parts in memory, for want of registers. */
+        if (PARTS > 1) __asm__ volatile("" ::: "memory");
         const int outputs = part * WIDTH, width = kind->scale == FLOAT16 ? 2 : 1;
         ints products[MAX_ROWS][PLANES];
+#ifdef pairs
+        shorts narrow[MAX_ROWS][PLANES];
+#endif
         UNROLL
         for (int half = 0; half < 2; half++) {
             if (half == 0 || is_halved) {
                 UNROLL
                 for (int r = 0; r < num_rows; r++) {
-                    const int32_t sum = rows[r]->sums[half] + (is_halved ? 0 : rows[r]->sums[1]);
-                    products[r][0] = splat_int(PLANES == 1 ? -offset * sum : 0);
-                    products[r][PLANES - 1] = splat_int(-offset * sum);
+                    products[r][0] = splat_int(0);
+#ifdef dot_words
+                    products[r][1] = splat_int(0);
+#else
+                    products[r][PLANES - 1] = splat_int(-offset * sum_of(rows[r], is_halved, half));
+#endif
                 }
             }
             UNROLL
@@ -57,8 +75,19 @@ TARGET INLINE void NAMED(add_group)(const block_kind *kind, const uint8_t *head,
                 for (int r = 0; r < num_rows; r++) {
                     UNROLL
                     for (int plane = 0; plane < PLANES; plane++) {
+#if defined(dot_words)
+                        const int64_t inputs = four_words(rows[r]->whole + GROUP / 2 * half + 4 * quad);
+                        products[r][plane] = dot_words(products[r][plane], weights, inputs, plane);
+#elif defined(pairs)
+                        const int32_t inputs = four_bytes(rows[r]->inputs[plane] + GROUP / 2 * half + 4 * quad);
+                        const int number = (4 * half + quad) % most;
+                        const shorts found = pairs(weights, inputs, is_wide);
+                        narrow[r][plane] = number == 0 ? found : narrow[r][plane] + found;
+                        if (number == most - 1) products[r][plane] += widen(narrow[r][plane]);
+#else
                         const int32_t inputs = four_bytes(rows[r]->inputs[plane] + GROUP / 2 * half + 4 * quad);
                         products[r][plane] = dot(products[r][plane], weights, inputs, is_wide);
+#endif
                     }
                 }
             }
@@ -66,7 +95,12 @@ TARGET INLINE void NAMED(add_group)(const block_kind *kind, const uint8_t *head,
             const floats shared = load_scales(kind->scale, scales + outputs * width, head + 2 * outputs, half);
             UNROLL
             for (int r = 0; r < num_rows; r++) {
+#ifdef dot_words
+                const int32_t least = -offset * sum_of(rows[r], is_halved, half);
+                const ints product = join(products[r][0], products[r][1]) + least;
+#else
                 const ints product = PLANES == 1 ? products[r][0] : (products[r][0] << LOW_BITS) + products[r][PLANES - 1];
+#endif
                 sums[r][part] = fused(__builtin_convertvector(product, floats), shared * rows[r]->scale, sums[r][part]);
             }
             if (kind->has_minimum) {

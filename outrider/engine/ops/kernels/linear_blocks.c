@@ -26,10 +26,13 @@
 
 typedef uint8_t bytes __attribute__((vector_size(REGISTER_BYTES)));
 
-/* A group of a row: its integers as one byte each or as high and low ones, their scale, that times their sum, and the sums
- * of both halves. */
+/* A group of a row: its integers as one byte each, as high and low ones, or as both in one, their scale, that times
+ * their sum, and the sums of both halves. */
 typedef struct {
-    int8_t inputs[2][GROUP];
+    union {
+        int8_t inputs[2][GROUP];
+        int16_t whole[GROUP];
+    };
     float scale, scaled_sum;
     int32_t sums[2];
 } input_group;
@@ -47,7 +50,7 @@ typedef struct {
     /* The quantised row for each row of the output; null: its own. */
     const int32_t *places;
     int64_t num_rows, num_inputs, num_groups, stride, num_stretches;
-    int has_two_bytes;
+    int has_two_bytes, has_planes;
     const row_batch *batches;
     /* Of one batch. */
     uint32_t num_items;
@@ -105,6 +108,17 @@ INLINE bytes load_bytes(const uint8_t *from) {
     return value;
 }
 
+/* The sum of the integers that a scale belongs to: all of a group, or one half of it. */
+INLINE int32_t sum_of(const input_group *group, int is_halved, int half) {
+    return is_halved ? group->sums[half] : group->sums[0] + group->sums[1];
+}
+
+INLINE int64_t four_words(const int16_t *from) {
+    int64_t value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
 INLINE int32_t four_bytes(const int8_t *from) {
     int32_t value;
     memcpy(&value, from, sizeof value);
@@ -128,27 +142,74 @@ INLINE bytes choose_bytes(bytes nibbles, const uint8_t *table) {
 #endif
 }
 
-/* Without special instructions: AVX2 multiplies bytes of one sign with bytes of two, and adds pairs within 16 bits;
- * weights of 8 bits keep within them when their signs move to the inputs. */
+/* Without special instructions AVX2 multiplies bytes of one sign with bytes of two, and adds pairs of products within 16
+ * bits. Those of narrow weights have room there for more of them before they are widened, so that four bytes cost a
+ * multiplication and an addition in place of two of both. Weights of 8 bits fit when their signs move to the inputs.
+ * Inputs of two bytes are words, which it multiplies with words: no dearer than two multiplications of bytes. */
 #if REGISTER_BYTES >= 32
-INLINE __m256i dot_half(__m256i weights, __m256i inputs, int is_wide) {
+#define NUM_HALVES (REGISTER_BYTES / 32)
+#define HAS_WORDS 1
+typedef int16_t shorts __attribute__((vector_size(REGISTER_BYTES)));
+
+INLINE __m256i pairs_of_half(__m256i weights, __m256i inputs, int is_wide) {
     if (is_wide) {
         const __m256i centred = _mm256_xor_si256(weights, _mm256_set1_epi8(-128));
         weights = _mm256_abs_epi8(centred), inputs = _mm256_sign_epi8(inputs, centred);
     }
-    return _mm256_madd_epi16(_mm256_maddubs_epi16(weights, inputs), _mm256_set1_epi16(1));
+    return _mm256_maddubs_epi16(weights, inputs);
 }
 
-INLINE ints dot_plain(ints sums, bytes weights, int32_t four, int is_wide) {
-    __m256i halves[REGISTER_BYTES / 32];
+INLINE shorts pairs_plain(bytes weights, int32_t four, int is_wide) {
+    __m256i halves[NUM_HALVES];
     memcpy(halves, &weights, sizeof halves);
     const __m256i inputs = _mm256_set1_epi32(four);
     UNROLL
-    for (int half = 0; half < REGISTER_BYTES / 32; half++) halves[half] = dot_half(halves[half], inputs, is_wide);
+    for (int half = 0; half < NUM_HALVES; half++) halves[half] = pairs_of_half(halves[half], inputs, is_wide);
+    shorts products;
+    memcpy(&products, halves, sizeof products);
+    return products;
+}
+
+INLINE ints widen_plain(shorts sums) {
+    __m256i halves[NUM_HALVES];
+    memcpy(halves, &sums, sizeof halves);
+    UNROLL
+    for (int half = 0; half < NUM_HALVES; half++) halves[half] = _mm256_madd_epi16(halves[half], _mm256_set1_epi16(1));
+    ints products;
+    memcpy(&products, halves, sizeof products);
+    return products;
+}
+
+/* Pairs of such weights that fit: 8 * 2 * 127 * 15, 4 * 2 * 127 * 31 and 2 * 2 * 127 * 63 are below 32,768. */
+INLINE int most_pairs(int bits) { return bits == BITS_4 ? 8 : bits == BITS_5 ? 4 : bits == BITS_6 ? 2 : 1; }
+
+/* Of each four outputs the first two or the last two: products of their words, two in a sum. */
+INLINE ints words_plain(ints sums, bytes weights, int64_t four, int is_last) {
+    __m256i halves[NUM_HALVES];
+    memcpy(halves, &weights, sizeof halves);
+    const __m256i inputs = _mm256_set1_epi64x(four), zero = _mm256_setzero_si256();
+    UNROLL
+    for (int half = 0; half < NUM_HALVES; half++) {
+        const __m256i wide = is_last ? _mm256_unpackhi_epi8(halves[half], zero) : _mm256_unpacklo_epi8(halves[half], zero);
+        halves[half] = _mm256_madd_epi16(wide, inputs);
+    }
     ints products;
     memcpy(&products, halves, sizeof products);
     return sums + products;
 }
+
+/* Both sums of each output, added. */
+INLINE ints join_plain(ints first, ints last) {
+    __m256i firsts[NUM_HALVES], lasts[NUM_HALVES];
+    memcpy(firsts, &first, sizeof firsts), memcpy(lasts, &last, sizeof lasts);
+    UNROLL
+    for (int half = 0; half < NUM_HALVES; half++) firsts[half] = _mm256_hadd_epi32(firsts[half], lasts[half]);
+    ints products;
+    memcpy(&products, firsts, sizeof products);
+    return products;
+}
+#define pairs pairs_plain
+#define widen widen_plain
 #define PLAIN_IS_CENTRED 1
 #else
 INLINE ints dot_plain(ints sums, bytes weights, int32_t four, int is_wide) {
@@ -160,13 +221,14 @@ INLINE ints dot_plain(ints sums, bytes weights, int32_t four, int is_wide) {
     }
     return sums;
 }
+#define HAS_WORDS 0
+#define dot dot_plain
 #define PLAIN_IS_CENTRED 0
 #endif
 
 #define TARGET
 /* Two bytes take twice the registers; and where they are short, compilers many minutes for more rows. */
 #define ROWS_OF_TWO (REGISTER_BYTES == 16 ? 2 : 4)
-#define dot dot_plain
 #define IS_CENTRED PLAIN_IS_CENTRED
 #define MAX_ROWS (PLANES == 1 ? 5 : ROWS_OF_TWO)
 #define PLANES 1
@@ -174,6 +236,14 @@ INLINE ints dot_plain(ints sums, bytes weights, int32_t four, int is_wide) {
 #include "block_rows.h"
 #undef PLANES
 #undef NAMED
+#if HAS_WORDS
+#undef IS_CENTRED
+#undef pairs
+#undef widen
+#define IS_CENTRED 0
+#define dot_words words_plain
+#define join join_plain
+#endif
 #define PLANES 2
 #define NAMED(name) name##_plain_of_two
 #include "block_rows.h"
@@ -181,6 +251,8 @@ INLINE ints dot_plain(ints sums, bytes weights, int32_t four, int is_wide) {
 #undef NAMED
 #undef TARGET
 #undef dot
+#undef dot_words
+#undef join
 #undef IS_CENTRED
 #undef MAX_ROWS
 
@@ -238,7 +310,7 @@ static int has_fast(void) { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
 #endif
 
 /* A group of x to eight or fifteen bits. One with NaN or infinity gets such a scale, and so do all its outputs. */
-INLINE void quantise_group(const float *x, int64_t count, int has_two_bytes, input_group *group) {
+INLINE void quantise_group(const float *x, int64_t count, int has_two_bytes, int has_planes, input_group *group) {
     words greatest = {0};
     UNROLL
     for (int i = 0; i < GROUP; i += WIDTH) {
@@ -260,8 +332,11 @@ INLINE void quantise_group(const float *x, int64_t count, int has_two_bytes, inp
         const ints high = has_two_bytes ? (kept + (1 << (LOW_BITS - 1))) >> LOW_BITS : kept;
         const ints low = kept - (high << LOW_BITS);
         int32_t total = 0;
-        for (int lane = 0; lane < WIDTH; lane++) group->inputs[0][i + lane] = (int8_t)high[lane];
-        if (has_two_bytes)
+        if (has_two_bytes && !has_planes)
+            for (int lane = 0; lane < WIDTH; lane++) group->whole[i + lane] = (int16_t)kept[lane];
+        else
+            for (int lane = 0; lane < WIDTH; lane++) group->inputs[0][i + lane] = (int8_t)high[lane];
+        if (has_two_bytes && has_planes)
             for (int lane = 0; lane < WIDTH; lane++) group->inputs[1][i + lane] = (int8_t)low[lane];
         for (int lane = 0; lane < WIDTH; lane++) total += kept[lane];
         group->sums[i >= GROUP / 2] += total;
@@ -275,7 +350,8 @@ static void quantise_row(const void *argument, uint32_t row) {
     const float *x = job->x + row * job->num_inputs;
     input_group *groups = job->rows + row * job->num_groups;
     for (int64_t index = 0; index < job->num_groups; index++)
-        quantise_group(x + index * GROUP, job->num_inputs - index * GROUP, job->has_two_bytes, groups + index);
+        quantise_group(x + index * GROUP, job->num_inputs - index * GROUP, job->has_two_bytes, job->has_planes,
+                       groups + index);
 }
 
 /* Bytes that outrider_linear needs beside its arguments for weights in blocks. */
@@ -313,8 +389,9 @@ void linear_blocks(pool *threads, const float *x, const row_batches *rows, const
     }
     job.num_items = (uint32_t)num_items;
     item_function item = job.has_two_bytes ? block_item_plain_of_two : block_item_plain;
+    job.has_planes = !HAS_WORDS;
 #ifdef HAS_FAST
-    if (has_fast()) item = job.has_two_bytes ? block_item_fast_of_two : block_item_fast;
+    if (has_fast()) item = job.has_two_bytes ? block_item_fast_of_two : block_item_fast, job.has_planes = 1;
 #endif
     pool_run_costing(threads, quantise_row, &job, (uint32_t)rows->num_inputs_rows,
                      (double)rows->num_inputs_rows * (double)num_inputs);

@@ -115,7 +115,8 @@ def _rows_of_item(item, item_rows, row_counts, row_chunks, token):
     return rows, is_row, counts, chunk, chunk_places
 
 
-@triton.jit
+# Where work and the sums begin hangs on how many rows and chunks there are, and is no reason to compile anew.
+@triton.jit(do_not_specialize_on_alignment=["work", "sums"])
 def sum_shared_chunks(
     query,
     key_cache,
@@ -178,7 +179,10 @@ def sum_shared_chunks(
         )
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(
+    do_not_specialize=["num_chunks"],
+    do_not_specialize_on_alignment=["key_slots", "key_starts", "key_counts", "sums"],
+)
 def sum_own_chunks(
     query,
     key_cache,
@@ -286,7 +290,7 @@ def _join(
     tl.store(places, tl.div_rn(joined, total), mask=is_dim)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["work", "sums"])
 def join_shared_chunks(
     maxima,
     sums,
@@ -328,7 +332,7 @@ def join_shared_chunks(
     )
 
 
-@triton.jit(do_not_specialize=["row_chunks"])
+@triton.jit(do_not_specialize=["row_chunks"], do_not_specialize_on_alignment=["key_counts", "sums"])
 def join_own_chunks(
     maxima,
     sums,

@@ -82,7 +82,7 @@ def find_best(
     tl.store(tokens + place, tl.where(tl.max(faults, 0) > 0, -2, token))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperatures", "keys"])
 def add_noise(
     logits,
     temperatures,

@@ -12,7 +12,7 @@ from outrider.engine.ops.triton.linear import add_units
 from outrider.engine.ops.triton.rows import norm_factor, normed, places_of_pairs, rotated, silu
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["work"])
 def embed(embedding, work, norm, x, hidden, size, epsilon, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     """x [R, H] float32, the rows of token ids, and hidden [R, H], what the first norm makes of them."""
     begin(OVERLAPS)
@@ -116,7 +116,7 @@ def _place_of_head(query, key_cache, value_cache, work, row, head, num_heads, nu
     return target
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["work"])
 def split_heads(
     partials,
     bias,
@@ -177,7 +177,7 @@ def split_heads(
         tl.store(target + high, second, mask=is_half)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["work"])
 def store_rows(source, work, features, size, first_column, row_stride, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     """Stores source [R, H] at the rows' slots of features, from a column on."""
     begin(OVERLAPS)

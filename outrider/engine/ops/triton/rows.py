@@ -80,7 +80,7 @@ def places_of_pairs(half, head_dim, turning):
     return half + tl.where(turns, 0, turning // 2), half + tl.where(turns, turning // 2, head_dim // 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def rotate_and_store(
     query,
     key,

@@ -44,6 +44,7 @@ figures = st.builds(
     cache_share=st.none() | st.floats(0, 1),
     is_joining=st.booleans(),
     is_failing=st.booleans(),
+    is_silent=st.booleans(),
     has_failed=st.booleans(),
 )
 several = st.lists(figures, max_size=6, unique_by=lambda each: each.address)
@@ -73,6 +74,9 @@ wishes = st.builds(
         ([replace(A, free_tokens=100), replace(B, free_tokens=90, session_count=200)], "a", PlacedFor.LOAD),
         ([replace(A, has_failed=True), replace(B, is_failing=True)], "b", PlacedFor.ONLY),
         ([replace(A, is_failing=True), replace(B, session_count=200)], "b", PlacedFor.ONLY),
+        ([replace(A, is_silent=True), replace(B, session_count=200, free_tokens=100)], "b", PlacedFor.ONLY),
+        ([replace(A, is_silent=True), replace(B, is_failing=True)], "a", PlacedFor.ONLY),
+        ([replace(A, is_silent=True), replace(B, is_silent=True, session_count=90)], "a", PlacedFor.LOAD),
         # Which has been there for long may have more.
         ([replace(A, is_joining=True, session_count=6), replace(B, session_count=5)], "b", PlacedFor.ONLY),
         ([replace(A, is_joining=True, session_count=5), replace(B, session_count=90)], "a", PlacedFor.LOAD),
@@ -121,6 +125,9 @@ def test_no_place_is_chosen_that_may_not_be(places: list[LinkFigures], wish: Pla
     if not place.has_failed and not place.is_failing and wish.numerics_id:
         able = [each for each in well if not each.is_failing]
         assert place.numerics_id == wish.numerics_id or all(each.numerics_id != wish.numerics_id for each in able)
+        # Silence is no reason for other tokens.
+        same = [each for each in able if each.numerics_id == place.numerics_id]
+        assert place.is_silent <= all(each.is_silent for each in same)
     assert choose(places, wish) == chosen
     if wish.prefix.key:
         backwards = choose(places[::-1], wish)

@@ -47,7 +47,7 @@ def test_what_is_not_installed_is_told_with_the_command(
     check_installed()
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_speed_is_five_lines_of_a_target_without_a_draft(tmp_path: Path) -> None:
     """Of a GGUF file; as JSON every sample, each of another prompt, the settings by turns."""
     file = write_gguf(MODELS / "target", tmp_path / "tales-F32.gguf")

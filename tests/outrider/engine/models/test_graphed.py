@@ -27,6 +27,8 @@ from outrider.engine.ops.triton import linear
 from outrider.engine.runner import ModelIdentity, ModelRunner
 from outrider.token_tree import TokenTree
 
+pytestmark = pytest.mark.early
+
 BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}
 SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 CHAIN = TokenTree.chain((7, 8, 9, 10))
@@ -111,9 +113,14 @@ QUICK = [("llama", torch.float16), ("qwen3_moe", torch.float32)]
 EVERY = [(family, dtype) for family in FAMILIES for dtype in BOUNDS]
 
 
+def further(dtype: torch.dtype) -> pytest.MarkDecorator:
+    """Who has time for what is not quick: of the type that most models have all families are in test-slow."""
+    return pytest.mark.slow if dtype is torch.bfloat16 else pytest.mark.grid
+
+
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [pytest.param(*each, id=f"{each[0]} {each[1]}", marks=() if each in QUICK else pytest.mark.slow) for each in EVERY],
+    [pytest.param(*each, id=f"{each[0]} {each[1]}", marks=() if each in QUICK else further(each[1])) for each in EVERY],
 )
 def test_few_kernels_have_the_bits_of_the_operations(
     tmp_path: Path, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -127,15 +134,14 @@ def test_few_kernels_have_the_bits_of_the_operations(
     assert max(errors) < BOUNDS[dtype]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["kernels", "graphs"])
-def test_every_kind_of_forward_has_the_bits_of_the_operations(
-    tmp_path: Path, way: str, graphs: list[PretendGraph]
-) -> None:
+@pytest.mark.grid
+def test_every_kind_of_forward_has_the_bits_of_the_operations(tmp_path: Path, graphs: list[PretendGraph]) -> None:
     """Prompts in pieces, trees, forks, cuts, prefixes and growing trees; features at three boundaries too."""
     folder = write_tiny_model(tmp_path / "model", "qwen3", vocab_size=257)
-    same(tell(tapped(load(folder, way))), tell(tapped(load(folder, "operations"))))
-    assert bool(graphs) == (way == "graphs")
+    expected = tell(tapped(load(folder, "operations")))
+    for way in ("kernels", "graphs"):
+        same(tell(tapped(load(folder, way))), expected)
+        assert bool(graphs) == (way == "graphs")
 
 
 def test_recordings_serve_all_texts_of_their_size(

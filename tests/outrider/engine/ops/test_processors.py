@@ -84,3 +84,15 @@ def test_every_processor_has_the_same_bits(command: list[str], kind: str, tmp_pa
     sizes = (str(each) for each in (list(KINDS).index(kind), OUTPUTS, INPUTS, ROWS))
     subprocess.run([*command, *sizes, *(str(tmp_path / name) for name in ("stored", "x", "found"))], check=True)
     assert np.array_equal(np.fromfile(tmp_path / "found", np.uint8), expected.numpy())
+
+
+def test_each_library_has_the_instructions_of_its_level() -> None:
+    """The lesser one has none of AVX-512, on whatever processor it was built; the other one lives on them."""
+    built = {name: library.FOLDER / f"_native_{name}.so" for name in ("v3", "v4")}
+    if shutil.which("objdump") is None or not all(path.exists() for path in built.values()):
+        pytest.skip("objdump or the kernels of x86-64 are not here")
+    wide = {}
+    for name, path in built.items():
+        listing = subprocess.run(["objdump", "-d", str(path)], capture_output=True, text=True, check=True).stdout
+        wide[name] = "zmm" in listing
+    assert wide == {"v3": False, "v4": True}

@@ -53,7 +53,7 @@ def test_lookups_are_on_in_a_stack_of_its_own() -> None:
     assert stack.rest_port == 0
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 async def test_a_stack_of_its_own_from_the_command_line(tmp_path: Path) -> None:
     """All figures of all settings, from every process, and they are those of the messages in the file."""
     file, picture = tmp_path / "load.json", tmp_path / "load.svg"

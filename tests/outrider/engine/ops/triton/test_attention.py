@@ -18,6 +18,8 @@ from outrider.engine.ops.reference import ReferenceOps
 from outrider.engine.ops.triton import attention
 from outrider.token_tree import TokenTree
 
+pytestmark = pytest.mark.early
+
 NUM_SLOTS = 400 * 16
 # A bushy root, and one leaf far behind it, over the end of a chunk.
 LONG_LEAF = TokenTree((1, 2, 3, *range(4, 12)), (0, 0, 0, *range(3, 11)))

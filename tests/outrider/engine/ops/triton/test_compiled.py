@@ -2,10 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,48 +15,83 @@ from support.devices.kernels import KernelOps
 
 from outrider.engine.ops.triton_ops import TritonOps, stages_that_fit
 
+pytestmark = pytest.mark.early
+
 ROOT = Path(__file__).resolve().parents[5]
 # Compute capabilities: A100, 30 and 40 series with L4, H100 and H200, B200, 50 series; and KB that a program may have.
 SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # Bytes that do not fit into registers, of the largest tiles; products of float32 are made of single multiplications.
 STACK = {"linear_units": 16, "sum_shared_chunks": 96}
+SLIPS = [
+    ("triton_ops.py", '"num_stages": 3', '"num_stages": 8'),
+    ("triton_ops.py", '{"enable_fp_fusion": False}', '{"enable_fp_fusion": True}'),
+    ("triton/linear.py", 'input_precision="ieee"', 'input_precision="tf32"'),
+    ("triton/attention.py", "tl.div_rn(joined, total)", "joined / total"),
+]
 STEPS = {"linear_units", "sum_shared_chunks", "sum_own_chunks"}
 MATRIX = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
-    """Every signature for a capability; in a process whose kernels are not the interpreter's."""
-    folder = str(tmp_path_factory.mktemp("triton"))
+def compiled(capability: int, folder: Path, code: Path, *models: str) -> list[dict[str, Any]]:
+    """Signatures for a capability, in a process whose kernels are not the interpreter's; our code lies there."""
+    paths = f"{code}{os.pathsep}{ROOT / 'tests'}"
+    environment = {**os.environ, "PYTHONPATH": paths, "TRITON_CACHE_DIR": str(folder), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "support.devices.ahead", str(capability), *models]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=folder)
+    assert ended.returncode == 0, ended.stderr
+    return [json.loads(line) for line in ended.stdout.splitlines()]
 
-    @cache
-    def found(capability: int) -> list[dict[str, Any]]:
-        paths = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-        environment = {**os.environ, "PYTHONPATH": paths, "TRITON_CACHE_DIR": folder, "TRITON_INTERPRET": "0"}
-        command = [sys.executable, "-m", "support.devices.ahead", str(capability)]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
-        assert ended.returncode == 0, ended.stderr
-        return [json.loads(line) for line in ended.stdout.splitlines()]
 
-    return found
+def faults(signatures: Sequence[Mapping[str, Any]], capability: int) -> Iterator[tuple[str, str]]:
+    """Kernels and what is wrong with them: too much memory, or instructions that round otherwise than we say."""
+    for each in signatures:
+        kernel, has = each["kernel"], set(each["has"])
+        if each["shared"] > SHARED_KB[capability] << 10:
+            yield kernel, "shared"
+        if each["stack"] > (256 if each.get("WIDE") else STACK.get(kernel, 0)):
+            yield kernel, "stack"
+        for odd in has & {"tf32", "fma.rn.f64", "div.full"}:
+            yield kernel, odd
+        # 16 bytes at a time.
+        if kernel in STEPS and not has & {"cp.async.cg", "ld.global.v4"}:
+            yield kernel, "loads"
+        if kernel == "linear_units" and not each["WIDE"] and MATRIX[capability] not in has:
+            yield kernel, MATRIX[capability]
+
+
+@pytest.mark.parametrize(
+    ("capability", "models"),
+    [
+        pytest.param(120, ("smollm2",), marks=pytest.mark.slow),
+        *(pytest.param(each, (), marks=pytest.mark.grid) for each in SHARED_KB),
+    ],
+)
+def test_every_kernel_fits_a_card(tmp_path: Path, capability: int, models: Sequence[str]) -> None:
+    """Of every model's shape; of one model where the card has the least room."""
+    signatures = compiled(capability, tmp_path, ROOT, *models)
+    kernels = {each["kernel"] for each in signatures}
+    assert {*STEPS, "embed", "add_and_norm", "split_heads", "store_rows", "multiply_silu", "settle"} <= kernels
+    assert [*faults(signatures, capability)] == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", SHARED_KB)
-def test_every_kernel_fits_a_card(compiled: Callable[[int], list[dict[str, Any]]], capability: int) -> None:
-    """Of every model's shape, in no more shared memory than there is, and by instructions that round as we say."""
-    signatures = compiled(capability)
-    kernels = {each["kernel"] for each in signatures}
-    assert {*STEPS, "embed", "add_and_norm", "split_heads", "store_rows", "multiply_silu", "settle"} <= kernels
-    for each in signatures:
-        assert each["shared"] <= SHARED_KB[capability] << 10, each
-        assert each["stack"] <= (256 if each.get("WIDE") else STACK.get(each["kernel"], 0)), each
-        assert not {"tf32", "fma.rn.f64", "div.full"} & set(each["has"]), each
-        if each["kernel"] in STEPS:
-            # 16 bytes at a time.
-            assert {"cp.async.cg", "ld.global.v4"} & set(each["has"]), each
-        if each["kernel"] == "linear_units" and not each["WIDE"]:
-            assert MATRIX[capability] in each["has"], each
+def test_planted_faults_are_found(tmp_path: Path) -> None:
+    """Each an easy slip, in a kernel of its own."""
+    code = tmp_path / "code"
+    shutil.copytree(ROOT / "outrider", code / "outrider", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, old, new in SLIPS:
+        path = code / "outrider" / "engine" / "ops" / name
+        source = path.read_text(encoding="utf-8")
+        assert old in source
+        path.write_text(source.replace(old, new), encoding="utf-8")
+    assert set(faults(compiled(120, tmp_path, code, "smollm2"), 120)) == {
+        ("sum_shared_chunks", "shared"),
+        ("sum_own_chunks", "shared"),
+        ("add_noise", "fma.rn.f64"),
+        ("linear_units", "tf32"),
+        ("join_shared_chunks", "div.full"),
+        ("join_own_chunks", "div.full"),
+    }
 
 
 def test_fewer_steps_are_under_way_where_a_card_has_less_room() -> None:
