@@ -22,8 +22,8 @@ from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.engine.sampling.draw import DrawInput, Drawn, draw_each
 
 PROFILED_KERNELS, PROFILED_FUNCTIONS, WATCHED_STEPS = 14, 16, 20
-# Where nothing else is said: a chain of so many rows is profiled.
-PROFILED_ROWS, MANY_SESSIONS = 6, 64
+# Where nothing else is said: a chain of so many rows is profiled; trees of many sessions have so many.
+PROFILED_ROWS, PROPOSED_ROWS, MANY_SESSIONS = 6, 31, 64
 # Of a request that a step belongs to.
 ROOM = 1024
 
@@ -120,17 +120,26 @@ def _host(recorder: Recorder, sizes: Sizes, runner: ModelRunner, name: str) -> N
             "draw to ids": partial(_drawn, runner, feeds, result),
         }
         for part, call in parts.items():
-            times = []
-            for _ in range(2 + sizes.repeats):
-                # Until the call returns, beginning with an idle device.
-                synchronize(runner.device)
-                start = time.perf_counter()
-                call()
-                times.append((time.perf_counter() - start) * 1e6)
-            what = f"host/{part}/sessions={count}/rows={rows}/{name}"
-            recorder.add(what, statistics.median(times[2:]), "us", least=min(times[2:]))
+            _record(recorder, sizes, runner, f"host/{part}/sessions={count}/rows={rows}/{name}", call)
+        if count > 1:
+            # More rows than a forward has: what matters is how long the others would wait for their plan.
+            feeds = [Feed(session, tree_of(PROPOSED_ROWS)) for session in sessions]
+            build = partial(build_batch, feeds, [feed.num_rows for feed in feeds], runner.device, runner.model.tiles)
+            what = f"host/build_batch/sessions={count}/trees of {PROPOSED_ROWS} rows/{name}"
+            _record(recorder, sizes, runner, what, build)
         for session in sessions:
             session.free()
+
+
+def _record(recorder: Recorder, sizes: Sizes, runner: ModelRunner, what: str, call: Callable[[], object]) -> None:
+    """Microseconds until a call returns, beginning with an idle device."""
+    times = []
+    for _ in range(2 + sizes.repeats):
+        synchronize(runner.device)
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    recorder.add(what, statistics.median(times[2:]), "us", least=min(times[2:]))
 
 
 def _done(runner: ModelRunner, feeds: list[Feed]) -> None:

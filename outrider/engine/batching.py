@@ -8,8 +8,8 @@ list, and prefill, decode and a tree of proposals are the same plan with other l
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple, Self
+from itertools import accumulate
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ MAX_STEP_TOKENS = 8
 # Columns of a list that are summed before they meet the others, where rows share work.
 CHUNK = 256
 WORK_HEADER = 16
+MANY = 1 << 31
+"""More chunks than there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +159,8 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
 
     With tiles it says which rows share work, at most so many at a time: as many as a session has, or the most.
     """
-    token_ids, positions, key_starts, wanted = (list[int]() for _ in range(4))
-    spans = list[Span]()
-    row_slots, key_lists, num_keys = list[Slots](), list[Slots](), 0
+    token_ids, wanted, row_slots = list[int](), list[int](), list[Slots]()
+    spans, lists, branched = list[_Span](), list[Slots](), list[_Branched]()
     prefixes, ranges = list[range](), list[range | None]()
     for feed, grant in zip(feeds, grants, strict=True):
         session, first = feed.session, len(token_ids)
@@ -171,26 +172,17 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
         if grant:
             start = feed.start
             end = start + grant
-            stop = end - num_new
             slots = session.table.slots(0, end)
-            token_ids += (*session.token_ids[start:stop], *tree.token_ids[skipped:])
+            token_ids += (*session.token_ids[start : end - num_new], *tree.token_ids[skipped:])
             row_slots.append(slots[start:])
             # The slots of a chain lie in a row, and need no gathering.
             if tree.is_chain:
-                positions += range(start, end)
-                key_starts += [num_keys] * grant
-                spans.append(Span(range(first, first + grant), num_keys))
-                key_lists.append(slots)
-                num_keys += end
+                spans.append(_Span(grant, start, len(lists)))
+                lists.append(slots)
             else:
-                positions += range(start, stop)
-                positions += [len(session.token_ids) - 1 + depth for depth in tree.depths[skipped + 1 :]]
-                key_starts += [num_keys] * (stop - start)
-                lists, starts = _leaf_lists(tree, slots, len(session.token_ids), skipped)
-                key_starts += [num_keys + each for each in starts]
-                spans += _tree_spans(range(first, first + grant), key_starts, len(session.token_ids))
-                key_lists += lists
-                num_keys += sum(map(len, lists))
+                num_committed = len(session.token_ids)
+                spans.append(_Span(grant, start, 0, num_committed // CHUNK))
+                branched.append(_Branched(tree, slots, num_committed, skipped, range(first, first + grant)))
         num_wanted = len(wanted)
         if feed.wants_prefix:
             wanted += range(first, first + feed.num_prefix(grant))
@@ -200,73 +192,150 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
             wanted += range(len(token_ids) - num_new - (not feed.num_computed), len(token_ids))
         ranges.append(range(prefixes[-1].stop, len(wanted)) if is_complete else None)
     slots = row_slots[0] if len(row_slots) == 1 else np.concatenate(row_slots)
-    longs = np.array(token_ids + positions + key_starts + wanted, dtype=np.int64)
-    make = partial(_shared_plan, spans, tiles) if tiles else _plan
-    plan, sent_wanted = make(longs, slots, key_lists, len(wanted), device)
+    rows = _Rows.of_chains(spans, lists)
+    if branched:
+        rows.add_trees(branched)
+    longs = np.array((*token_ids, *wanted), dtype=np.int64)
+    longs = np.concatenate((longs[: len(slots)], rows.positions, rows.starts[rows.lists], longs[len(slots) :]))
+    if tiles:
+        longest = max(span.num_rows for span in spans)
+        tile_rows = next((each for each in tiles if each >= longest), tiles[-1])
+        plan, sent_wanted = _shared_plan(rows, longs, slots, tile_rows, device)
+    else:
+        plan, sent_wanted = _plan(rows, longs, slots, device)
     return Batch(plan, sent_wanted, prefixes, ranges)
 
 
-def _plan(
-    longs: NDArray[np.int64], slots: Slots, key_lists: Sequence[Slots], num_wanted: int, device: torch.device
-) -> tuple[RowPlan, Tensor]:
+class _Span(NamedTuple):
+    """Rows of a feed, which lie in a row, from a place in the session on."""
+
+    num_rows: int
+    start: int
+    list_number: int
+    """List of keys that all of them see, of one without branches."""
+    num_shared: int = MANY
+    """Chunks of its list's keys that all rows of the feed see; of a tree those of committed tokens alone."""
+
+
+class _Branched(NamedTuple):
+    """A tree with branches, the slots of committed tokens and of its rows, how many of these rows are computed, and
+    the feed's own rows in the forward."""
+
+    tree: TokenTree
+    slots: Slots
+    num_committed: int
+    skipped: int
+    rows: range
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Rows of a forward, and the lists of keys that they see."""
+
+    num_each: NDArray[np.int64]
+    """Rows of each feed that has some; `shared` are its chunks that all of them see."""
+    shared: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    """Position of each row [R]: its place among the tokens that it continues."""
+    lists: NDArray[np.int64]
+    """[R] number of the list of each row."""
+    starts: NDArray[np.int64]
+    """Where each list begins among the keys."""
+    keys: list[NDArray[Any]]
+    """Slots of the lists, one after the other."""
+    num_chains: int
+    """Lists that are those of a whole feed."""
+
+    @classmethod
+    def of_chains(cls, spans: Sequence[_Span], keys: list[NDArray[Any]]) -> Self:
+        """All rows as if no feed had branches."""
+        num_each, begins, numbers, shared = np.array(spans).T
+        positions = (begins - num_each.cumsum() + num_each).repeat(num_each)
+        positions += np.arange(len(positions))
+        starts = np.array([0, *accumulate(map(len, keys))])[: len(keys)]
+        return cls(num_each, shared, positions, numbers.repeat(num_each), starts, keys, len(keys))
+
+    def add_trees(self, branched: Sequence[_Branched]) -> None:
+        """Adds the lists of trees: one for each leaf, the committed slots and then its path's; a row reads the first of
+        those of leaves below it.
+
+        All trees are walked at once, from the leaves up, so that it takes as many steps as the deepest has levels.
+        """
+        parents, depths = list[int](), list[int]()
+        for each in branched:
+            parents += (0, *each.tree.parents)
+            depths += each.tree.depths
+        facts = [(len(each.tree) + 1, each.num_committed, each.skipped, each.rows.stop) for each in branched]
+        sizes, lengths, skipped, stops = np.array(facts).T
+        roots, tree = np.cumsum(sizes) - sizes, np.repeat(np.arange(len(sizes)), sizes)
+        above, depth = np.array(parents) + roots[tree], np.array(depths)
+        number = np.arange(len(tree)) - roots[tree]
+        is_new = number > skipped[tree]
+        is_leaf = is_new.copy()
+        is_leaf[above] = False
+        leaves = np.flatnonzero(is_leaf)
+        num_leaves = np.bincount(tree[leaves])
+        # All lists of a tree are as long as the longest, because they are filled together.
+        widths = lengths + np.maximum.reduceat(depth, roots)
+        ends = np.cumsum(np.repeat(widths, num_leaves))
+        starts = ends - widths[tree[leaves]]
+        keys = np.empty(ends[-1], np.int32)
+        firsts, begin = (np.cumsum(num_leaves) - num_leaves + len(self.starts)).tolist(), 0
+        for each, first, count, width in zip(branched, firsts, num_leaves.tolist(), widths.tolist(), strict=True):
+            own = keys[begin : begin + count * width].reshape(count, width)
+            own[:, : each.num_committed] = each.slots[: each.num_committed]
+            # What lies past the end of a list is not read, and is a slot of the session nevertheless.
+            own[:, each.num_committed :] = each.slots[0]
+            begin += count * width
+            self.lists[each.rows.start : each.rows.stop] = first
+        slots = np.concatenate([each.slots[each.num_committed - 1 :] for each in branched])
+        last, lanes, at = starts + lengths[tree[leaves]] - 1, np.arange(len(leaves)), leaves
+        lists = np.full(len(tree), len(leaves))
+        for _ in range(int(depth.max())):
+            keys[last + depth[at]] = slots[at]
+            np.minimum.at(lists, at, lanes)
+            at = above[at]
+        new = np.flatnonzero(is_new)
+        places = (stops - sizes)[tree[new]] + number[new]
+        self.lists[places] = lists[new] + len(self.starts)
+        self.positions[places] = (lengths - 1)[tree[new]] + depth[new]
+        self.starts = np.concatenate((self.starts, starts + sum(map(len, self.keys))))
+        self.keys.append(keys)
+
+
+def _plan(rows: _Rows, longs: NDArray[np.int64], slots: Slots, device: torch.device) -> tuple[RowPlan, Tensor]:
     """The plan of token ids [R], positions [R], starts of lists [R] and wanted rows, and these rows where it is."""
     num_rows = len(slots)
-    counts = longs[num_rows : 2 * num_rows] + 1
+    counts = rows.positions + 1
     # Those of one type travel together, because each tensor costs as much as many rows.
-    ints = np.concatenate((counts, *key_lists), dtype=np.int32, casting="same_kind")
-    token_ids, positions, key_starts, wanted = _split(send(longs, device), num_rows, num_wanted)
+    ints = np.concatenate((counts, *rows.keys), dtype=np.int32, casting="same_kind")
+    token_ids, positions, key_starts, wanted = _split(send(longs, device), num_rows)
     key_counts, key_slots = send(ints, device).split_with_sizes((num_rows, len(ints) - num_rows))
-    rows = token_ids, positions, send(slots, device)
-    return RowPlan(*rows, key_slots, key_starts, key_counts, int(counts.max())), wanted
+    own = token_ids, positions, send(slots, device)
+    return RowPlan(*own, key_slots, key_starts, key_counts, int(counts.max())), wanted
 
 
 def _shared_plan(
-    spans: Sequence["Span"],
-    tiles: Sequence[int],
-    longs: NDArray[np.int64],
-    slots: Slots,
-    key_lists: Sequence[Slots],
-    num_wanted: int,
-    device: torch.device,
+    rows: _Rows, longs: NDArray[np.int64], slots: Slots, tile_rows: int, device: torch.device
 ) -> tuple[RowPlan, Tensor]:
-    """`_plan` with what rows share; all of it travels in one piece."""
-    num_rows, num_keys = len(slots), sum(map(len, key_lists))
-    counts = longs[num_rows : 2 * num_rows] + 1
-    longest = max(len(span.rows) for span in spans)
-    tile_rows = next((each for each in tiles if each >= longest), tiles[-1])
-    array, num_row_chunks, places = shared_work(spans, longs, slots, counts, key_lists, tile_rows)
-    every = send(np.concatenate((longs, slots, array.view(np.int64))), device)
-    sent, sent_slots, rest = every.split_with_sizes((len(longs), num_rows, len(array) // 2))
-    token_ids, positions, key_starts, wanted = _split(sent, num_rows, num_wanted)
+    """`_plan` with what rows share, at most so many; all of it travels in one piece."""
+    num_rows, num_keys = len(slots), sum(map(len, rows.keys))
+    parts, num_row_chunks, places = shared_work(rows, longs, slots, tile_rows)
+    numbers = np.empty(len(longs) + num_rows + sum(map(len, parts)) // 2, np.int64)
+    np.concatenate((longs, slots), out=numbers[: len(longs) + num_rows])
+    np.concatenate(parts, out=numbers[len(longs) + num_rows :].view(np.int32), casting="unsafe")
+    every = send(numbers, device)
+    sent, sent_slots, rest = every.split_with_sizes((len(longs), num_rows, len(numbers) - len(longs) - num_rows))
+    token_ids, positions, key_starts, wanted = _split(sent, num_rows)
     work = rest.view(torch.int32)
     key_counts = work[places.counts : places.counts + num_rows]
     key_slots = work[places.key_slots : places.key_slots + num_keys]
-    rows = token_ids, positions, sent_slots
-    keys = key_slots, key_starts, key_counts
-    return RowPlan(*rows, *keys, int(counts.max()), work, tile_rows, num_row_chunks), wanted
+    own, keys = (token_ids, positions, sent_slots), (key_slots, key_starts, key_counts)
+    return RowPlan(*own, *keys, int(rows.positions.max()) + 1, work, tile_rows, num_row_chunks), wanted
 
 
-def _split(longs: Tensor, num_rows: int, num_wanted: int) -> tuple[Tensor, ...]:
-    return longs.split_with_sizes((num_rows, num_rows, num_rows, num_wanted))
-
-
-class Span(NamedTuple):
-    """Rows that see one list from a chunk on, up to another one or to their own ends."""
-
-    rows: Sequence[int]
-    key_start: int
-    first_chunk: int = 0
-    stop_chunk: int | None = None
-
-
-def _tree_spans(rows: range, key_starts: Sequence[int], num_committed: int) -> list[Span]:
-    """All rows of a session share the chunks of its committed tokens; the rest they share with those of their list."""
-    num_shared = num_committed // CHUNK
-    by_list: dict[int, list[int]] = {}
-    for row in rows:
-        by_list.setdefault(key_starts[row], []).append(row)
-    shared = [Span(rows, key_starts[rows[0]], 0, num_shared)] if num_shared else []
-    return shared + [Span(own, start, num_shared) for start, own in by_list.items()]
+def _split(longs: Tensor, num_rows: int) -> tuple[Tensor, ...]:
+    return longs.split_with_sizes((num_rows, num_rows, num_rows, longs.shape[0] - 3 * num_rows))
 
 
 class WorkPlaces(NamedTuple):
@@ -285,39 +354,20 @@ class WorkPlaces(NamedTuple):
 
 
 def shared_work(
-    spans: Sequence[Span],
-    longs: NDArray[np.int64],
-    slots: Slots,
-    counts: NDArray[np.int64],
-    key_lists: Sequence[Slots],
-    tile_rows: int,
-) -> tuple[NDArray[np.int32], int, WorkPlaces]:
-    """A plan as the kernels of a GPU read it, int32 of an even size, and how many chunks all rows see together.
+    rows: _Rows, longs: NDArray[np.int64], slots: Slots, tile_rows: int
+) -> tuple[list[NDArray[Any]], int, WorkPlaces]:
+    """A plan as the kernels of a GPU read it, in parts, and how many chunks all rows see together.
 
+    The parts are to become int32, and are an even number of them.
     `longs` begin with token ids [R] and positions [R]. After a header come token ids, positions, slots, counts of keys
     and the places of the first chunks [R] among all rows' chunks; items, each of which says where its rows begin among
     the rows of items, their number, where their list begins among the key slots, and the chunk; the rows of items; the
     key slots.
     """
-    num_rows = len(counts)
+    num_rows, counts = len(slots), rows.positions + 1
     chunks = -(-counts // CHUNK)
-    row_chunks: list[int] = chunks.tolist()
-    tiles = list[tuple[int, int, int, int, int]]()
-    item_rows = list[int]()
-    for span in spans:
-        for first in range(0, len(span.rows), tile_rows):
-            rows = span.rows[first : first + tile_rows]
-            # No row of a span sees less than one before it.
-            stop = row_chunks[rows[-1]] if span.stop_chunk is None else min(row_chunks[rows[-1]], span.stop_chunk)
-            if stop > span.first_chunk:
-                tiles.append((len(item_rows), len(rows), span.key_start, span.first_chunk, stop))
-                item_rows += rows
-    each = np.array(tiles, dtype=np.int32)
-    lengths = each[:, 4] - each[:, 3]
-    ends = np.cumsum(lengths)
-    items = np.repeat(each[:, :4], lengths, axis=0)
-    items[:, 3] += np.arange(len(items), dtype=np.int32) - np.repeat(ends - lengths, lengths).astype(np.int32)
-    chunk_ends = np.cumsum(chunks)
+    items, item_rows = _items(rows, chunks, tile_rows)
+    chunk_ends = chunks.cumsum()
     columns = longs[: 2 * num_rows], slots, counts, chunk_ends - chunks
     ids, positions, own, count, first_chunks, items_begin = (WORK_HEADER + place * num_rows for place in range(6))
     rows_begin = items_begin + items.size
@@ -327,25 +377,37 @@ def shared_work(
     )
     header = np.array([*places, *[0] * (WORK_HEADER - len(places))])
     # An even number, so that it may lie after longer numbers.
-    filler = np.zeros((keys_begin + sum(map(len, key_lists))) % 2, dtype=np.int64)
-    parts = [header, *columns, items.ravel(), np.array(item_rows), *key_lists, filler]
-    return np.concatenate(parts, dtype=np.int32, casting="unsafe"), int(chunk_ends[-1]), places
+    filler = np.zeros((keys_begin + sum(map(len, rows.keys))) % 2, dtype=np.int64)
+    parts = [header, *columns, items.ravel(), item_rows, *rows.keys, filler]
+    return parts, int(chunk_ends[-1]), places
 
 
-def _leaf_lists(tree: TokenTree, slots: Slots, stop: int, skipped: int) -> tuple[list[Slots], list[int]]:
-    """A list for each leaf after the first `skipped` rows: the committed slots, then its path's.
+def _items(rows: _Rows, chunks: NDArray[np.int64], tile_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Items [n, 4] of shared work, and their rows, where so many chunks are in each row's list.
 
-    Also where in them the list of each row after the skipped ones begins.
+    All rows of a session share the chunks of its committed tokens; the rest they share with those of their list.
     """
-    lists: list[Slots] = []
-    row_starts, num_keys, committed = [-1] * len(tree), 0, slots[:stop]
-    for leaf in tree.leaves():
-        if leaf <= skipped:
-            continue
-        path = tree.path(leaf)
-        for row in path:
-            if row_starts[row - 1] < 0:
-                row_starts[row - 1] = num_keys
-        lists += committed, slots[[stop + row - 1 for row in path]]
-        num_keys += stop + len(path)
-    return lists, row_starts[skipped:]
+    num_each, shared = rows.num_each, rows.shared
+    begins, firsts = num_each.cumsum() - num_each, 0 * shared
+    item_rows = np.arange(len(chunks))
+    if len(rows.starts) > rows.num_chains:
+        branched = np.flatnonzero(rows.lists >= rows.num_chains)
+        branched = branched[np.argsort(rows.lists[branched], kind="stable")]
+        _, own_begins, own_each = np.unique(rows.lists[branched], return_index=True, return_counts=True)
+        begins = np.concatenate((begins, own_begins + len(chunks)))
+        firsts = np.concatenate((firsts, np.repeat(shared, num_each)[branched[own_begins]]))
+        num_each, shared = np.concatenate((num_each, own_each)), np.concatenate((shared, np.full_like(own_each, MANY)))
+        item_rows = np.concatenate((item_rows, branched))
+    # Tiles of each of these groups of rows.
+    tiles = -(-num_each // tile_rows)
+    group = np.arange(len(tiles)).repeat(tiles)
+    places = (np.arange(len(group)) - (tiles.cumsum() - tiles).repeat(tiles)) * tile_rows
+    num_tile_rows = np.minimum(num_each[group] - places, tile_rows)
+    places += begins[group]
+    # No row of a group sees less than one before it, as far as the group goes.
+    stops = np.minimum(chunks[item_rows[places + num_tile_rows - 1]], shared[group])
+    lengths = np.maximum(stops - firsts[group], 0)
+    tile_items = np.array((places, num_tile_rows, rows.starts[rows.lists[item_rows[places]]], firsts[group]))
+    items = tile_items.T.repeat(lengths, axis=0)
+    items[:, 3] += np.arange(len(items)) - (lengths.cumsum() - lengths).repeat(lengths)
+    return items, item_rows

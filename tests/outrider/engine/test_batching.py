@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from support.models.engine_cases import make_feeds
+from hypothesis import given
+from support.models.engine_cases import feeds_and_grants, make_feeds
 
-from outrider.engine.batching import build_batch
+from outrider.engine.batching import Feed, build_batch
 from outrider.token_tree import TokenTree
 
 CPU = torch.device("cpu")
@@ -47,6 +48,24 @@ def test_rows_of_a_tree_see_their_ancestors_only() -> None:
     assert plan.num_rows == row
     assert batch.ranges == [range(6), range(6, 12)]
     assert batch.wanted.tolist() == [*range(1, 7), *range(7, 13)]
+
+
+@given(feeds_and_grants())
+def test_every_row_has_its_own_place_and_sees_its_own_path(made: tuple[list[Feed], list[int]]) -> None:
+    """Of chains, trees, trees that grow, and pieces of prompts, beside each other."""
+    feeds, grants = made
+    plan, row = build_batch(feeds, grants, CPU).plan, 0
+    for feed, grant in zip(feeds, grants, strict=True):
+        length, slots = len(feed.session), feed.session.table.slots(0, feed.start + grant).tolist()
+        for place in range(feed.start, feed.start + grant):
+            path = feed.tree.path(max(place - length + 1, 0))
+            expected = slots[: min(place + 1, length)] + [slots[length + ancestor - 1] for ancestor in path]
+            start, count = int(plan.key_starts[row]), int(plan.key_counts[row])
+            assert plan.key_slots[start : start + count].tolist() == expected
+            assert int(plan.slots[row]) == slots[place] == expected[-1]
+            assert int(plan.positions[row]) == len(expected) - 1
+            row += 1
+    assert plan.num_rows == row
 
 
 @pytest.mark.parametrize("grant", [3, 7])

@@ -7,41 +7,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.models.engine_cases import make_feeds
+from support.models.engine_cases import feeds_and_grants, make_feeds
 
 from outrider.engine import batching
 from outrider.engine.batching import WORK_HEADER, Batch, Feed, WorkPlaces, build_batch
-from outrider.token_tree import TokenTree
 
 CPU = torch.device("cpu")
 # So short that a few tokens have many.
 CHUNK = 4
-
-
-@st.composite
-def trees(draw: st.DrawFn) -> TokenTree:
-    """Any tree of up to nine rows, chains among them."""
-    count = draw(st.integers(0, 9))
-    chain = draw(st.booleans())
-    parents = [row if chain else draw(st.integers(0, row)) for row in range(count)]
-    return TokenTree(tuple(range(100, 100 + count)), tuple(parents))
-
-
-@st.composite
-def feeds_and_grants(draw: st.DrawFn) -> tuple[list[Feed], list[int]]:
-    """Prompts, whole and in part, steps, chains, trees, and trees that grow, of one to four sessions."""
-    feeds, grants = list[Feed](), list[int]()
-    for _ in range(draw(st.integers(1, 4))):
-        tree, length = draw(trees()), draw(st.integers(1, 30))
-        num_computed = draw(st.integers(0, len(tree)))
-        cached = length if num_computed else draw(st.integers(0, length))
-        feed = make_feeds((length, cached, 0), tree=tree)[0]._replace(num_computed=num_computed)
-        feed.session.reserve(len(tree), feed.start)
-        feeds.append(feed)
-        # A tree goes with the end of its prompt, or waits for it.
-        is_whole = draw(st.booleans()) or feed.num_committed < 2
-        grants.append(feed.num_rows if is_whole else draw(st.integers(1, feed.num_committed - 1)))
-    return feeds, grants
 
 
 def batches(feeds: Sequence[Feed], grants: Sequence[int], tiles: Sequence[int]) -> tuple[Batch, Batch]:
