@@ -125,10 +125,11 @@ class DraftMoves:
         if not others or not (is_leaving or is_guessing):
             return None
         wish = PlaceWish(length, min(MOVE_ROUNDS, self._spec.max_len - length), self._prefix)
-        if is_leaving:
-            placement = choose([peer.figures(wish) for peer in others.values()], wish)
-            return None if placement is None else (others[placement.address], MovedFor.LEAVING)
         alike = [peer.figures(wish) for peer in others.values() if self._is_like(peer, here)]
+        if is_leaving:
+            # Another model is better than none.
+            placement = choose(alike or [peer.figures(wish) for peer in others.values()], wish)
+            return None if placement is None else (others[placement.address], MovedFor.LEAVING)
         placement = better(here.figures(wish, is_there=True), alike, wish)
         return None if placement is None else (others[placement.address], MovedFor.LOAD)
 

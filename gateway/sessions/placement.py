@@ -17,7 +17,7 @@ others.
 import asyncio
 import hashlib
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -42,6 +42,7 @@ JOINING_S = 10.0  # an empty service looks best to all gateways at once
 USUAL_OUTPUT = 128.0  # tokens of an answer, before there was one
 FULL_US = 1_000_000.0  # of prompts that are read before: who would wait for longer waits where any place can be had
 LEAST_PROMPT = 16  # tokens that must have been read to say what one costs
+MAX_SETTLED = 4096  # openings between two words of a service on its cache, which come several times a second
 ERROR_TOKENS = (0.0, 64.0, 256.0, 1024.0, 4096.0, 16_384.0)  # bounds of what was expected to be cached and was not
 
 
@@ -341,7 +342,7 @@ class LinkBook:
         self._sent: OrderedDict[int, int] = OrderedDict()
         """Names of prompts that were sent, by the opening that had them last; the oldest comes first. Where the service
         says what it has, only of those that it may not have said yet."""
-        self._settled: list[tuple[int, tuple[int, ...]]] = []
+        self._settled: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=MAX_SETTLED)
         """Openings and names that the service has done with since it last said what it has."""
         self.num_opened = 0  # sessions, since the service was there first
 

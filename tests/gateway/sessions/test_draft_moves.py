@@ -16,6 +16,7 @@ from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import ANY_DRAFT, GuessRequest, Round, TokenLog
 from gateway.sessions import draft_move
 from gateway.sessions.draft import RemoteDraftSession
+from gateway.sessions.draft_move import DraftMoves
 from gateway.sessions.peer import ServicePeer
 from gateway.sessions.placement import NO_PREFIX, LinkFigures, MovedFor, PlaceWish, better
 from gateway.sessions.replicas import Placing, Replicas
@@ -76,11 +77,12 @@ class Pool:
 
 
 @asynccontextmanager
-async def pool() -> AsyncIterator[Pool]:
-    """All services, and links to them."""
+async def pool(*hashes: str) -> AsyncIterator[Pool]:
+    """All services, and links to them; a further draft for each hash of another model."""
     target = TargetServicer(model_pb.SERVICE_ROLE_TARGET, MarkovModel())
     drafts = [
-        DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3), instance_id=number) for number in (3, 4)
+        DraftServicer(model_pb.SERVICE_ROLE_DRAFT, MarkovModel(noise=0.3), instance_id=number, model_hash=model_hash)
+        for number, model_hash in enumerate(("hash", "hash", *hashes), start=3)
     ]
     async with AsyncExitStack() as stack:
         target_link = await stack.enter_async_context(linked(target))
@@ -100,6 +102,19 @@ async def test_a_draft_that_drains_is_left_without_a_lost_round() -> None:
                 here.links[0].is_draining = True
         await here.check(rounds, leaving=1)
         assert here.drafts[1].answers > 3
+
+
+async def test_a_draft_that_drains_is_left_for_one_with_the_same_model() -> None:
+    """Though another model's would be free; it is taken where there is no other."""
+    async with pool("another") as here:
+        for number in range(9):
+            here.links[1].book.opened(bytes([number]), 1, NO_PREFIX)
+            here.links[1].book.answered(bytes([number]), 1, 0, 0)
+        here.links[0].is_draining = True
+        moves = DraftMoves(here.replicas, SPEC, NO_PREFIX)
+        assert moves.due(here.links[0], 10, is_guessing=True) == (here.links[1], MovedFor.LEAVING)
+        here.links[1].is_draining = True
+        assert moves.due(here.links[1], 10, is_guessing=True) == (here.links[2], MovedFor.LEAVING)
 
 
 async def test_a_draft_whose_address_has_gone_is_left() -> None:

@@ -11,6 +11,7 @@ from gateway.rounds.tuning import TUNING
 from gateway.sessions import placement
 from gateway.sessions.placement import (
     JOINING_S,
+    MAX_SETTLED,
     NO_PREFIX,
     LinkBook,
     LinkFigures,
@@ -286,6 +287,19 @@ async def test_what_was_sent_is_expected_until_the_target_has_said_what_became_o
     assert book.hit_len(whole) == 128
     book.hear(PrefixNews(3, whole.names[:1]))
     assert book.hit_len(whole) == 64
+
+
+async def test_a_target_that_never_ends_what_it_says_does_not_fill_the_book() -> None:
+    """Openings are forgotten, the oldest first; what they had sent counts for as long as there is room for it."""
+    book, prefix = LinkBook(0.0, 4_096, 16), await PromptPrefix.of(prompt(1), b"")
+    book.hear(PrefixNews(0))
+    book.hear(PrefixNews(1, prefix.names, has_more=True))
+    for number in range(2 * MAX_SETTLED):
+        book.opened(number.to_bytes(4, "big"), 65, prefix)
+        book.closed(number.to_bytes(4, "big"))
+    assert len(book._settled) == MAX_SETTLED
+    book.hear(PrefixNews(2, prefix.names))
+    assert book.hit_len(prefix) == 64
 
 
 async def test_a_first_answer_shows_what_was_expected() -> None:
