@@ -46,7 +46,7 @@ class RowPlan:
     slots: Tensor
     """[R] int64, all different: where the row's own key and value are stored."""
     key_slots: Tensor
-    """[L] int32: lists of slots in position order."""
+    """[L] int32: lists of slots in position order; what may lie past the end of one is read by no row."""
     key_starts: Tensor
     """[R] int64: where a row's list begins in key_slots."""
     key_counts: Tensor
@@ -196,13 +196,9 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
     if branched:
         rows.add_trees(branched)
     longs = np.array((*token_ids, *wanted), dtype=np.int64)
-    longs = np.concatenate((longs[: len(slots)], rows.positions, rows.starts[rows.lists], longs[len(slots) :]))
-    if tiles:
-        longest = max(span.num_rows for span in spans)
-        tile_rows = next((each for each in tiles if each >= longest), tiles[-1])
-        plan, sent_wanted = _shared_plan(rows, longs, slots, tile_rows, device)
-    else:
-        plan, sent_wanted = _plan(rows, longs, slots, device)
+    key_starts = rows.list_starts[rows.list_of]
+    longs = np.concatenate((longs[: len(slots)], rows.positions, key_starts, longs[len(slots) :]))
+    plan, sent_wanted = _shared_plan(rows, longs, slots, tiles, device) if tiles else _plan(rows, longs, slots, device)
     return Batch(plan, sent_wanted, prefixes, ranges)
 
 
@@ -212,9 +208,9 @@ class _Span(NamedTuple):
     num_rows: int
     start: int
     list_number: int
-    """List of keys that all of them see, of one without branches."""
+    """List of keys that all of them see; of a tree whatever, because it gets lists of its own."""
     num_shared: int = MANY
-    """Chunks of its list's keys that all rows of the feed see; of a tree those of committed tokens alone."""
+    """Chunks of keys that all rows may share: of a tree those of committed tokens, of a chain whatever there is."""
 
 
 class _Branched(NamedTuple):
@@ -233,27 +229,28 @@ class _Rows:
     """Rows of a forward, and the lists of keys that they see."""
 
     num_each: NDArray[np.int64]
-    """Rows of each feed that has some; `shared` are its chunks that all of them see."""
-    shared: NDArray[np.int64]
+    """Number of rows of each feed that has some."""
+    num_shared: NDArray[np.int64]
+    """Chunks that all rows of each of these feeds may share."""
     positions: NDArray[np.int64]
     """Position of each row [R]: its place among the tokens that it continues."""
-    lists: NDArray[np.int64]
-    """[R] number of the list of each row."""
-    starts: NDArray[np.int64]
+    list_of: NDArray[np.int64]
+    """Number of the list of each row [R]."""
+    list_starts: NDArray[np.int64]
     """Where each list begins among the keys."""
-    keys: list[NDArray[Any]]
+    key_lists: list[NDArray[Any]]
     """Slots of the lists, one after the other."""
     num_chains: int
-    """Lists that are those of a whole feed."""
+    """Lists that are those of a whole feed; they come first."""
 
     @classmethod
-    def of_chains(cls, spans: Sequence[_Span], keys: list[NDArray[Any]]) -> Self:
+    def of_chains(cls, spans: Sequence[_Span], lists: list[NDArray[Any]]) -> Self:
         """All rows as if no feed had branches."""
-        num_each, begins, numbers, shared = np.array(spans).T
+        num_each, begins, numbers, num_shared = np.array(spans).T
         positions = (begins - num_each.cumsum() + num_each).repeat(num_each)
         positions += np.arange(len(positions))
-        starts = np.array([0, *accumulate(map(len, keys))])[: len(keys)]
-        return cls(num_each, shared, positions, numbers.repeat(num_each), starts, keys, len(keys))
+        starts = np.array([0, *accumulate(map(len, lists))])[: len(lists)]
+        return cls(num_each, num_shared, positions, numbers.repeat(num_each), starts, lists, len(lists))
 
     def add_trees(self, branched: Sequence[_Branched]) -> None:
         """Adds the lists of trees: one for each leaf, the committed slots and then its path's; a row reads the first of
@@ -267,40 +264,41 @@ class _Rows:
             depths += each.tree.depths
         facts = [(len(each.tree) + 1, each.num_committed, each.skipped, each.rows.stop) for each in branched]
         sizes, lengths, skipped, stops = np.array(facts).T
-        roots, tree = np.cumsum(sizes) - sizes, np.repeat(np.arange(len(sizes)), sizes)
-        above, depth = np.array(parents) + roots[tree], np.array(depths)
+        roots, tree = sizes.cumsum() - sizes, np.arange(len(sizes)).repeat(sizes)
         number = np.arange(len(tree)) - roots[tree]
+        above, depth = np.array(parents) + roots[tree], np.array(depths)
         is_new = number > skipped[tree]
         is_leaf = is_new.copy()
         is_leaf[above] = False
-        leaves = np.flatnonzero(is_leaf)
+        (leaves,) = is_leaf.nonzero()
+        # Rows from each leaf up, as long as all of them; the root stays where it is.
+        paths = np.empty((depth.max(), len(leaves)), dtype=np.int64)
+        paths[0] = leaves
+        for level in range(1, len(paths)):
+            paths[level] = above[paths[level - 1]]
+        first_leaf = np.full(len(tree), len(leaves))
+        # Spread out here: numpy 2.4 spreads them wrongly.
+        np.minimum.at(first_leaf, paths, np.broadcast_to(np.arange(len(leaves)), paths.shape))
+        # All lists of a tree are as long as that of its deepest leaf, because they are filled together.
+        widths = (lengths + np.maximum.reduceat(depth, roots))[tree[leaves]]
+        starts = widths.cumsum() - widths
+        keys = np.empty(widths.sum(), dtype=np.int32)
         num_leaves = np.bincount(tree[leaves])
-        # All lists of a tree are as long as the longest, because they are filled together.
-        widths = lengths + np.maximum.reduceat(depth, roots)
-        ends = np.cumsum(np.repeat(widths, num_leaves))
-        starts = ends - widths[tree[leaves]]
-        keys = np.empty(ends[-1], np.int32)
-        firsts, begin = (np.cumsum(num_leaves) - num_leaves + len(self.starts)).tolist(), 0
-        for each, first, count, width in zip(branched, firsts, num_leaves.tolist(), widths.tolist(), strict=True):
+        for each, last, count in zip(branched, num_leaves.cumsum().tolist(), num_leaves.tolist(), strict=True):
+            begin, width = starts[last - count], widths[last - 1]
             own = keys[begin : begin + count * width].reshape(count, width)
             own[:, : each.num_committed] = each.slots[: each.num_committed]
             # What lies past the end of a list is not read, and is a slot of the session nevertheless.
             own[:, each.num_committed :] = each.slots[0]
-            begin += count * width
-            self.lists[each.rows.start : each.rows.stop] = first
+            self.list_of[each.rows.start : each.rows.stop] = last - count + self.num_chains
         slots = np.concatenate([each.slots[each.num_committed - 1 :] for each in branched])
-        last, lanes, at = starts + lengths[tree[leaves]] - 1, np.arange(len(leaves)), leaves
-        lists = np.full(len(tree), len(leaves))
-        for _ in range(int(depth.max())):
-            keys[last + depth[at]] = slots[at]
-            np.minimum.at(lists, at, lanes)
-            at = above[at]
-        new = np.flatnonzero(is_new)
+        keys[starts + lengths[tree[leaves]] - 1 + depth[paths]] = slots[paths]
+        (new,) = is_new.nonzero()
         places = (stops - sizes)[tree[new]] + number[new]
-        self.lists[places] = lists[new] + len(self.starts)
+        self.list_of[places] = first_leaf[new] + self.num_chains
         self.positions[places] = (lengths - 1)[tree[new]] + depth[new]
-        self.starts = np.concatenate((self.starts, starts + sum(map(len, self.keys))))
-        self.keys.append(keys)
+        self.list_starts = np.concatenate((self.list_starts, starts + sum(map(len, self.key_lists))))
+        self.key_lists.append(keys)
 
 
 def _plan(rows: _Rows, longs: NDArray[np.int64], slots: Slots, device: torch.device) -> tuple[RowPlan, Tensor]:
@@ -308,7 +306,7 @@ def _plan(rows: _Rows, longs: NDArray[np.int64], slots: Slots, device: torch.dev
     num_rows = len(slots)
     counts = rows.positions + 1
     # Those of one type travel together, because each tensor costs as much as many rows.
-    ints = np.concatenate((counts, *rows.keys), dtype=np.int32, casting="same_kind")
+    ints = np.concatenate((counts, *rows.key_lists), dtype=np.int32, casting="same_kind")
     token_ids, positions, key_starts, wanted = _split(send(longs, device), num_rows)
     key_counts, key_slots = send(ints, device).split_with_sizes((num_rows, len(ints) - num_rows))
     own = token_ids, positions, send(slots, device)
@@ -316,12 +314,12 @@ def _plan(rows: _Rows, longs: NDArray[np.int64], slots: Slots, device: torch.dev
 
 
 def _shared_plan(
-    rows: _Rows, longs: NDArray[np.int64], slots: Slots, tile_rows: int, device: torch.device
+    rows: _Rows, longs: NDArray[np.int64], slots: Slots, tiles: Sequence[int], device: torch.device
 ) -> tuple[RowPlan, Tensor]:
-    """`_plan` with what rows share, at most so many; all of it travels in one piece."""
-    num_rows, num_keys = len(slots), sum(map(len, rows.keys))
-    parts, num_row_chunks, places = shared_work(rows, longs, slots, tile_rows)
-    numbers = np.empty(len(longs) + num_rows + sum(map(len, parts)) // 2, np.int64)
+    """`_plan` with what rows share; all of it travels in one piece."""
+    num_rows, num_keys = len(slots), sum(map(len, rows.key_lists))
+    parts, num_row_chunks, tile_rows, places = shared_work(rows, longs, slots, tiles)
+    numbers = np.empty(len(longs) + num_rows + sum(map(len, parts)) // 2, dtype=np.int64)
     np.concatenate((longs, slots), out=numbers[: len(longs) + num_rows])
     np.concatenate(parts, out=numbers[len(longs) + num_rows :].view(np.int32), casting="unsafe")
     every = send(numbers, device)
@@ -354,19 +352,18 @@ class WorkPlaces(NamedTuple):
 
 
 def shared_work(
-    rows: _Rows, longs: NDArray[np.int64], slots: Slots, tile_rows: int
-) -> tuple[list[NDArray[Any]], int, WorkPlaces]:
-    """A plan as the kernels of a GPU read it, in parts, and how many chunks all rows see together.
+    rows: _Rows, longs: NDArray[np.int64], slots: Slots, tiles: Sequence[int]
+) -> tuple[list[NDArray[Any]], int, int, WorkPlaces]:
+    """A plan as the kernels of a GPU read it, in parts; how many chunks all rows see together; rows of a tile.
 
-    The parts are to become int32, and are an even number of them.
-    `longs` begin with token ids [R] and positions [R]. After a header come token ids, positions, slots, counts of keys
-    and the places of the first chunks [R] among all rows' chunks; items, each of which says where its rows begin among
-    the rows of items, their number, where their list begins among the key slots, and the chunk; the rows of items; the
-    key slots.
+    The parts are to become int32, and are an even number of them. `longs` begin with token ids [R] and positions [R].
+    After a header come token ids, positions, slots, counts of keys and the places of the first chunks [R] among all
+    rows' chunks; items, each of which says where its rows begin among the rows of items, their number, where their list
+    begins among the key slots, and the chunk; the rows of items; the key slots.
     """
     num_rows, counts = len(slots), rows.positions + 1
     chunks = -(-counts // CHUNK)
-    items, item_rows = _items(rows, chunks, tile_rows)
+    items, item_rows, tile_rows = _items(rows, chunks, tiles)
     chunk_ends = chunks.cumsum()
     columns = longs[: 2 * num_rows], slots, counts, chunk_ends - chunks
     ids, positions, own, count, first_chunks, items_begin = (WORK_HEADER + place * num_rows for place in range(6))
@@ -377,37 +374,40 @@ def shared_work(
     )
     header = np.array([*places, *[0] * (WORK_HEADER - len(places))])
     # An even number, so that it may lie after longer numbers.
-    filler = np.zeros((keys_begin + sum(map(len, rows.keys))) % 2, dtype=np.int64)
-    parts = [header, *columns, items.ravel(), item_rows, *rows.keys, filler]
-    return parts, int(chunk_ends[-1]), places
+    filler = np.zeros((keys_begin + sum(map(len, rows.key_lists))) % 2, dtype=np.int64)
+    parts = [header, *columns, items.ravel(), item_rows, *rows.key_lists, filler]
+    return parts, int(chunk_ends[-1]), tile_rows, places
 
 
-def _items(rows: _Rows, chunks: NDArray[np.int64], tile_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Items [n, 4] of shared work, and their rows, where so many chunks are in each row's list.
+def _items(
+    rows: _Rows, chunks: NDArray[np.int64], tiles: Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """Items [n, 4] of shared work, the rows of items, and rows of a tile, where so many chunks are in each row's list.
 
-    All rows of a session share the chunks of its committed tokens; the rest they share with those of their list.
+    All rows of a feed share the first chunks; of a tree the others are shared by those rows that read the same list.
     """
-    num_each, shared = rows.num_each, rows.shared
-    begins, firsts = num_each.cumsum() - num_each, 0 * shared
-    item_rows = np.arange(len(chunks))
-    if len(rows.starts) > rows.num_chains:
-        branched = np.flatnonzero(rows.lists >= rows.num_chains)
-        branched = branched[np.argsort(rows.lists[branched], kind="stable")]
-        _, own_begins, own_each = np.unique(rows.lists[branched], return_index=True, return_counts=True)
+    # Groups of rows: where each begins among the rows of items, its number of rows, and the chunks that it shares.
+    sizes, stops = rows.num_each, rows.num_shared
+    begins, firsts, item_rows = sizes.cumsum() - sizes, 0 * stops, np.arange(len(chunks))
+    if len(rows.list_starts) > rows.num_chains:
+        (branched,) = (rows.list_of >= rows.num_chains).nonzero()
+        branched = branched[rows.list_of[branched].argsort(kind="stable")]
+        _, own_begins, own_sizes = np.unique(rows.list_of[branched], return_index=True, return_counts=True)
         begins = np.concatenate((begins, own_begins + len(chunks)))
-        firsts = np.concatenate((firsts, np.repeat(shared, num_each)[branched[own_begins]]))
-        num_each, shared = np.concatenate((num_each, own_each)), np.concatenate((shared, np.full_like(own_each, MANY)))
-        item_rows = np.concatenate((item_rows, branched))
-    # Tiles of each of these groups of rows.
-    tiles = -(-num_each // tile_rows)
-    group = np.arange(len(tiles)).repeat(tiles)
-    places = (np.arange(len(group)) - (tiles.cumsum() - tiles).repeat(tiles)) * tile_rows
-    num_tile_rows = np.minimum(num_each[group] - places, tile_rows)
+        firsts = np.concatenate((firsts, stops.repeat(sizes)[branched[own_begins]]))
+        stops = np.concatenate((stops, np.full_like(own_sizes, MANY)))
+        sizes, item_rows = np.concatenate((sizes, own_sizes)), np.concatenate((item_rows, branched))
+    longest = sizes[stops > firsts].max()
+    tile_rows = next((each for each in tiles if each >= longest), tiles[-1])
+    num_tiles = -(-sizes // tile_rows)
+    group = np.arange(len(sizes)).repeat(num_tiles)
+    places = (np.arange(len(group)) - (num_tiles.cumsum() - num_tiles).repeat(num_tiles)) * tile_rows
+    num_tile_rows = np.minimum(sizes[group] - places, tile_rows)
     places += begins[group]
     # No row of a group sees less than one before it, as far as the group goes.
-    stops = np.minimum(chunks[item_rows[places + num_tile_rows - 1]], shared[group])
-    lengths = np.maximum(stops - firsts[group], 0)
-    tile_items = np.array((places, num_tile_rows, rows.starts[rows.lists[item_rows[places]]], firsts[group]))
+    ends = np.minimum(chunks[item_rows[places + num_tile_rows - 1]], stops[group])
+    lengths = np.maximum(ends - firsts[group], 0)
+    tile_items = np.array((places, num_tile_rows, rows.list_starts[rows.list_of[item_rows[places]]], firsts[group]))
     items = tile_items.T.repeat(lengths, axis=0)
     items[:, 3] += np.arange(len(items)) - (lengths.cumsum() - lengths).repeat(lengths)
-    return items, item_rows
+    return items, item_rows, tile_rows

@@ -30,6 +30,7 @@ READS: dict[str, tuple[int, str]] = {
     "models/weights.py:check_numbers": (1, LOADING),
     "models/transformer.py:Transformer.__init__": (1, LOADING),
     "batching.py:shared_work": (1, ON_HOST),
+    "batching.py:_items": (1, ON_HOST),
     "batching.py:_Rows.add_trees": (4, ON_HOST),
     "batching.py:_plan": (1, ON_HOST),
     "batching.py:_shared_plan": (1, ON_HOST),

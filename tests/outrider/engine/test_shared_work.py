@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from support.models.engine_cases import feeds_and_grants, make_feeds
 
 from outrider.engine import batching
+from outrider.engine.batching import CHUNK as CHUNK_OF_PLANS
 from outrider.engine.batching import WORK_HEADER, Batch, Feed, WorkPlaces, build_batch
+from outrider.token_tree import TokenTree
 
 CPU = torch.device("cpu")
 # So short that a few tokens have many.
@@ -111,3 +113,11 @@ def test_tiles_are_as_large_as_the_longest_session_asks() -> None:
     for rows, tile_rows in sizes.items():
         feeds = make_feeds((50, 50 - rows, 0), (3, 2, 0))
         assert build_batch(feeds, [rows, 1], CPU, (4, 8, 16)).plan.tile_rows == tile_rows
+
+
+def test_tiles_are_as_large_as_the_rows_that_share_a_list() -> None:
+    """Of a short session with a tree nothing is committed that all rows could share: the longest path decides."""
+    tree = TokenTree(tuple(range(31)), tuple(row // 2 for row in range(31)))
+    for length, tile_rows in ((100, 8), (CHUNK_OF_PLANS, 16)):
+        feeds = make_feeds((length, length - 1, 0), tree=tree)
+        assert build_batch(feeds, [32], CPU, (4, 8, 16)).plan.tile_rows == tile_rows
