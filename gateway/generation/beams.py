@@ -22,7 +22,12 @@ async def searched(context: RequestContext, beams: BeamSearch, queue_us: int) ->
     """Yields an event for every pass of a search, all of sample 0, and then for each sequence, best first, its tokens
     and its completion. As RequestContext.sample in everything else.
     """
-    context = await context.settled()
+    async with aclosing(context.placed(lambda placed: _searched(placed, beams, queue_us))) as events:
+        async for event in events:
+            yield event
+
+
+async def _searched(context: RequestContext, beams: BeamSearch, queue_us: int) -> AsyncGenerator[Event, None]:
     request, backend = context.request, context.backend
     spec = replace(request.spec, trace_context=telemetry.carrier())
     record, session_id = BeamRecord(spec, beams), secrets.token_bytes(16)

@@ -20,7 +20,7 @@ from gateway.sessions.draft import AbsentDraftSession, RemoteDraftSession
 from gateway.sessions.draft_team import DraftTeam
 from gateway.sessions.peer import ModelInfo
 from gateway.sessions.placement import PromptPrefix
-from gateway.sessions.replicas import Placing, need_of
+from gateway.sessions.replicas import Placing, WeightsGone, need_of
 from gateway.sessions.target import RemoteTargetSession
 from gateway.sessions.wait import Wait
 from gateway.speculation import speculate
@@ -105,14 +105,42 @@ class RequestContext:
             found = self.backend.weights_for(spec, self.placing, spec.prompt_len + 1)
         return found
 
+    async def placed(
+        self, serve: Callable[["RequestContext"], AsyncGenerator[Event, None]]
+    ) -> AsyncGenerator[Event, None]:
+        """Events of what is served at its place, once it has one. Where that place goes before there was an event, and
+        there are others with other weights, it is served there from the beginning.
+        """
+        placing, context = self.placing, await self.settled()
+        while True:
+            try:
+                async with aclosing(serve(context)) as events:
+                    async for event in events:
+                        placing.is_bound = True
+                        yield event
+                return
+            except WeightsGone:
+                if placing.is_bound:
+                    raise
+                model_hash = context.target.model_hash
+                if placing.model_hash == model_hash:
+                    # No other sample of it has found that before.
+                    placing.peer = None
+                context = await context.settled()
+                placing.is_bound |= context.target.model_hash == model_hash
+
     async def sample(self, index: int, queue_us: int) -> AsyncGenerator[Event, None]:
         """Yields an event for every round of one of its samples and then its completion. Its sessions are asked to end
         before the completion comes, and also when the caller closes the generator early. Raises any OutriderError.
 
         queue_us is for how long the sample has waited for its turn.
         """
-        context = await self.settled()
-        context = replace(context, request=context.request.sample(index))
+        async with aclosing(self.placed(lambda context: context._sampled(index, queue_us))) as events:
+            async for event in events:
+                yield event
+
+    async def _sampled(self, index: int, queue_us: int) -> AsyncGenerator[Event, None]:
+        context = replace(self, request=self.request.sample(index))
         request, backend, tokenizer = context.request, self.backend, self.backend.tokenizer
         tells_guesses, min_tokens = request.spec.draft_logprobs, request.spec.sampling.min_tokens
         scanner, reader = StopScanner(request.stops, request.naming_stops), new_reader(request, tokenizer)

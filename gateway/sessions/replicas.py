@@ -65,6 +65,10 @@ def wish_of(spec: SessionSpec, length: int, output: Average, prefix: PromptPrefi
     return PlaceWish(length, min(output.mean or USUAL_OUTPUT, spec.max_len - length), prefix, numerics_id)
 
 
+class WeightsGone(PeerLost):
+    """No target has the weights of a session any more, but there are others."""
+
+
 @dataclass(slots=True)
 class Placing:
     """Where the sessions of one request go, which share what is cached of it."""
@@ -78,6 +82,8 @@ class Placing:
     """The place of the first one."""
     priority: int = 0
     """Where no place has room the smallest comes first."""
+    is_bound: bool = False
+    """Whether it stays with its weights: one of its sessions has begun, or others cannot serve it."""
 
 
 class LinkSet:
@@ -277,12 +283,18 @@ class Replicas(LinkSet):
         until_s: float,
         failed: ServicePeer | None = None,
         wish: PlaceWish = NO_WISH,
+        *,
+        placing: Placing,
     ) -> ServicePeer:
-        """Waits for the link that `pick` finds, at most until the loop's clock says so; raises PeerLost then."""
+        """Waits for the link that `pick` finds, at most until the loop's clock says so; raises PeerLost then.
+
+        Raises WeightsGone at once for a request that need not stay with its weights.
+        """
         loop = asyncio.get_running_loop()
         while (peer := self.pick(session, need, failed, wish, counts=True)) is None:
-            if loop.time() >= until_s:
-                raise self._reason(need)
+            reason = self._reason(need)
+            if loop.time() >= until_s or (isinstance(reason, WeightsGone) and not placing.is_bound):
+                raise reason
             await asyncio.sleep(LOOK_S)
         return peer
 
@@ -316,7 +328,7 @@ class Replicas(LinkSet):
         if not any(infos):
             return self.lost()
         if not any(info and info.model_hash == need.model_hash for info in infos):
-            return PeerLost(f"{self}: {NONE_ALIKE}", model_hash=need.model_hash)
+            return WeightsGone(f"{self}: {NONE_ALIKE}", model_hash=need.model_hash)
         if not self._meeting(need):
             return PeerLost(f"{self}: none has room for the {need.max_len} tokens of the request", max_len=need.max_len)
         return PeerLost(f"{self} does not answer requests", address=self.address)

@@ -79,6 +79,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         self._drafter = drafter
         self._timeouts = timeouts
         self._need = need_of(spec, placing.model_hash)
+        self._placing = placing
         self._numerics_id = placing.numerics_id
         self._home = placing.peer  # where it is opened again as long as nothing is wrong there
         self._failed: ServicePeer | None = None  # the target that served the session last, and no longer does
@@ -239,11 +240,14 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         return proposal, own
 
     async def _open(self, until_s: float) -> TargetOpening:
-        """An opening on the request's target or else on the best that takes it; raises PeerLost when time is up."""
+        """An opening on the request's target or else on the best that takes it; raises PeerLost when time is up, and
+        WeightsGone before where the request may begin with others.
+        """
         peer = self._moves.peer or self._home
         if peer is None or not self._replicas.takes(peer, self._session_id, self._need):
             wish = wish_of(self._spec, len(self._log), self._replicas.output, self._prefix, self._numerics_id)
-            peer = await self._replicas.wait(self._session_id, self._need, until_s, self._failed, wish)
+            need, placing = self._need, self._placing
+            peer = await self._replicas.wait(self._session_id, need, until_s, self._failed, wish, placing=placing)
         self._num_opens += 1
         return self._go_on_at(peer)
 

@@ -318,7 +318,7 @@ async def test_where_all_targets_drain_there_is_none_for_new_sessions() -> None:
         with pytest.raises(PeerLost, match="is stopping, and takes no new requests"):
             targets.present()
         with pytest.raises(PeerLost, match="is stopping, and takes no new requests"):
-            await targets.wait(b"", need, 0.0)
+            await targets.wait(b"", need, 0.0, placing=Placing("hash"))
         service.instance_id = 2
         peer.report_lost(peer.link())
         await eventually(lambda: targets.pick(b"", need) is peer)
