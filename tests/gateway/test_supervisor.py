@@ -217,7 +217,8 @@ async def test_a_killed_worker_takes_only_its_own_streams_along(stack: RunningSt
     assert set(await gateway.figures(RUNNING)) == {1}
     await asyncio.wait({stream.ending for stream in gateway.streams})
     broken = [stream for stream in gateway.streams if stream.ending.exception() is not None]
-    assert len(broken) == running[0]
+    # One or another may have ended between the two figures and the signal.
+    assert 0 < len(broken) <= running[0]
     assert all(isinstance(stream.ending.exception(), PeerLost) for stream in broken)
     for stream in gateway.streams:
         assert stream.token_ids == expected[: len(stream.token_ids)]

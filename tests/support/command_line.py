@@ -76,6 +76,13 @@ class Terminal:
                 await eventually(lambda: words in self.plain[self.seen :], 2.0)
         await self.until(words)
 
+    async def press_to_leave(self, keys: str) -> None:
+        """Presses keys until the command has ended, for the same reason."""
+        while self.process.returncode is None:
+            self.type(keys)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self.process.wait()), 2.0)
+
     @property
     def plain(self) -> str:
         """What was shown, without styles and movements."""

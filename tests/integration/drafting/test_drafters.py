@@ -30,6 +30,7 @@ from support.stack import (
 )
 
 from gateway.lookup.datastore.build import build
+from gateway.sessions import draft_team
 from outrider.cli.bench.common import OPENINGS
 from outrider.model_files.vocabulary import Vocabulary
 from outrider.v1 import generation_service_pb2 as pb
@@ -90,9 +91,11 @@ async def many_drafters(folder: Path) -> AsyncIterator[RunningStack]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningStack]:
-    """One stack for all tests that end nothing."""
-    async with many_drafters(tmp_path_factory.mktemp("drafters")) as running:
-        yield running
+    """One stack for all tests that end nothing, in which each drafter is waited for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft_team, "MIN_GRACE_S", 60.0)
+        async with many_drafters(tmp_path_factory.mktemp("drafters")) as running:
+            yield running
 
 
 async def ask(

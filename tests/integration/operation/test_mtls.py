@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from outrider.cli.doctor.checks import check_gateway
 from outrider.cli.doctor.report import Status
 from outrider.client import AsyncClient, Speculation
 from outrider.errors import PeerLost
+from outrider.process.children import QUIET_GRPC
 from outrider.rpc.tls import TlsFailed, TlsFiles
 
 PROMPTS = ("Once upon a time there was a", "The fox said to the wolf,", "In the old mill there lived")
@@ -108,7 +110,8 @@ async def test_measurements_come_in_with_the_authority(
     """And end in a sentence without it."""
     name, *flags = words
     command = [sys.executable, "-m", f"bench.{name}", "--address", stack.address, "--tokens", "12", *flags]
-    run = partial(subprocess.run, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    quiet = os.environ | QUIET_GRPC
+    run = partial(subprocess.run, capture_output=True, text=True, check=False, cwd=REPOSITORY, env=quiet)
     ended, refused = await asyncio.gather(
         asyncio.to_thread(run, [*command, "--tls-ca", trusting(folder, "client").ca]), asyncio.to_thread(run, command)
     )

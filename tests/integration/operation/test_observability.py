@@ -90,7 +90,7 @@ async def _use(stub: GenerationServiceStub) -> tuple[pb.Completion, str]:
     assert [response async for response in stub.Chat(chat)][-1].HasField("completion")
     with pytest.raises(grpc.aio.AioRpcError):
         await stub.Generate(request_of(text=PROMPT, stop=[MARKER * 100])).read()
-    leaving = stub.Generate(request_of(text=PROMPT, max_tokens=400))
+    leaving = stub.Generate(request_of(text=PROMPT, max_tokens=400, draft_count=0))
     await leaving.read()
     leaving.cancel()
     return said[-1].completion, "".join(response.round.text_delta for response in said)

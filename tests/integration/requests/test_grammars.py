@@ -14,6 +14,7 @@ from support.basics import slow
 from support.models.tiny_models import write_tiny_model
 from support.stack import DRAFT, PATIENT, TARGET, HaltedTarget, RunningStack, running_stack
 
+from gateway.lookup import guesses
 from gateway.lookup.guesses import GRAMMAR
 from outrider.cli.bench.common import OPENINGS
 from outrider.client import Answer, InvalidRequest, OutriderError, Speculation
@@ -160,10 +161,11 @@ async def test_a_draft_without_a_tokenizer_guesses_without_a_grammar(tmp_path: P
 
 
 @pytest.mark.slow
-async def test_what_is_forced_is_proposed_without_a_draft() -> None:
+async def test_what_is_forced_is_proposed_without_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the gateway alone, and always accepted."""
+    monkeypatch.setattr(guesses, "MAX_FORCED_S", 60.0)
     async with running_stack(draft=None) as stack:
-        speculation = Speculation(drafter="lookup")
+        speculation = Speculation(drafter="lookup", draft_count=8)
         stream = stack.client.generate(
             "Once", max_tokens=60, temperature=0.0, speculation=speculation, **GRAMMARS["schema"]
         )

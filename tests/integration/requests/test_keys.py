@@ -52,9 +52,11 @@ class Ledger(Counter[tuple[Purpose, int]]):
             monkeypatch.setattr(module, "round_key", round_key)
             monkeypatch.setattr(module, "noise_key", noise_key)
 
-    def check(self) -> None:
-        """Each purpose was drawn for, no key twice, and none for two purposes."""
-        assert {purpose for purpose, _ in self} == set(Purpose)
+    def check(self, fields: dict[str, Any]) -> None:
+        """Each purpose was drawn for, where K is fixed; no key twice, and none for two purposes."""
+        if "draft_count" in fields:
+            # Elsewhere the policy may stop guessing before a guess was wrong.
+            assert {purpose for purpose, _ in self} == set(Purpose)
         assert not [drawn for drawn, count in self.items() if count > 1]
         assert len({key for _, key in self}) == len(self)
 
@@ -83,7 +85,7 @@ async def test_no_key_serves_two_draws_of_a_request(
     async with running_stack() as stack:
         ledger = Ledger(monkeypatch)
         await stack.generate(text=PROMPT, seed=1, rule=number, max_tokens=48, temperature=1.0, **fields)
-        ledger.check()
+        ledger.check(fields)
 
 
 @pytest.mark.slow
@@ -104,7 +106,7 @@ async def test_no_key_serves_two_requests_that_may_know_of_each_other(
         await ask()
         await ask()
         await asyncio.gather(ask(), ask())
-        ledger.check()
+        ledger.check(fields)
 
 
 @pytest.mark.slow

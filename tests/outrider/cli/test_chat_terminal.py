@@ -69,8 +69,8 @@ async def test_a_conversation_in_a_terminal(gateway: ScriptedGateway) -> None:
         assert said(gateway) == ["Be brief.", "Who?"]
         await screen.until(PROMPT)
         await screen.press_until(INTERRUPT, "Ctrl-C again leaves")
-        screen.type(INTERRUPT)
-        assert await asyncio.wait_for(screen.process.wait(), 120) == 130
+        await screen.press_to_leave(INTERRUPT)
+        assert screen.process.returncode == 130
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import sys
 import threading
@@ -18,10 +19,13 @@ from outrider.engine.models import decoder
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.model_service import server
 from outrider.model_service.server import DEVICE_PATIENCE_S, load_model
-from outrider.process.children import STOP_GRACE_S
+from outrider.process.children import QUIET_GRPC, STOP_GRACE_S
 from outrider.process.progress import FITTING, FileProgress
 from outrider.rpc.channels import DRAIN_S, AddressTaken
 from target_service.server import start
+
+# Else a line of gRPC's own may stand beside those that are looked at.
+QUIET = os.environ | QUIET_GRPC
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -84,7 +88,7 @@ async def test_sigterm_ends_a_process_with_a_stuck_device() -> None:
     """Not at the watchdog's limit, but soon after the grace: one line is logged, and the exit code is 70."""
     pipe = asyncio.subprocess.PIPE
     command = (sys.executable, "-c", STUCK, "--model", str(ROOT / "models" / "target"), *FLAGS)
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, cwd=ROOT)
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, cwd=ROOT, env=QUIET)
     try:
         assert process.stdout is not None
         address = json.loads(await asyncio.wait_for(process.stdout.readline(), PATIENCE_S))["address"]

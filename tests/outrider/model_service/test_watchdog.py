@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,10 @@ from support.basics import PATIENCE_S, spec_of
 from support.services.session_clients import TargetClient, channel_to
 
 from outrider.model_service.watchdog import LAST_WORDS_S, watch
+from outrider.process.children import QUIET_GRPC
+
+# Else a line of gRPC's own may stand beside those that are looked at.
+QUIET = os.environ | QUIET_GRPC
 
 ROOT = Path(__file__).resolve().parents[3]
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -78,7 +83,14 @@ async def test_a_stuck_device_ends_its_process() -> None:
     """A device thread that really hangs: health turns red under every name, one line is logged, the exit code is 70."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", STUCK, str(ROOT / "models" / "target"), stdout=pipe, stderr=pipe, cwd=ROOT
+        sys.executable,
+        "-c",
+        STUCK,
+        str(ROOT / "models" / "target"),
+        stdout=pipe,
+        stderr=pipe,
+        cwd=ROOT,
+        env=QUIET,
     )
     try:
         assert process.stdout is not None
@@ -113,7 +125,14 @@ async def test_a_dead_device_thread_ends_its_process() -> None:
     """Nothing would be answered any more; the log says why, and the exit code is 70, long before a stall's limit."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", DEAD, str(ROOT / "models" / "target"), stdout=pipe, stderr=pipe, cwd=ROOT
+        sys.executable,
+        "-c",
+        DEAD,
+        str(ROOT / "models" / "target"),
+        stdout=pipe,
+        stderr=pipe,
+        cwd=ROOT,
+        env=QUIET,
     )
     assert process.stdout is not None
     address = json.loads(await asyncio.wait_for(process.stdout.readline(), PATIENCE_S))["address"]
