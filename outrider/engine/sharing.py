@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from outrider.engine.batching import Feed
 from outrider.engine.session import Session
-from outrider.estimates.row_costs import RecentMedian
+from outrider.estimates.row_costs import Metering, RecentMedian, RowCosts
 
 # Of prompts in every step but for those that measure the others, so that reading comes to an end whatever is measured.
 MIN_PROMPT_ROWS = 4
@@ -97,8 +97,10 @@ class ForwardPace:
         self._prompts: list[bool] = []
         self._rows = MIN_PROMPT_ROWS
         self._steps_since_probe = 0
-        # Of steps without prompts the seconds, and of others the seconds that a row of a prompt adds.
-        self._plain_s, self._row_s = RecentMedian(), RecentMedian()
+        # Seconds of steps without prompts by their rows, because not all sessions have a part in each; of others those
+        # that a row of a prompt adds.
+        self._plain_s, self._row_s = RowCosts(metering=Metering(RecentMedian, has_trend=False)), RecentMedian()
+        self._num_step_rows = 0
         self._recent: deque[list[Session]] = deque(maxlen=GRACE_STEPS)
 
     def begin(self, feeds: Sequence[Feed], max_rows: int) -> int:
@@ -110,6 +112,8 @@ class ForwardPace:
         pairs = list(zip(feeds, self._prompts, strict=True))
         reading = {feed.session for feed, is_prompt in pairs if is_prompt}
         steps = [feed.session for feed, is_prompt in pairs if not is_prompt]
+        # Beside prompts alone those who run wait for their next step.
+        self._num_step_rows = sum(feed.num_rows for feed, is_prompt in pairs if not is_prompt) or self._num_step_rows
         self._recent.append(steps)
         self._started_s = self._clock()
         # Who has ended, or has to read again what it has lost, is not waited for.
@@ -119,7 +123,7 @@ class ForwardPace:
         if steps and (not self._plain_s.known or self._steps_since_probe >= PROBE_STEPS):
             return 0
         if self._row_s.known:
-            plain_s, row_s = self._plain_s.mean, self._row_s.mean
+            plain_s, row_s = self._plain_s.at(self._num_step_rows), self._row_s.mean
             round_s = (self._started_s - self._read_s) / MAX_SLOWDOWN
             allowed_s = (MAX_SLOWDOWN - 1) * max(plain_s, min(round_s, self._most_steps * plain_s))
             # Not too much at once, because the first samples may be wrong.
@@ -135,10 +139,10 @@ class ForwardPace:
             # Only prompts: what a step costs without them cannot be separated from what they cost.
             return
         if num_rows == 0:
-            self._plain_s.add(seconds)
+            self._plain_s.add(self._num_step_rows, seconds)
             self._steps_since_probe = 0
         else:
             self._steps_since_probe += 1
             self._read_s = self._started_s
             if self._plain_s.known:
-                self._row_s.add((seconds - self._plain_s.mean) / num_rows)
+                self._row_s.add((seconds - self._plain_s.at(self._num_step_rows)) / num_rows)

@@ -210,6 +210,17 @@ def test_a_step_with_rows_of_prompts_takes_half_as_long_again() -> None:
     assert {num_rows for num_rows, _ in steps[5:]} == {7, 0}
 
 
+def test_sessions_that_come_in_turns_do_not_make_rows_of_prompts_look_dear() -> None:
+    """Steps of two and of six sessions, of 20 and 40 ms: each half as long again, with rows of a millisecond."""
+    device = Device(lambda num_prompt, num_others: 10 + 1.0 * num_prompt + 5.0 * num_others)
+    groups, read = runners(), list[tuple[int, int]]()
+    for number in range(200):
+        feeds = groups[2:] if number % 3 else groups[:2]
+        device.step(feeds)
+        read.append((len(feeds), device.step([*feeds, *prompts()])[0]))
+    assert set(read[10:]) == {(2, 10), (6, 20)}
+
+
 def test_where_rows_are_cheap_chunks_are_large() -> None:
     """On an accelerator 450 rows take 9 ms, half as long again as the 6 ms of the weights: chunks are around that."""
     device, feeds = Device(accelerator), runners()
