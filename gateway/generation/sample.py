@@ -85,7 +85,7 @@ class RequestContext:
                 context = await context._under(backend.target.info_of(placing.model_hash))
             await backend.settle(context.request.spec, context.target, placing)
             if placing.model_hash == context.target.model_hash:
-                other = None if placing.peer is not None else context._weights()
+                other = None if placing.peer is not None or placing.has_begun else context._weights()
                 if other is None or other.model_hash == placing.model_hash:
                     return context
                 context = await context._under(other)
@@ -109,25 +109,24 @@ class RequestContext:
         self, serve: Callable[["RequestContext"], AsyncGenerator[Event, None]]
     ) -> AsyncGenerator[Event, None]:
         """Events of what is served at its place, once it has one. Where that place goes before there was an event, and
-        there are others with other weights, it is served there from the beginning.
+        there are others with other weights, a request that is served once is served there from the beginning.
         """
         placing, context = self.placing, await self.settled()
         while True:
             try:
                 async with aclosing(serve(context)) as events:
                     async for event in events:
-                        placing.is_bound = True
+                        placing.has_begun = placing.is_bound = True
                         yield event
                 return
             except WeightsGone:
-                if placing.is_bound:
-                    raise
-                model_hash = context.target.model_hash
-                if placing.model_hash == model_hash:
-                    # No other sample of it has found that before.
-                    placing.peer = None
-                context = await context.settled()
-                placing.is_bound |= context.target.model_hash == model_hash
+                before, placing.peer = context, None
+                try:
+                    context = await before.settled()
+                except OutriderError:
+                    # Other weights cannot serve it: its own may come back.
+                    placing.model_hash = before.target.model_hash
+                placing.is_bound = placing.model_hash == before.target.model_hash
 
     async def sample(self, index: int, queue_us: int) -> AsyncGenerator[Event, None]:
         """Yields an event for every round of one of its samples and then its completion. Its sessions are asked to end
@@ -212,7 +211,7 @@ async def prepare(request: GenerationRequest, backend: Backend) -> RequestContex
     started_ns = time.perf_counter_ns()
     target = await backend.target.after_handshake(backend.target_timeouts.rebuild_budget_s)
     checked, target = await _checked(request, backend, target)
-    placing, spec = Placing(target.model_hash), checked.spec
+    placing, spec = Placing(target.model_hash, is_bound=checked.num_runs > 1), checked.spec
     if len(backend.target.peers) > 1:
         placing.prefix = await PromptPrefix.of(spec.token_ids[: spec.prompt_len], spec.cache_salt)
     return RequestContext(request, checked, backend, target, started_ns, placing)

@@ -65,8 +65,8 @@ def wish_of(spec: SessionSpec, length: int, output: Average, prefix: PromptPrefi
     return PlaceWish(length, min(output.mean or USUAL_OUTPUT, spec.max_len - length), prefix, numerics_id)
 
 
-class WeightsGone(PeerLost):
-    """No target has the weights of a session any more, but there are others."""
+class WeightsGone(Exception):
+    """No target has the weights of a request any more, but there are others, and it need not stay with its own."""
 
 
 @dataclass(slots=True)
@@ -82,8 +82,10 @@ class Placing:
     """The place of the first one."""
     priority: int = 0
     """Where no place has room the smallest comes first."""
-    is_bound: bool = False
-    """Whether it stays with its weights: one of its sessions has begun, or others cannot serve it."""
+    has_begun: bool = False
+    """Whether something of its answer is there, so that what follows has the same weights."""
+    is_bound: bool = True
+    """Whether it stays with its weights: it has several sessions, or has begun, or others cannot serve it."""
 
 
 class LinkSet:
@@ -292,9 +294,11 @@ class Replicas(LinkSet):
         """
         loop = asyncio.get_running_loop()
         while (peer := self.pick(session, need, failed, wish, counts=True)) is None:
-            reason = self._reason(need)
-            if loop.time() >= until_s or (isinstance(reason, WeightsGone) and not placing.is_bound):
-                raise reason
+            infos = [peer.info for peer in self.peers if not peer.is_draining and peer.info]
+            if infos and not placing.is_bound and not any(info.model_hash == need.model_hash for info in infos):
+                raise WeightsGone
+            if loop.time() >= until_s:
+                raise self._reason(need)
             await asyncio.sleep(LOOK_S)
         return peer
 
@@ -328,7 +332,7 @@ class Replicas(LinkSet):
         if not any(infos):
             return self.lost()
         if not any(info and info.model_hash == need.model_hash for info in infos):
-            return WeightsGone(f"{self}: {NONE_ALIKE}", model_hash=need.model_hash)
+            return PeerLost(f"{self}: {NONE_ALIKE}", model_hash=need.model_hash)
         if not self._meeting(need):
             return PeerLost(f"{self}: none has room for the {need.max_len} tokens of the request", max_len=need.max_len)
         return PeerLost(f"{self} does not answer requests", address=self.address)

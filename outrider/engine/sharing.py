@@ -11,10 +11,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from statistics import median
 
 from outrider.engine.batching import Feed
 from outrider.engine.session import Session
-from outrider.estimates.row_costs import Metering, RecentMedian, RowCosts
+from outrider.estimates.row_costs import NUM_SAMPLES, Line, RecentMedian
 
 # Of prompts in every step but for those that measure the others, so that reading comes to an end whatever is measured.
 MIN_PROMPT_ROWS = 4
@@ -24,6 +25,9 @@ MAX_SLOWDOWN = 1.5
 PROBE_STEPS = 16
 # A session that waits for its draft, or for its client, has no part in some steps, and is running all the same.
 GRACE_STEPS = 64
+# What is left of a step without prompts after another, how far off one of them counts at most, and squared rows for
+# which it is believed at first that more rows take no longer.
+SHARES_MEMORY, MOST_SURPRISE, ROWS_WEIGHT = 0.98, 2.0, 8.0
 
 
 def share_rows(
@@ -77,6 +81,40 @@ def share_rows(
     return grants
 
 
+class PlainSteps:
+    """Seconds of steps without rows of prompts, by how many rows they have: not all sessions have a part in each.
+
+    What the latest took decides, whatever rows these had, so that a new load is followed at once; how much longer a
+    step with more rows takes is learnt from all, and slowly, so that one that a busy machine made slow says little.
+    """
+
+    def __init__(self) -> None:
+        self._latest: deque[tuple[int, float]] = deque(maxlen=NUM_SAMPLES)
+        self._shares = Line(SHARES_MEMORY)  # of the scale, which all of them have in common
+
+    @property
+    def known(self) -> bool:
+        return bool(self._latest)
+
+    def add(self, rows: int, seconds: float) -> None:
+        """Adds a step."""
+        expected = self._share(rows) if self._latest else 1.0
+        share = seconds / self._scale() if self._latest else 1.0
+        self._shares.add(rows, min(max(share, expected / MOST_SURPRISE), MOST_SURPRISE * expected))
+        self._latest.append((rows, seconds))
+
+    def at(self, rows: int) -> float:
+        """Expected seconds of a step; some must be known."""
+        return self._scale() * self._share(rows)
+
+    def _scale(self) -> float:
+        return median([seconds / self._share(rows) for rows, seconds in self._latest])
+
+    def _share(self, rows: int) -> float:
+        mean_rows, mean = self._shares.means
+        return max(mean + self._shares.slope(0.0, ROWS_WEIGHT) * (rows - mean_rows), mean / MOST_SURPRISE)
+
+
 class ForwardPace:
     """Says how many rows of prompts a step may have, so that those who run keep their pace.
 
@@ -99,7 +137,7 @@ class ForwardPace:
         self._steps_since_probe = 0
         # Seconds of steps without prompts by their rows, because not all sessions have a part in each; of others those
         # that a row of a prompt adds.
-        self._plain_s, self._row_s = RowCosts(metering=Metering(RecentMedian, has_trend=False)), RecentMedian()
+        self._plain_s, self._row_s = PlainSteps(), RecentMedian()
         self._num_step_rows = 0
         self._recent: deque[list[Session]] = deque(maxlen=GRACE_STEPS)
 
@@ -113,7 +151,9 @@ class ForwardPace:
         reading = {feed.session for feed, is_prompt in pairs if is_prompt}
         steps = [feed.session for feed, is_prompt in pairs if not is_prompt]
         # Beside prompts alone those who run wait for their next step.
-        self._num_step_rows = sum(feed.num_rows for feed, is_prompt in pairs if not is_prompt) or self._num_step_rows
+        # The last few tokens of a prompt are read beside those who run, and are no rows of theirs.
+        own_rows = [feed.num_rows - max(feed.num_committed - 1, 0) for feed, is_prompt in pairs if not is_prompt]
+        self._num_step_rows = sum(own_rows) or self._num_step_rows
         self._recent.append(steps)
         self._started_s = self._clock()
         # Who has ended, or has to read again what it has lost, is not waited for.

@@ -209,6 +209,49 @@ async def test_a_request_whose_place_goes_before_its_first_token_begins_with_oth
     assert await asking == "two"
 
 
+async def test_a_request_that_others_cannot_serve_waits_for_its_own_weights(here: Replacing) -> None:
+    """It is not refused for what the others lack: its own come back."""
+    one = here.targets["one"]
+    here.targets["two"].max_draft_count = 4
+    one.mischief = dict.fromkeys(range(1, 1000), Mischief.LOST)
+    asking = asyncio.create_task(here.ask(0, draft_count=5))
+    await eventually(lambda: len(one.opens) > 0)
+    await here.list("two")
+    one.mischief.clear()
+    await here.list("one", "two")
+    assert await asking == "one"
+
+
+async def test_samples_of_one_request_keep_their_weights(here: Replacing) -> None:
+    """Two of them, of which one might have begun: both wait, and the request ends as one."""
+    one = here.targets["one"]
+    one.mischief = dict.fromkeys(range(1, 1000), Mischief.LOST)
+    asked = pb.GenerateRequest(token_ids=types_pb2.TokenIds(token_ids=(3, 5)), max_tokens=8, sample_count=2)
+    asking = asyncio.create_task(here.stack.run(asked))
+    await eventually(lambda: len(one.opens) > 1)
+    await here.list("two")
+    with pytest.raises(PeerLost, match="none has the model with which the request began"):
+        await asking
+    assert not here.targets["two"].opens
+
+
+async def test_a_sample_that_waits_keeps_the_weights_of_one_that_has_begun(here: Replacing) -> None:
+    """It has its place in the queue only when their target has gone."""
+    one, admission = here.targets["one"], here.stack.gateway.frontend.admission
+    asked = pb.GenerateRequest(token_ids=types_pb2.TokenIds(token_ids=(3, 5)), max_tokens=SHORT_LEN, sample_count=2)
+    async with AsyncExitStack() as places:
+        held = [await places.enter_async_context(admission.entry()) for _ in range(admission.places - 1)]
+        one.reading.clear()
+        asking = asyncio.create_task(here.stack.run(asked))
+        await eventually(lambda: one.answers > 0)
+        await here.list("two")
+        admission.give_back(held[0])
+        with pytest.raises(PeerLost, match="none has the model with which the request began"):
+            await asking
+    one.reading.set()
+    assert not here.targets["two"].opens
+
+
 async def test_a_request_that_has_begun_keeps_its_weights(here: Replacing) -> None:
     """It waits for them, and ends when none comes; no answer has tokens of two."""
     one = here.targets["one"]

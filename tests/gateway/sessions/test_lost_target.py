@@ -31,10 +31,12 @@ class Patient(Replicas):
         until_s: float,
         failed: ServicePeer | None = None,
         wish: PlaceWish = NO_WISH,
+        *,
+        placing: Placing,
     ) -> ServicePeer:
         """Waits as always."""
         await eventually(lambda: self.info is not None)
-        return await super().wait(session, need, until_s, failed, wish)
+        return await super().wait(session, need, until_s, failed, wish, placing=placing)
 
 
 class Request:
