@@ -97,7 +97,7 @@ class PlainSteps:
         return bool(self._latest)
 
     def add(self, rows: int, seconds: float) -> None:
-        """Adds a step."""
+        """Adds what a step with so many rows, and none of prompts, took."""
         expected = self._share(rows) if self._latest else 1.0
         share = seconds / self._scale() if self._latest else 1.0
         self._shares.add(rows, min(max(share, expected / MOST_SURPRISE), MOST_SURPRISE * expected))
