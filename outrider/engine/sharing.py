@@ -25,6 +25,7 @@ MAX_SLOWDOWN = 1.5
 PROBE_STEPS = 16
 # A session that waits for its draft, or for its client, has no part in some steps, and is running all the same.
 GRACE_STEPS = 64
+LEAST_S = 1e-6
 # What is left of a step without prompts after another, how far off one of them counts at most, and squared rows for
 # which it is believed at first that more rows take no longer.
 SHARES_MEMORY, MOST_SURPRISE, ROWS_WEIGHT = 0.98, 2.0, 8.0
@@ -98,6 +99,8 @@ class PlainSteps:
 
     def add(self, rows: int, seconds: float) -> None:
         """Adds what a step with so many rows, and none of prompts, took."""
+        # By a coarse clock it may have taken none.
+        seconds = max(seconds, LEAST_S)
         expected = self._share(rows) if self._latest else 1.0
         share = seconds / self._scale() if self._latest else 1.0
         self._shares.add(rows, min(max(share, expected / MOST_SURPRISE), MOST_SURPRISE * expected))

@@ -249,6 +249,13 @@ def test_another_load_is_followed_where_each_step_has_other_rows(factor: float) 
         assert read in {0, MIN_PROMPT_ROWS} or 1.3 <= seconds / (seconds - read) <= 1.7
 
 
+def test_a_clock_that_stands_still_does_not_matter() -> None:
+    """Prompts are read as if rows cost nothing."""
+    device, feeds = Device(lambda num_prompt, num_others: 0.0), runners()
+    steps = [device.step([*feeds, *prompts()])[0] for _ in range(100)]
+    assert max(steps) > 400
+
+
 def test_where_rows_are_cheap_chunks_are_large() -> None:
     """On an accelerator 450 rows take 9 ms, half as long again as the 6 ms of the weights: chunks are around that."""
     device, feeds = Device(accelerator), runners()
