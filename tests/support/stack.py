@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
+import pytest
 import torch
 import transformers
 
@@ -21,6 +22,7 @@ from draft_service.server import DraftSettings
 from draft_service.server import start as start_draft
 from gateway.server import RunningGateway
 from gateway.server import start as start_gateway
+from gateway.sessions.placement import LinkBook, LinkFigures, PlaceWish
 from gateway.settings import GatewaySettings
 from outrider.client import AsyncClient
 from outrider.errors import NotReady
@@ -357,3 +359,13 @@ def first_difference_is_near_tie(folder: Path, prompt: str, ours: Sequence[int],
     gap = abs(float(logits[ours[place]] - logits[theirs[place]]))
     assert gap < 2 * limit, f"{prompt!r}: token {place} is {ours[place]} and not {theirs[place]}, {gap:.2e} apart"
     return f"{prompt!r}: token {place}, logits {gap:.1e} apart"
+
+
+def make_places_as_fast(patch: pytest.MonkeyPatch) -> None:
+    """Lets gateways forget what was measured of each place: what a busy machine made slow would not be one of them."""
+    figures = LinkBook.figures
+
+    def as_fast(self: LinkBook, address: str, wish: PlaceWish, now_s: float, others: int = 0) -> LinkFigures:
+        return replace(figures(self, address, wish, now_s, others), step_us=None, row_us=None, prompt_token_us=None)
+
+    patch.setattr(LinkBook, "figures", as_fast)

@@ -99,7 +99,7 @@ async def test_no_session_goes_to_a_target_that_drains() -> None:
         ended = await running
         assert ended.token_ids == later.token_ids
         assert sum(each.facts.target_reopens for each in (*ended.rounds, *later.rounds)) == 0
-        assert len(targets[1 - used].table) == 0
+        await eventually(lambda: len(targets[1 - used].table) == 0)
         stack.gateway = first_gateway
 
 

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 from support.basics import eventually
-from support.stack import PATIENT, Answer, HaltedTarget, RunningStack, answers, running_stack, token_ids
+from support.stack import (
+    PATIENT,
+    Answer,
+    HaltedTarget,
+    RunningStack,
+    answers,
+    make_places_as_fast,
+    running_stack,
+    token_ids,
+)
 
 from draft_service.server import start as start_draft
 from gateway.sessions import discovery, draft_move
@@ -104,8 +113,9 @@ async def test_a_pool_that_grows_shares_the_sessions_that_run(tmp_path: Path) ->
         assert not any(each.completion.speculation.fallback_rounds for each in found)
 
 
-async def test_a_draft_that_drains_ends_before_its_streams(tmp_path: Path) -> None:
+async def test_a_draft_that_drains_ends_before_its_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sessions go on with the other one, and no round is without guesses."""
+    make_places_as_fast(monkeypatch)
     async with pool_of(tmp_path, 2) as here:
         draft, ended_first = here.stack.draft, list[bool]()
         tasks = list[asyncio.Task[None]]()

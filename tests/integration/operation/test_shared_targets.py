@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 from support.basics import eventually
-from support.stack import Answer, HaltedTarget, RunningStack, answers, request_of, running_stack, token_ids
+from support.stack import (
+    Answer,
+    HaltedTarget,
+    RunningStack,
+    answers,
+    make_places_as_fast,
+    request_of,
+    running_stack,
+    token_ids,
+)
 
 from gateway.metrics import Watched
 from gateway.sessions import replicas
@@ -81,8 +90,9 @@ async def test_a_wrong_token_on_one_of_them_would_be_found(monkeypatch: pytest.M
         assert sum(one != two for one, two in zip(token_ids(found), expected, strict=True)) == 1
 
 
-async def test_the_second_turn_goes_to_where_the_first_one_is_cached() -> None:
-    """Of conversations that began on both targets, every one finds what was read of it."""
+async def test_the_second_turn_goes_to_where_the_first_one_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of conversations that began on both targets, every one finds what was read of it, where both are as fast."""
+    make_places_as_fast(monkeypatch)
     async with sharing() as (stack, halted):
         first = [each + 6 * STORY for each in STREAMS]
         found, shares = await halfway(stack, halted, first, draft_count=0)
