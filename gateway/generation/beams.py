@@ -18,13 +18,11 @@ from outrider.beams import BeamSearch
 from outrider.process import telemetry
 
 
-async def searched(context: RequestContext, beams: BeamSearch, queue_us: int) -> AsyncGenerator[Event, None]:
+def searched(context: RequestContext, beams: BeamSearch, queue_us: int) -> AsyncGenerator[Event, None]:
     """Yields an event for every pass of a search, all of sample 0, and then for each sequence, best first, its tokens
     and its completion. As RequestContext.sample in everything else.
     """
-    async with aclosing(context.placed(lambda placed: _searched(placed, beams, queue_us))) as events:
-        async for event in events:
-            yield event
+    return context.placed(lambda placed: _searched(placed, beams, queue_us))
 
 
 async def _searched(context: RequestContext, beams: BeamSearch, queue_us: int) -> AsyncGenerator[Event, None]:

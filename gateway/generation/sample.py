@@ -128,15 +128,13 @@ class RequestContext:
                     placing.model_hash = before.target.model_hash
                 placing.is_bound = placing.model_hash == before.target.model_hash
 
-    async def sample(self, index: int, queue_us: int) -> AsyncGenerator[Event, None]:
+    def sample(self, index: int, queue_us: int) -> AsyncGenerator[Event, None]:
         """Yields an event for every round of one of its samples and then its completion. Its sessions are asked to end
         before the completion comes, and also when the caller closes the generator early. Raises any OutriderError.
 
         queue_us is for how long the sample has waited for its turn.
         """
-        async with aclosing(self.placed(lambda context: context._sampled(index, queue_us))) as events:
-            async for event in events:
-                yield event
+        return self.placed(lambda context: context._sampled(index, queue_us))
 
     async def _sampled(self, index: int, queue_us: int) -> AsyncGenerator[Event, None]:
         context = replace(self, request=self.request.sample(index))

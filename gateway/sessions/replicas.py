@@ -69,6 +69,11 @@ class WeightsGone(Exception):
     """No target has the weights of a request any more, but there are others, and it need not stay with its own."""
 
 
+def _have_others(peers: Sequence[ServicePeer], need: Need) -> bool:
+    """Whether there are targets, and all have other weights than a session needs."""
+    return bool(peers) and all(peer.info is None or peer.info.model_hash != need.model_hash for peer in peers)
+
+
 @dataclass(slots=True)
 class Placing:
     """Where the sessions of one request go, which share what is cached of it."""
@@ -294,8 +299,7 @@ class Replicas(LinkSet):
         """
         loop = asyncio.get_running_loop()
         while (peer := self.pick(session, need, failed, wish, counts=True)) is None:
-            infos = [peer.info for peer in self.peers if not peer.is_draining and peer.info]
-            if infos and not placing.is_bound and not any(info.model_hash == need.model_hash for info in infos):
+            if not placing.is_bound and _have_others(self._meeting(None), need):
                 raise WeightsGone
             if loop.time() >= until_s:
                 raise self._reason(need)
@@ -328,10 +332,9 @@ class Replicas(LinkSet):
 
     def _reason(self, need: Need) -> PeerLost:
         """Reason why there is none: all are away, none has the same weights, or room, or those that have hang."""
-        infos = [peer.info for peer in self.peers if not peer.is_draining]
-        if not any(infos):
+        if not self._meeting(None):
             return self.lost()
-        if not any(info and info.model_hash == need.model_hash for info in infos):
+        if _have_others(self._meeting(None), need):
             return PeerLost(f"{self}: {NONE_ALIKE}", model_hash=need.model_hash)
         if not self._meeting(need):
             return PeerLost(f"{self}: none has room for the {need.max_len} tokens of the request", max_len=need.max_len)

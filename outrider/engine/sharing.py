@@ -101,9 +101,11 @@ class PlainSteps:
         """Adds what a step with so many rows, and none of prompts, took."""
         # By a coarse clock it may have taken none.
         seconds = max(seconds, LEAST_S)
-        expected = self._share(rows) if self._latest else 1.0
-        share = seconds / self._scale() if self._latest else 1.0
-        self._shares.add(rows, min(max(share, expected / MOST_SURPRISE), MOST_SURPRISE * expected))
+        share = 1.0
+        if self._latest:
+            expected = self._share(rows)
+            share = min(max(seconds / self._scale(), expected / MOST_SURPRISE), MOST_SURPRISE * expected)
+        self._shares.add(rows, share)
         self._latest.append((rows, seconds))
 
     def at(self, rows: int) -> float:

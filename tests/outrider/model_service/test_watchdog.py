@@ -78,20 +78,18 @@ run_service("target", server.start, settings)
 """
 
 
+async def begun(script: str) -> asyncio.subprocess.Process:
+    """A process that runs a script with the embedded target."""
+    pipe, target = asyncio.subprocess.PIPE, str(ROOT / "models" / "target")
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, target, stdout=pipe, stderr=pipe, cwd=ROOT, env=QUIET
+    )
+
+
 @pytest.mark.slow
 async def test_a_stuck_device_ends_its_process() -> None:
     """A device thread that really hangs: health turns red under every name, one line is logged, the exit code is 70."""
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        STUCK,
-        str(ROOT / "models" / "target"),
-        stdout=pipe,
-        stderr=pipe,
-        cwd=ROOT,
-        env=QUIET,
-    )
+    process = await begun(STUCK)
     try:
         assert process.stdout is not None
         address = json.loads(await asyncio.wait_for(process.stdout.readline(), PATIENCE_S))["address"]
@@ -123,17 +121,7 @@ DEAD = STUCK.replace(
 @pytest.mark.slow
 async def test_a_dead_device_thread_ends_its_process() -> None:
     """Nothing would be answered any more; the log says why, and the exit code is 70, long before a stall's limit."""
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        DEAD,
-        str(ROOT / "models" / "target"),
-        stdout=pipe,
-        stderr=pipe,
-        cwd=ROOT,
-        env=QUIET,
-    )
+    process = await begun(DEAD)
     assert process.stdout is not None
     address = json.loads(await asyncio.wait_for(process.stdout.readline(), PATIENCE_S))["address"]
     async with channel_to(address) as channel:
