@@ -42,9 +42,10 @@ class Case(Enum):
     PLAIN_FASTER = 6
     PLAIN_LOOK = 7
     BEST = 8
-    FIXED = 9
-    NO_ROOM = 10
-    LOOKUP = 11
+    LARGER_TREE = 9
+    FIXED = 10
+    NO_ROOM = 11
+    LOOKUP = 12
 
 
 TRYING = frozenset({Case.EXPLORING, Case.OTHER, Case.PROBE})
@@ -112,6 +113,7 @@ def choose(table: Table, tuning: PolicyTuning) -> Choice:
     6. This session may not draft yet, or its own guesses are worse than none: plain decoding, in short ones.
     7. It is time to look what plain decoding costs.
     8. The most tokens a microsecond.
+    9. The same, but a tree that is larger and deeper: the best one says nothing of such trees.
     """
     if table.exploring is not None:
         count, depth = tuning.first_tree if table.exploring.makes is Makes.TREE else (tuning.first_guess, 0)
@@ -150,6 +152,7 @@ def _asked(candidate: GuessCandidate, table: Table, case: Case, tuning: PolicyTu
     rounds = 1 if case is Case.BEST else tuning.probe_rounds
     if drafter.makes is Makes.TREE and (rounds > 1 or drafter in table.looks_ahead):
         count, depth = min(2 * count, table.most), min(depth + 1, tuning.chain_counts[-1])
+        case = Case.LARGER_TREE if case is Case.BEST else case
     return Choice(count, rounds=rounds, drafter=drafter, depth=depth, case=case, table=table)
 
 

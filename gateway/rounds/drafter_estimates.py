@@ -37,10 +37,10 @@ class DrafterEstimates:
         self.depths: dict[int, int] = {}  # the best one by the guesses that are asked for
         self.step_us = RowCosts(target.verify_us)
         self.overhead_us = ByLoad()  # of a round, beside both computations
-        self._levels = RowCosts()  # by the guesses of a tree that were asked for, the forwards that they took
+        # By the guesses of a tree that were asked for, the forwards that they took, and rows of a session in each.
+        self._levels, self._widths = RowCosts(), RowCosts()
         self._has_depths = False  # whether trees are asked for with a depth, which then is their forwards
         self._recent_count = Average()  # guesses of a round, while most sessions have some
-        self._width = Average()  # rows of a session in each
         # Rows of a forward, of those that all sessions together have: 1 where all are verified at the same time, a half
         # where two groups take turns, of which one drafts while the other is verified.
         self._share = ByLoad()
@@ -79,7 +79,7 @@ class DrafterEstimates:
             brought = self._round_tokens[draft_count].blend(load, tokens, now, tuning)
             return max(taken_us * tokens / max(brought, 1.0), 1.0)
         share, overhead_us = self._share_now(), self._overhead_now_us()
-        width = 1.0 if self.gains is None else max(1.0, self._width.mean)
+        width = 1.0 if self.gains is None else max(1.0, self._widths.at(draft_count))
         step_us = self.step_us.at(max(width, share * load * width))
         verify_us = self.shared_us(draft_count)
         num_steps, levels, gains = float(draft_count), 0, self.gains
@@ -131,7 +131,9 @@ class DrafterEstimates:
         max_depth = asked.shape.max_depth if asked.shape else 0
         if self.gains is not None and proposal.tree:
             self.gains.promise(proposal.tree, asked.count, max_depth or MAX_DRAFT_COUNT)
-            self._levels.add(asked.count, max(proposal.forward_count, 1))
+            num_forwards = max(proposal.forward_count, 1)
+            self._levels.add(asked.count, num_forwards)
+            self._widths.add(asked.count, max(proposal.row_count, 1) / num_forwards / self._target.load)
             self._has_depths = self._has_depths or max_depth > 0
 
     def observe_ahead(self, committed: Round, ahead: AheadRound, *, is_usual: bool) -> None:
@@ -158,7 +160,6 @@ class DrafterEstimates:
             num_forwards = max(proposal.forward_count, committed.draft_count if self.gains is None else 1)
             draft_rows = proposal.row_count / num_forwards or 1
             self.step_us.add(draft_rows, proposal.compute_us / num_forwards)
-            self._width.add(draft_rows / load)
         if unasked and not self._is_unasked:
             # What was learnt from asked rounds says nothing about these.
             self._is_unasked, self.overhead_us = True, ByLoad()

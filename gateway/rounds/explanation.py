@@ -23,6 +23,7 @@ REASONS = {
     Case.PLAIN_FASTER: "Of this session's own guesses too few are kept to be clearly faster than plain decoding.",
     Case.PLAIN_LOOK: "It is time to look what plain decoding costs, because guesses are measured by that.",
     Case.BEST: "No other number of guesses is expected to make as many tokens a second.",
+    Case.LARGER_TREE: "The best tree says nothing of larger and deeper ones, so now and then one is looked at.",
     Case.FIXED: "The request itself names the number of guesses.",
     Case.NO_ROOM: "The answer has no room for a guess.",
     Case.LOOKUP: "What was found in a text beats whatever else there is, even less what its rows cost other sessions.",

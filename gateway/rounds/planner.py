@@ -197,7 +197,7 @@ class RoundPlanner:
             self._next, self._unasked = None, outstanding > 0
             self._halts, self.choice = outstanding > 0, looked
             return RoundPlan((GuessRequest(LOOKUP, looked.draft_count),))
-        is_vain = self.choice.case is Case.BEST and not self._policy.is_worth(self.choice.drafter)
+        is_vain = self.choice.case in {Case.BEST, Case.LARGER_TREE} and not self._policy.is_worth(self.choice.drafter)
         if 2 * outstanding > self._plain_plan.plain_budget > 0 and not is_vain:
             # Nothing is sent in the first half of a stretch, so there is nothing to choose at every token; unless its
             # guesses have turned out to be worth nothing.
@@ -264,8 +264,9 @@ class RoundPlanner:
             own = verdict.own
             unasked = self._unasked and (own is not None or not committed.draft_count)
             if own is not None and own.tree.values:
-                asked = self._plain_plan.asked(Place.HOSTED)
-                self._policy.costs.of(own.learner).observe_tree(own, replace(asked, shape=None))
+                # It was asked for some rounds ago, maybe with another number; it has what it was asked for.
+                asked = GuessRequest(own.drafter, len(own.tree))
+                self._policy.costs.of(own.learner).observe_tree(own, asked)
             is_trial = self.choice.case in TRYING and committed.draft_count > 0
             self._policy.observe(committed, self._session, unasked=unasked, is_trial=is_trial)
         if verdict.address != self._policy.address:
@@ -346,8 +347,8 @@ class RoundPlanner:
             if choice.rounds > 1:
                 return RoundPlan(guesses)
             self._policy.mark(self._session, is_drafting=True)
-        budget = self._policy.tuning.hosted_budget
-        budget = budget if choice.rounds == 1 else min(choice.rounds * (count + 1), budget)
+        tuning, is_look = self._policy.tuning, choice.case in {*TRYING, Case.LARGER_TREE}
+        budget = tuning.looked_budget * choice.rounds if is_look else tuning.hosted_budget
         self._plain_plan = RoundPlan(guesses, budget)
         return self._plain_plan
 

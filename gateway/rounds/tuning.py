@@ -20,7 +20,7 @@ class PolicyTuning:
     one and two decides most, and more of them may all be lost."""
     first_tree: tuple[int, int] = (16, 4)
     """Rows of a tree before anything is known, and how deep they may lie."""
-    look_ahead_rounds: int = 16
+    look_ahead_rounds: int = 32
     """Trees between two that are larger and deeper than the best: a tree says nothing of larger ones."""
 
     plain_budget: int = 32
@@ -31,6 +31,9 @@ class PolicyTuning:
     """Unasked tokens while the draft is away: it may come back at any time."""
     hosted_budget: int = 64
     """Unasked tokens while the target drafts for itself: the gateway has nothing to add meanwhile."""
+    looked_budget: int = 4
+    """Unasked tokens for each round in which guesses of the target's own are only looked at; a stretch of them would be
+    many rounds."""
     measured_budget: int = 2
     """Unasked tokens where only the cost of plain decoding is looked at: the second one had no message before it."""
 

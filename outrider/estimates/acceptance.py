@@ -7,6 +7,8 @@ and by what a guess stands on for lookups.
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 from outrider.token_tree import TokenTree
 
@@ -128,17 +130,34 @@ class AcceptanceRates:
         return self._tokens
 
 
+def _first_sums(most_depth: int) -> list[float]:
+    """Sums of the values of the best rows, by their number, where of all guesses at a place the first is right at
+    FIRST_RATE, the second at that rate where the first is not, and so on.
+    """
+    missed = 1 - FIRST_RATE
+    # As many rows lie so deep, with ranks that add up to so much.
+    values = [
+        FIRST_RATE**depth * missed**ranks
+        for depth in range(1, most_depth + 1)
+        for ranks in range(MAX_DRAFT_COUNT)
+        for _ in range(math.comb(depth + ranks - 1, ranks))
+    ]
+    best = sorted(values, reverse=True)[:MAX_TREE_ROWS]
+    return [*accumulate(best + [0.0] * (MAX_TREE_ROWS - len(best)), initial=0.0)]
+
+
+FIRST_SUMS = [_first_sums(depth) for depth in range(MAX_DRAFT_COUNT + 1)]
+"""Of trees before any was seen, by how deep they may lie and their rows."""
+
+
 class TreeGains:
     """Gains of the best rows of trees, by their number and how deep they may lie: the values that a drafter promises,
     corrected by how many it keeps of them.
     """
 
     def __init__(self) -> None:
-        # By depth and number of rows the mean sum of values; drawn towards that of a chain at first.
-        self._sums = [
-            [sum(FIRST_RATE**step for step in range(1, min(count, depth) + 1)) for count in range(MAX_TREE_ROWS + 1)]
-            for depth in range(MAX_DRAFT_COUNT + 1)
-        ]
+        # By depth and number of rows the mean sum of values.
+        self._sums = [[*each] for each in FIRST_SUMS]
         self._weights = [[FIRST_WEIGHT] * (MAX_TREE_ROWS + 1) for _ in self._sums]
         # Values that were promised, and rows that were kept.
         self._kept = GuessTally(MEMORY, FIRST_WEIGHT * FIRST_RATE, FIRST_WEIGHT * FIRST_RATE)
@@ -147,22 +166,27 @@ class TreeGains:
     def promise(self, tree: TokenTree, count: int, max_depth: int) -> None:
         """Adds a proposal with values, of which so many rows were wanted, so deep at most.
 
-        Nothing more was to be had within these limits. Beyond them nothing is known, and it is no less than within.
+        Nothing more was to be had within these limits. Beyond them it is as much more as it was before, in proportion:
+        what was promised of another text would look better than what this one has within.
         """
         self.num_promises += 1
         count, max_depth = min(count, MAX_TREE_ROWS), min(max_depth, MAX_DRAFT_COUNT)
         ranked = sorted(zip(tree.values, tree.depths[1:], strict=True), reverse=True)
+        before = [*self._sums[max_depth]]
         for depth in range(1, max_depth + 1):
             sums, weights, total = self._sums[depth], self._weights[depth], 0.0
+            largest = sums[count]
             values = [value for value, own_depth in ranked if own_depth <= depth]
             for number in range(1, count + 1):
                 total += values[number - 1] if number <= len(values) else 0.0
                 weights[number] = min(weights[number] + 1, MAX_PROMISES)
                 sums[number] += (total - sums[number]) / weights[number]
-            sums[count + 1 :] = [max(each, sums[count]) for each in sums[count + 1 :]]
+            change = sums[count] / largest
+            sums[count + 1 :] = [max(change * each, sums[count]) for each in sums[count + 1 :]]
         within = self._sums[max_depth]
+        changes = [now / was if was else 1.0 for now, was in zip(within, before, strict=True)]
         for deeper in self._sums[max_depth + 1 :]:
-            deeper[:] = map(max, deeper, within)
+            deeper[:] = map(max, map(mul, changes, deeper), within)
 
     def observe(self, values: Sequence[float], accepted_count: int) -> None:
         """Adds a tree that was verified, and how many of its rows were kept."""

@@ -85,7 +85,7 @@ def test_trees_that_look_ahead_are_larger_and_deeper() -> None:
     trees = table(*rows(TREES, 1.2, 1.3, 1.4))
     assert choose(trees, TUNING) == Choice(3, drafter=TREES, depth=3)
     ahead = replace(trees, looks_ahead=frozenset({TREES}))
-    assert choose(ahead, TUNING) == Choice(6, drafter=TREES, depth=4)
+    assert choose(ahead, TUNING) == Choice(6, drafter=TREES, depth=4, case=Case.LARGER_TREE)
     assert choose(replace(ahead, most=5), TUNING).draft_count == 5
     probe = choose(replace(trees, worth=frozenset(), is_probe_due=True), TUNING)
     assert probe == Choice(6, rounds=TUNING.probe_rounds, drafter=TREES, depth=4, case=Case.PROBE)

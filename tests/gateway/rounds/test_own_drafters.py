@@ -90,6 +90,39 @@ def test_a_stretch_ends_when_its_guesses_turn_out_to_be_worth_nothing() -> None:
     assert planner.plan(log_of(9), 2 * outstanding - 1, AWAY, "own") == RoundPlan()
 
 
+def test_a_larger_tree_is_looked_at_for_a_few_tokens() -> None:
+    """And not for a stretch, which is many rounds; then a stretch of the best one follows."""
+    planner = RoundPlanner(SpeculationPolicy(), None, 500, 64, Drafting((OWN_TREES,)))
+    costs = planner._policy.costs
+    costs.begin({1: 10_000.0, 32: 10_100.0}, {OWN: {1: 100.0}})
+    plans = []
+    for log_len in (3, 5):
+        plans.append(planner.plan(log_of(log_len), 0, AWAY, "own"))
+        plans.append(planner.choice.case)
+        tree = TokenTree((1, 2), (0, 0), values=(0.7, 0.2))
+        costs.of(OWN_TREES).observe_tree(Proposal(tree, forward_count=1), GuessRequest(OWN_TREES, 2))
+    look, case, best, after = plans
+    assert (case, after) == (Case.LARGER_TREE, Case.BEST)
+    assert (look.plain_budget, best.plain_budget) == (TUNING.looked_budget, TUNING.hosted_budget)
+    assert look.asked(Place.HOSTED).count > best.asked(Place.HOSTED).count
+
+
+def test_a_tree_says_what_trees_of_its_own_size_bring() -> None:
+    """One that was asked for before the number changed comes later, and says nothing of the new number."""
+    planner = RoundPlanner(SpeculationPolicy(), 8, 500, 64, Drafting((OWN_TREES,), TreeShape()))
+    gains = planner._policy.costs.of(OWN_TREES).gains
+    assert gains is not None
+    before = gains.at(8) - gains.at(4)
+    log = log_of(2)
+    planner.plan(log, 0, AWAY, "own")
+    for _ in range(30):
+        own = Proposal(TokenTree((1, 2, 3, 4), (0, 0, 1, 1), values=(0.7, 0.2, 0.4, 0.1)), drafter=OWN_TREES)
+        verdict = Verdict(len(log), (1,), 5, None, 1, 1000, 1, 5, 1, own=own)
+        planner.observe(log.commit(own, verdict))
+        planner.plan(log, 8, AWAY, "own")
+    assert gains.at(8) - gains.at(4) > 0.3 * before
+
+
 def test_a_target_without_the_drafter_decodes_plainly() -> None:
     """After a fail-over, say: with the reason why there are no guesses, and with guesses again on the next target."""
     planner = planner_of(4)

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 import pytest
 from support.basics import grid
 
+from gateway.rounds.costs import RoundCosts
 from gateway.rounds.planner import Drafting, DraftOutlook, RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
-from gateway.rounds.round import DrafterId, Makes, Place, Proposal, TokenLog, Verdict
+from gateway.rounds.round import DrafterId, GuessRequest, Makes, Place, Proposal, TokenLog, Verdict
+from gateway.rounds.tuning import TUNING
 from outrider.engine.growth import Child, Growth, Limits
 from outrider.engine.models.simulated import rates_of
 from outrider.token_tree import TokenTree, TreeShape
@@ -128,3 +130,17 @@ def test_a_shape_that_a_request_names_is_asked_for(shape: TreeShape) -> None:
     devices.run(2000, None, shape)
     assert {each for each, _, _ in devices.asked} == {shape}
     assert len({count for _, count, _ in devices.asked}) > 1
+
+
+def test_wider_trees_cost_their_drafter_more() -> None:
+    """By the rows of a forward that trees of their own size have, and not by those of the usual size."""
+    costs = RoundCosts(TUNING)
+    trees = DrafterId(makes=Makes.TREE)
+    costs.begin({1: 6300.0, 32: 6400.0}, {trees: {1: 500.0, 8: 4000.0}})
+    estimates = costs.of(trees)
+    for _ in range(20):
+        for count, rows in ((4, 4), (16, 24)):
+            tree = TokenTree(tuple(range(1, count + 1)), (0,) * count, values=(0.5 / count,) * count)
+            estimates.observe_tree(Proposal(tree, forward_count=4, row_count=rows), GuessRequest(trees, count))
+    more_us = estimates.round_us(16) - estimates.round_us(4)
+    assert more_us == pytest.approx(4 * 2500 + costs.verify_us.at(17) - costs.verify_us.at(5), rel=0.01)

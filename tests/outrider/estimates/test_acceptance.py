@@ -34,6 +34,20 @@ def test_what_was_not_asked_for_is_not_thought_worthless() -> None:
     assert asked.at(4, 4) == pytest.approx(short.at(4, 4))
 
 
+def test_what_larger_trees_bring_falls_with_what_smaller_ones_bring() -> None:
+    """In proportion: what was promised of another text would look better than all that this one has."""
+    gains = TreeGains()
+    easy = TokenTree(tuple(range(1, 17)), tuple(range(16)), values=tuple(0.95**depth for depth in range(1, 17)))
+    hard = TokenTree((1, 2, 3, 4), (0, 0, 1, 2), values=(0.3, 0.2, 0.1, 0.05))
+    for _ in range(100):
+        gains.promise(easy, 16, 8)
+    share = [(gains.at(16, depth) - 1) / (gains.at(4, depth) - 1) for depth in (4, 8)]
+    for _ in range(300):
+        gains.promise(hard, 4, 4)
+    assert [(gains.at(16, depth) - 1) / (gains.at(4, depth) - 1) for depth in (4, 8)] == pytest.approx(share, rel=0.05)
+    assert gains.at(16, 8) < 2.5
+
+
 def test_a_tally_follows_what_is_seen() -> None:
     """A prior counts less with every test; what it begins with is forgotten."""
     tally = GuessTally(0.9)
