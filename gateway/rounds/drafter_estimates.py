@@ -164,8 +164,9 @@ class DrafterEstimates:
             # What was learnt from asked rounds says nothing about these.
             self._is_unasked, self.overhead_us = True, ByLoad()
         overhead_us = max(0, committed.round_us - proposal.compute_us - verdict.compute_us)
-        if load > 1:
-            # Waiting for the forwards of others is in their number; see round_us.
+        if load > 1 and not unasked:
+            # Waiting for the forwards of others is in their number; see round_us. An unasked round has its part in
+            # each of them, and what it waits beside that is no other's cost.
             overhead_us = max(0, overhead_us - verdict.hop.queue_us)
         # And the first round of a stretch is not what the others are.
         is_alone = not self.overhead_us.known(load)

@@ -14,6 +14,7 @@ from gateway.rounds.round import (
     DrafterId,
     FallbackReason,
     GuessRequest,
+    HopCost,
     Makes,
     Place,
     Proposal,
@@ -121,6 +122,22 @@ def test_a_tree_says_what_trees_of_its_own_size_bring() -> None:
         planner.observe(log.commit(own, verdict))
         planner.plan(log, 8, AWAY, "own")
     assert gains.at(8) - gains.at(4) > 0.3 * before
+
+
+def test_what_an_unasked_round_waits_for_is_a_part_of_its_cost() -> None:
+    """Guesses of sessions that are not made at the same time let them wait for each other's forwards."""
+    policy = SpeculationPolicy()
+    policy.costs.begin({1: 8_000.0, 4: 11_000.0, 8: 14_000.0}, {OWN: {1: 1_000.0, 4: 2_000.0}})
+    sessions = [policy.session(OWN) for _ in range(4)]
+    for session in sessions:
+        policy.enter(session)
+        policy.mark(session, is_drafting=True)
+    own = Proposal(TokenTree.chain((1,)), compute_us=2_000, forward_count=1, row_count=4, drafter=OWN)
+    for session in sessions * 20:
+        log = log_of(3)
+        verdict = Verdict(len(log), (1,), 5, None, 1, 14_000, 1, 8, 4, hop=HopCost(queue_us=3_000), own=own)
+        policy.observe(replace(log.commit(own, verdict), round_us=19_500), session, unasked=True)
+    assert policy.costs.round_us(OWN, 1) == pytest.approx(19_500, rel=0.03)
 
 
 def test_a_target_without_the_drafter_decodes_plainly() -> None:
