@@ -222,6 +222,16 @@ class PeerLost(OutriderError):
     exit_code = 69
 
 
+class TargetsEnded(OutriderError):
+    """The caller must not send the request again: targets that read it ended, one after the other. Its operator looks
+    into their logs.
+    """
+
+    status = "FAILED_PRECONDITION"
+    reason = "TARGETS_ENDED"
+    exit_code = 65
+
+
 class NotReady(OutriderError):
     """A service is still loading, or is draining; the caller tries again later."""
 

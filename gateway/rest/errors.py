@@ -28,6 +28,8 @@ STATUSES: Mapping[str, int] = {
 REASONS: Mapping[str, int] = {
     # Of a conversation that had begun, but for what the request itself forbids.
     "NO_TOKEN_LEFT": 400,
+    # Clients send what is a server's fault again by themselves.
+    "TARGETS_ENDED": 400,
     "METHOD_NOT_ALLOWED": 405,
     # No limit of the client's was reached.
     "DEVICE_MEMORY_FULL": 503,

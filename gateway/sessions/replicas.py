@@ -168,6 +168,8 @@ class Replicas(LinkSet):
         # One that hangs is open to none but the session on trial there, which stands in no line.
         self.room = RoomLine(lambda: sum(not peer.breaker.blocks(self) for peer in self._meeting(None)))
         """New sessions for which none has room."""
+        self.suspect_turn = asyncio.Lock()
+        """Held by a session that is read again, because its place ended while it read that."""
         self.move_room = RoomLine(lambda: len(self._meeting(None)))
         """Running sessions that are to leave their place."""
 

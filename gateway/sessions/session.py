@@ -4,6 +4,7 @@ A deadline is a multiple of the usual time, so that no machine needs a setting.
 """
 
 import asyncio
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, Self, TypeVar
@@ -13,7 +14,8 @@ from gateway.rounds.round import TokenLog
 from gateway.sessions.peer import ServicePeer
 from gateway.sessions.placement import NO_PREFIX, LinkBook, PromptPrefix
 from gateway.sessions.replicas import Replicas
-from outrider.errors import OutriderError, PeerLost
+from gateway.sessions.room import LOOK_S
+from outrider.errors import OutriderError, PeerLost, TargetsEnded
 from outrider.parameters import SessionSpec
 from outrider.v1 import types_pb2
 
@@ -22,6 +24,7 @@ SMALL_CATCH_UP = 32  # committed tokens that a draft reads in passing
 CATCH_UP_TOKEN_S = 0.005  # allowance for each further one
 MISSED_MAX_S = 1.0  # misses raise the deadline to this at most; only answers raise it further
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+BACK_S = 1.0  # in which a service to which only the connection ended is there again
 
 
 def give_up(reading: asyncio.Task[None]) -> None:
@@ -181,3 +184,47 @@ class RetryBudget:
             message = f"{fault.message}, and no target took the request over within {self._budget_s:g} seconds"
             raise PeerLost(message) from fault
         return float(min(FIRST_PAUSE_S * 2 ** (self._num_faults - 2), LONGEST_PAUSE_S, self.until_s - now_s))
+
+
+class EndedTargets:
+    """Targets that ended while they read a session, since it was read last: it may be the reason.
+
+    From the first one on no two such sessions are read at the same time, so that one ends no place of another.
+    """
+
+    def __init__(self, turn: asyncio.Lock) -> None:
+        """`turn` is held by the session that is being read."""
+        self._turn = turn
+        self._has_turn = False
+        self._ended: list[tuple[ServicePeer, int]] = []  # with the incarnation that it was
+
+    def clear(self) -> None:
+        """The session has been read, or is over."""
+        self._ended = []
+        if self._has_turn:
+            self._has_turn = False
+            self._turn.release()
+
+    def note(self, peer: ServicePeer, instance_id: int) -> None:
+        """A target ended, or the connection to it."""
+        self._ended.append((peer, instance_id))
+
+    async def judge(self, until_s: float) -> None:
+        """Waits for the session's turn to be read again, by the loop's clock at most until then.
+
+        Raises TargetsEnded where two have ended. Of one that is there again as it was only the connection did; what is
+        not there after a while counts as ended.
+        """
+        clock_s = asyncio.get_running_loop().time
+        back_s = clock_s() + BACK_S
+        while len(self._ended) > 1 and any(peer.info is None for peer, _ in self._ended) and clock_s() < back_s:
+            await asyncio.sleep(LOOK_S)
+        self._ended = [(peer, was) for peer, was in self._ended if peer.info is None or peer.info.instance_id != was]
+        if len(self._ended) > 1:
+            addresses = ", ".join(dict.fromkeys(peer.address for peer, _ in self._ended))
+            message = f"{len(self._ended)} targets ended while they read the request, and no other gets it: {addresses}"
+            raise TargetsEnded(message, addresses=addresses)
+        if self._ended and not self._has_turn:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(until_s):
+                    self._has_turn = await self._turn.acquire()

@@ -24,7 +24,7 @@ from gateway.rounds.round import (
 )
 from gateway.sessions.peer import SILENT_S, ServicePeer
 from gateway.sessions.replicas import Placing, Replicas, need_of, wish_of
-from gateway.sessions.session import MAX_DRIFT_REPAIRS, RemoteSession, RetryBudget, TargetTimeouts
+from gateway.sessions.session import MAX_DRIFT_REPAIRS, EndedTargets, RemoteSession, RetryBudget, TargetTimeouts
 from gateway.sessions.target_move import TargetMoves
 from gateway.sessions.target_opening import TargetOpening
 from gateway.sessions.wait import Wait
@@ -88,6 +88,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         self._num_unanswered = 0  # in a row
         self._num_refused = 0  # guesses that a target would not take
         self._num_opens = 0
+        self._ended = EndedTargets(replicas.suspect_turn)
         self._moves = TargetMoves(replicas, spec, token_log, session_id, placing.prefix)
         self.takes_branches = True
         """Whether targets have refused no branches of this session."""
@@ -111,6 +112,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         return self._opening.drafter if self._opening is not None else self._drafter
 
     async def __aexit__(self, *exit_: object) -> None:
+        self._ended.clear()
         self._moves.end(self._fence())
         await super().__aexit__(*exit_)
 
@@ -179,7 +181,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
     ) -> tuple[TargetOpening, pb.VerifyResponse]:
         """The answer of the first target that gives a verdict, and the opening that it came by.
 
-        An attempt on one opening ends in one of five ways:
+        An attempt on one opening ends in one of six ways:
         1. The target gives a verdict.
         2. The attempt raises Unanswered: the target is there, and the session is better off with a new opening at once.
         3. The target is lost or hangs: another one takes the session over, after a pause and within a retry budget.
@@ -188,6 +190,8 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
         4. The target lacks tokens, because it has forgotten the session: it is given all of them again, a few times.
         5. The target refuses what was guessed, or what its own drafter is to guess, and with it the session, which is
            opened again without that. Whether it does depends on no token that a right drafter could have guessed.
+        6. The target ends before it has read the session, which may be the reason: as 3, but while no other such
+           session is read. Where that one ends too, it raises TargetsEnded.
         """
         budget, num_budgets = RetryBudget(self._timeouts.rebuild_budget_s, started_s), 1
         num_refusals = 0
@@ -199,6 +203,7 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
                 response = await self._attempt(opening, proposal, plain_budget, own)
                 if response.WhichOneof("answer") == "verdict":  # 1
                     self._num_unanswered = 0
+                    self._ended.clear()
                     opening.peer.breaker.answered()
                     return opening, response
             except (Unanswered, PeerLost, NotReady) as error:
@@ -211,6 +216,9 @@ class RemoteTargetSession(RemoteSession[TargetOpening]):
                     opening.peer.breaker.left(self._session_id)
                     opening.peer.report_lost(opening.link)
                     await asyncio.sleep(budget.pause_s(error, loop.time()))
+                    if opening.is_opening and opening.link.end is not None:  # 6
+                        self._ended.note(opening.peer, opening.link.instance_id)
+                        await self._ended.judge(budget.until_s)
             except InvalidRequest as error:  # 5
                 proposal, own = self._without_refused(error, proposal, own)
             else:  # 4

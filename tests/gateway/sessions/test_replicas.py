@@ -20,7 +20,7 @@ from gateway.sessions.replicas import Placing, Replicas
 from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
-from outrider.errors import PeerLost
+from outrider.errors import PeerLost, TargetsEnded
 from outrider.parameters import SamplingParameters, SessionSpec
 from outrider.rpc.breaker import BREAKERS, CircuitBreaker
 from outrider.v1 import model_service_pb2 as model_pb
@@ -251,3 +251,48 @@ async def test_a_broken_stream_is_no_reason_to_leave_a_target_for_good() -> None
         here.targets[1].mischief = {3: Mischief.BROKEN}
         here.check([committed async for committed in here.rounds(4)])
         assert here.targets[0].answers > 2
+
+
+async def test_a_request_that_ended_two_targets_is_refused() -> None:
+    """By name, and the third one never gets it."""
+    async with world(num_targets=3) as here:
+        for target in here.targets:
+            target.mischief = {1: Mischief.FROZEN}
+        request = asyncio.create_task(_rest(here.rounds(0), []))
+        for num_ended in range(2):
+            await eventually(lambda count=num_ended: sum(len(target.opens) for target in here.targets) == count + 1)
+            last = [number for number, target in enumerate(here.targets) if target.sessions]
+            await here.lives[last[0]].aclose()
+        with pytest.raises(TargetsEnded, match=r"^2 targets ended while they read the request, and no other gets it: "):
+            await request
+        assert sorted(len(target.opens) for target in here.targets) == [0, 1, 1]
+        assert not here.target.suspect_turn.locked()
+
+
+async def test_a_connection_that_ends_is_no_target_that_does() -> None:
+    """However often that happens while a session is read."""
+    async with world(num_targets=3) as here:
+        here.timeouts = TargetTimeouts(RoundDeadline(0.5, 0.5), rebuild_budget_s=30.0)
+        for target in here.targets:
+            target.mischief = {1: Mischief.BROKEN}
+        here.check(await _rest(here.rounds(0), []))
+        assert sum(target.answers for target in here.targets) > 3
+
+
+async def test_others_that_a_target_read_when_it_ended_are_read_one_by_one() -> None:
+    """So the one that ends the next target too is the only one that is refused."""
+    async with world(num_targets=3) as here:
+        first, second, third = here.target.peers
+        here.target.change((first, second))
+        here.targets[0].mischief = dict.fromkeys((1, 2), Mischief.FROZEN)
+        here.targets[1].mischief = dict.fromkeys((1, 2), Mischief.FROZEN)
+        requests = [asyncio.create_task(_rest(here.rounds(0, bytes([each] * 16), first), [])) for each in range(2)]
+        await eventually(lambda: here.targets[0].sessions == 2)
+        await here.lives[0].aclose()
+        await eventually(lambda: here.targets[1].sessions > 0)
+        here.target.change((first, second, third))
+        await here.lives[1].aclose()
+        ends = await asyncio.gather(*requests, return_exceptions=True)
+        assert [type(end) for end in ends].count(TargetsEnded) == 1
+        here.check(next(end for end in ends if isinstance(end, list)))
+        assert (len(here.targets[1].opens), len(here.targets[2].opens)) == (1, 1)
