@@ -122,8 +122,8 @@ def answer(client: Client, prompt: Prompt, setting: Speculation, length: Length,
     return read_timed(stream)
 
 
-def measure(client: Client, prompts: Sequence[Prompt], length: Length, has_draft: bool) -> Found:
-    """The answers by kind and setting. Raises TokensDiffer."""
+def measure(client: Client, prompts: Sequence[Prompt], length: Length, has_draft: bool, asks: int = 1) -> Found:
+    """The answers by kind and setting, of so many to a prompt the one with the median time. Raises TokensDiffer."""
     settings = {
         PLAIN: Speculation(enabled=False),
         LOOKUP: Speculation(drafter="lookup"),
@@ -133,19 +133,26 @@ def measure(client: Client, prompts: Sequence[Prompt], length: Length, has_draft
     found: Found = defaultdict(lambda: defaultdict(list))
     numbers = count()
     for turn, prompt in enumerate(prompts):
-        answers = {
-            name: answer(client, prompt, settings[name], length, f"{time.time_ns()}-{next(numbers)}")
-            for name in rotated([*settings], turn)
-        }
-        if len({each.token_ids for each in answers.values()}) > 1:
+        taken: dict[str, list[Timed]] = {name: [] for name in settings}
+        for ask in range(asks):
+            for name in rotated([*settings], turn + ask):
+                salt = f"{time.time_ns()}-{next(numbers)}"
+                taken[name].append(answer(client, prompt, settings[name], length, salt))
+        answers = {name: middle(some) for name, some in taken.items()}
+        if len({each.token_ids for some in taken.values() for each in some}) > 1:
             raise TokensDiffer(f"{prompt.text!r} was answered in different ways by {', '.join(answers)}")
         if len(answers[PLAIN].token_ids) < 8:
             # An answer of a few words is too short to measure.
             continue
         kind = REPEATING if repeats(answers[PLAIN].token_ids) else prompt.kind
-        for name, taken in answers.items():
-            found[kind][name].append(taken)
+        for name, each in answers.items():
+            found[kind][name].append(each)
     return found
+
+
+def middle(taken: Sequence[Timed]) -> Timed:
+    """The answer of median time; of an even number the slower one."""
+    return sorted(taken, key=lambda each: each.token_us)[len(taken) // 2]
 
 
 def repeats(token_ids: Sequence[int]) -> bool:
@@ -202,6 +209,7 @@ def copying(  # noqa: PLR0913, one parameter for each option is how typer declar
     stories: Annotated[int, typer.Option(help="Openings of stories to go on with.", min=0)] = 0,
     everyday: Annotated[int, typer.Option(help="Everyday questions to ask.", callback=between(0, len(EVERYDAY)))] = 0,
     tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 128,
+    asks: Annotated[int, typer.Option(help="Times that each setting is asked a prompt; the median counts.", min=1)] = 1,
     temperature: Annotated[float, typer.Option(help="Of all answers; their seed is 1.", min=0)] = 0.0,
     has_draft: Annotated[bool, typer.Option("--has-draft", help="There is a draft service beside the lookup.")] = False,
     connection: options.ConnectionOptions,
@@ -219,8 +227,8 @@ def copying(  # noqa: PLR0913, one parameter for each option is how typer declar
         # The first ones are to warm up: the policy learns what everything costs.
         length = Length(tokens, temperature)
         measure(client, prompts[:2], length, has_draft)
-        found = measure(client, prompts, length, has_draft)
-    how = f"at most {tokens} tokens an answer, temperature {temperature:g}"
+        found = measure(client, prompts, length, has_draft, asks)
+    how = f"at most {tokens} tokens an answer, temperature {temperature:g}, each asked {asks} times"
     print(f"{machine()}; {how}; commit {revision() or 'unknown'}.")
     print(f"Medians with intervals of 95 %.\n\n{render(found)}")
 

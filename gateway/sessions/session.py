@@ -217,7 +217,9 @@ class EndedTargets:
         """
         clock_s = asyncio.get_running_loop().time
         back_s = clock_s() + BACK_S
-        while len(self._ended) > 1 and any(peer.info is None for peer, _ in self._ended) and clock_s() < back_s:
+        while len(self._ended) > 1 and any(peer.info is None for peer, _ in self._ended):
+            if clock_s() >= back_s:
+                break
             await asyncio.sleep(LOOK_S)
         self._ended = [(peer, was) for peer, was in self._ended if peer.info is None or peer.info.instance_id != was]
         if len(self._ended) > 1:

@@ -147,7 +147,7 @@ def _first_sums(most_depth: int) -> list[float]:
 
 
 FIRST_SUMS = [_first_sums(depth) for depth in range(MAX_DRAFT_COUNT + 1)]
-"""Of trees before any was seen, by how deep they may lie and their rows."""
+"""Sums of values of trees before any was seen, by how deep they may lie, and then by their rows."""
 
 
 class TreeGains:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from support.command_line import RESULT
 
-from bench.copying import AUTO, LOOKUP, PLAIN, REPEATING, Found, render, repeats
+from bench.copying import AUTO, LOOKUP, PLAIN, REPEATING, Found, middle, render, repeats
 from outrider.cli.bench.common import Timed
 
 SOURCE = random.Random(3)
@@ -44,3 +44,10 @@ def test_answers_that_repeat_themselves_are_counted_apart() -> None:
     rows = [line.strip("| ").split(" | ") for line in render(found).splitlines()[2:]]
     assert [row[:2] for row in rows] == [["qa", "3"], ["all others", "3"], ["all that repeat themselves", "2"]]
     assert [row[4] for row in rows] == ["1.20 (1.20 to 1.20)", "1.20 (1.20 to 1.20)", "4.00 (4.00 to 4.00)"]
+
+
+def test_of_several_answers_to_a_prompt_the_median_counts() -> None:
+    """One that a busy machine made slow says nothing."""
+    answers = [Timed(token_us, 2.0, (1, 2), replace(RESULT)) for token_us in (300.0, 110.0, 100.0)]
+    assert middle(answers).token_us == 110
+    assert middle(answers[:2]).token_us == 300
