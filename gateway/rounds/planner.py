@@ -161,6 +161,9 @@ class RoundPlanner:
             return math.inf
         if self._draft_count is not None:
             return 0.0 if is_alone or self._drafting.merges else math.inf
+        if self._policy.rest:
+            # Whatever were found, none of it would be taken.
+            return math.inf
         every = min(self._policy.costs.load, self._policy.tuning.look_rounds)
         self._num_looks += 1
         self._tells_offer = self._num_looks % every == 0 or self._drafting.merges

@@ -176,6 +176,16 @@ def test_lookups_search_where_they_may_guess(
     assert RoundPlanner(SpeculationPolicy(), draft_count, 500, 8, drafting).looks_for(log_of(length)) == least
 
 
+def test_nothing_is_searched_for_while_guesses_rest() -> None:
+    """After all sessions together have lost too much with them."""
+    policy = SpeculationPolicy()
+    planner = RoundPlanner(policy, None, 500, 8, Drafting((LOOKUP,)))
+    assert planner.looks_for(log_of(9)) == 0
+    while not policy.rest:
+        policy.costs.account.observe(policy.costs.load, 3_000.0, 1, 1_000.0, is_pure=False)
+    assert planner.looks_for(log_of(9)) == math.inf
+
+
 @pytest.mark.parametrize(("fixed_us", "row_us", "least"), [(10_000, 1, 0.6), (0, 1_000, math.inf)])
 def test_rows_that_are_worth_nothing_are_seldom_searched_for(fixed_us: float, row_us: float, least: float) -> None:
     """One round of sixteen says what lookups offer, all of it; the others search above the price of rows then."""
