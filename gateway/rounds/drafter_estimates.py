@@ -171,7 +171,7 @@ class DrafterEstimates:
         # And the first round of a stretch is not what the others are.
         is_alone = not self.overhead_us.known(load)
         if self._is_unasked == unasked and (is_usual or is_alone):
-            self.overhead_us.add(load, overhead_us, num_rounds)
+            self.overhead_us.add(load, overhead_us)
         if is_usual:
             count = min(committed.draft_count, self.counts[-1])
             # Deeper ones are never looked at, and a draft may count as it likes.
@@ -202,7 +202,8 @@ class DrafterEstimates:
         if not self._is_unasked:
             return self.overhead_us.scaled(target.load)
         plain_us = target.plain.overhead_us(target.load)
-        return self.overhead_us.blend(target.load, plain_us, target.num_rounds, target.tuning)
+        # It does not grow old: what was too dear would look worth it, and probes find out when it is not.
+        return self.overhead_us.blend(target.load, plain_us, 0, target.tuning)
 
     def _share_now(self) -> float:
         """The part of all sessions' rows that one forward of the target has."""
