@@ -32,6 +32,7 @@ pytestmark = pytest.mark.early
 BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}
 SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 CHAIN = TokenTree.chain((7, 8, 9, 10))
+CHECK_ROWS = GraphedTransformer.check_rows
 
 
 class Tiled(Transformer):
@@ -232,3 +233,16 @@ def test_windows_and_parts_of_a_model_go_by_its_operations(tmp_path: Path) -> No
     assert runner.model.tiles == ()
     for found, exact in zip(short(runner), short(direct), strict=True):
         assert float((found - exact).norm() / exact.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("differing", [["head"], []])
+def test_of_rows_that_differ_nothing_is_promised(
+    folder: Path, differing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their numerics have another name, so that no text is expected to be equal elsewhere."""
+    runner = load(folder, "kernels")
+    monkeypatch.setattr(graphed, "differing_operations", lambda model, tiles: differing)
+    assert isinstance(runner.model, GraphedTransformer)
+    CHECK_ROWS(runner.model)
+    assert runner.is_row_invariant is not bool(differing)
+    assert runner.numerics_id == f"cpu-torch.float32-{runner.ops.name}{'-variant' if differing else ''}"
