@@ -129,7 +129,8 @@ class DrafterEstimates:
     def observe_tree(self, proposal: Proposal, asked: GuessRequest) -> None:
         """Learns from a tree as it came, before any of its rows were left out."""
         max_depth = asked.shape.max_depth if asked.shape else 0
-        if self.gains is not None and proposal.tree:
+        # Where lookups join in, there may be a tree though the drafter was not asked.
+        if self.gains is not None and proposal.tree and asked.count:
             self.gains.promise(proposal.tree, asked.count, max_depth or MAX_DRAFT_COUNT)
             num_forwards = max(proposal.forward_count, 1)
             self._levels.add(asked.count, num_forwards)

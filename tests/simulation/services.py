@@ -66,6 +66,8 @@ class Process:
         self._lease_s = lease_s
         self._hosted = hosted
         self.hosted_runner: ModelRunner | None = None
+        self.cuts_s: list[float] = []
+        """When its connections broke."""
         self._num_starts = 0
         self._is_up = False
         self._is_draining = False
@@ -130,14 +132,14 @@ class Process:
             self._later(min(fault.duration_s, GRACE_S), partial(self._kill_if, self._num_starts, fault.duration_s))
         elif fault.kind is Kind.CUT:
             self.server.accepts = False
-            self._network.cut(self.address)
+            self._cut()
             self._later(fault.duration_s, partial(self._accept_if, self._num_starts))
 
     def kill(self, absent_s: float) -> None:
         """The process is gone at once, and another starts after a while."""
         self._is_up = False
         self.server.accepts = False
-        self._network.cut(self.address)
+        self._cut()
         self.device.kill()
         self._loop.thaw(self.hosts)
         for call in list(self.server.calls):
@@ -155,6 +157,10 @@ class Process:
         elif self._is_draining:
             # It takes no sessions any more, and never will.
             self.kill(0.0)
+
+    def _cut(self) -> None:
+        self._network.cut(self.address)
+        self.cuts_s.append(self._loop.time())
 
     def _restart(self) -> None:
         self._loop.create_task(self.start(), context=context_of(""))

@@ -268,10 +268,13 @@ class World:
         """Statuses with which this request may have ended."""
         since_s = outcome.ended_s - BUDGET_S
         is_hopeless_now = is_hopeless(self._weather.spells, TARGETS, since_s, outcome.ended_s)
+        cuts_s = [cut_s for place in TARGETS for cut_s in self._processes[place].cuts_s if cut_s <= outcome.ended_s]
         excuses = {
             "CANCELLED": client.cancel_at is not None,
             "DEADLINE_EXCEEDED": client.deadline_s is not None,
             "UNAVAILABLE": self._gateway_died or is_hopeless_now,
+            # Two targets went while they read it, or seemed to.
+            "FAILED_PRECONDITION": len(cuts_s) > 1 and outcome.details.startswith("2 targets ended"),
         }
         return {status for status, is_excused in excuses.items() if is_excused}
 
