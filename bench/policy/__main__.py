@@ -28,7 +28,7 @@ from outrider.errors import InvalidRequest
 from outrider.model_service.settings import available_cpus
 from outrider.process.options import between, grouped, run_app, service_app
 
-EXPLORING = TRYING | {Case.PLAIN_LOOK}
+EXPLORING = TRYING | {Case.PLAIN_LOOK, Case.LARGER_TREE}
 FIRST_S = 1.0
 WORST_SHOWN = 10
 
