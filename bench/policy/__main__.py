@@ -21,14 +21,14 @@ from bench.policy.jump import draw
 from bench.policy.oracle import FixedChoice, FixedPlanner, best
 from bench.policy.parts import PARTS
 from bench.policy.worlds import h100, with_experts, world
-from gateway.rounds.choice import TRYING, Case
+from gateway.rounds.choice import LOOKING, Case
 from outrider.cli.bench.common import markdown, parse_numbers, writable
 from outrider.cli.bench.load.summary import percentile
 from outrider.errors import InvalidRequest
 from outrider.model_service.settings import available_cpus
 from outrider.process.options import between, grouped, run_app, service_app
 
-EXPLORING = TRYING | {Case.PLAIN_LOOK, Case.LARGER_TREE}
+EXPLORING = LOOKING | {Case.PLAIN_LOOK}
 FIRST_S = 1.0
 WORST_SHOWN = 10
 

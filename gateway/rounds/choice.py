@@ -50,6 +50,10 @@ class Case(Enum):
 
 TRYING = frozenset({Case.EXPLORING, Case.OTHER, Case.PROBE})
 """Cases in which guesses are made to find something out."""
+LOOKING = TRYING | {Case.LARGER_TREE}
+"""Cases of guesses that are not the best ones that are known."""
+WANTED = frozenset({Case.BEST, Case.LARGER_TREE})
+"""Cases of guesses because they are worth their cost."""
 
 
 @dataclass(frozen=True, slots=True)

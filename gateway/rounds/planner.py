@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from gateway.rounds.choice import TRYING, Case, Choice
+from gateway.rounds.choice import LOOKING, TRYING, WANTED, Case, Choice
 from gateway.rounds.merging import cut, merged
 from gateway.rounds.offers import FLOORS
 from gateway.rounds.policy import SpeculationPolicy
@@ -200,7 +200,7 @@ class RoundPlanner:
             self._next, self._unasked = None, outstanding > 0
             self._halts, self.choice = outstanding > 0, looked
             return RoundPlan((GuessRequest(LOOKUP, looked.draft_count),))
-        is_vain = self.choice.case in {Case.BEST, Case.LARGER_TREE} and not self._policy.is_worth(self.choice.drafter)
+        is_vain = self.choice.case in WANTED and not self._policy.is_worth(self.choice.drafter)
         if 2 * outstanding > self._plain_plan.plain_budget > 0 and not is_vain:
             # Nothing is sent in the first half of a stretch, so there is nothing to choose at every token; unless its
             # guesses have turned out to be worth nothing.
@@ -350,8 +350,8 @@ class RoundPlanner:
             if choice.rounds > 1:
                 return RoundPlan(guesses)
             self._policy.mark(self._session, is_drafting=True)
-        tuning, is_look = self._policy.tuning, choice.case in {*TRYING, Case.LARGER_TREE}
-        budget = tuning.looked_budget * choice.rounds if is_look else tuning.hosted_budget
+        tuning = self._policy.tuning
+        budget = tuning.looked_budget * choice.rounds if choice.case in LOOKING else tuning.hosted_budget
         self._plain_plan = RoundPlan(guesses, budget)
         return self._plain_plan
 

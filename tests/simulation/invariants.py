@@ -58,6 +58,7 @@ class Outcome:
     status: str = ""
     """Name of the status that ended the call."""
     details: str = ""
+    began_s: float = 0.0
     ended_s: float = 0.0
 
     def take(self, message: pb.GenerateResponse) -> None:

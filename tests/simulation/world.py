@@ -227,6 +227,7 @@ class World:
     async def _client(self, index: int, client: Client, channel: Channel) -> None:
         await asyncio.sleep(client.starts_s)
         stub, outcome = GenerationServiceStub(channel), self._outcomes[index]  # type: ignore[arg-type]
+        outcome.began_s = self._loop.time()
         call: Any = stub.Generate(_request(client), timeout=client.deadline_s)
         self._client_of[call] = index
         try:
@@ -268,13 +269,14 @@ class World:
         """Statuses with which this request may have ended."""
         since_s = outcome.ended_s - BUDGET_S
         is_hopeless_now = is_hopeless(self._weather.spells, TARGETS, since_s, outcome.ended_s)
-        cuts_s = [cut_s for place in TARGETS for cut_s in self._processes[place].cuts_s if cut_s <= outcome.ended_s]
+        cuts_s = [cut_s for place in TARGETS for cut_s in self._processes[place].cuts_s]
+        num_cuts = sum(outcome.began_s <= cut_s <= outcome.ended_s for cut_s in cuts_s)
         excuses = {
             "CANCELLED": client.cancel_at is not None,
             "DEADLINE_EXCEEDED": client.deadline_s is not None,
             "UNAVAILABLE": self._gateway_died or is_hopeless_now,
             # Two targets went while they read it, or seemed to.
-            "FAILED_PRECONDITION": len(cuts_s) > 1 and outcome.details.startswith("2 targets ended"),
+            "FAILED_PRECONDITION": num_cuts > 1 and outcome.details.startswith("2 targets ended"),
         }
         return {status for status, is_excused in excuses.items() if is_excused}
 
