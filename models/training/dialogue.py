@@ -24,6 +24,29 @@ REQUESTS = (
     "{}\n\nList the most important points.",
     "Rewrite this text in simpler words:\n\n{}",
     "Write three questions about this text, with their answers:\n\n{}",
+    "Use the following passage to answer: what is it about, and what follows from it?\n\n{}",
+    "Extract all names, numbers and dates from this text as a list:\n\n{}",
+    "{}\n\nIs this good? Say why or why not.",
+    "Translate this text to German:\n\n{}",
+    "Translate this text to French:\n\n{}",
+    "Translate this text to Spanish:\n\n{}",
+    "Write a title and one sentence for this:\n\n{}",
+    "{}\n\nExplain this with an example.",
+    "Write a Python function that has to do with this:\n\n{}",
+    "Fix the mistakes in this text and write it again:\n\n{}",
+)
+# How users begin, a kind of task each line; the target goes on from there.
+OPENINGS = (
+    *("How do I", "How can I", "How does", "What is", "What are", "Why do", "Why is", "Which", "Who", "When", "Where"),
+    *("Can you", "Should I", "I want to", "I have", "My", "Tell me", "Give me", "Help me", "Is it", "Recommend"),
+    *("Explain", "Describe", "Compare", "List", "Suggest", "What does", "What were the causes of", "Discuss"),
+    *("Write a", "Write an email", "Compose a", "Write a short story about", "Write a poem about", "Draft a"),
+    *("Imagine you are", "Pretend to be", "You are a", "Act as"),
+    *("A shop sells", "Calculate", "Solve", "If a train", "Tom has", "A rectangle", "Find the", "What is 1"),
+    *("Write a Python function", "Write a program", "Implement", "Write a SQL query", "What does this code do?\n\n```"),
+    *("Extract the", "From the following text,", "Read the passage and answer the question.\n\n", "Context:"),
+    *("Summarize the following", "Translate the following sentence to", "Translate into English:"),
+    *("Was ist", "Comment"),
 )
 MAX_USER_TOKENS, MAX_ANSWER_TOKENS = 120, 320
 OPENING_TOKENS = (24, 240)
@@ -118,8 +141,14 @@ class Writing:
             elif is_own:
                 made.append(Text(self.turns.ask(piece), temperature, self.turns, user_writes=False))
             else:
-                made.append(Text(self.turns.before_user, temperature, self.turns, user_writes=True))
+                given = [*self.turns.before_user, *self._opening(generator)]
+                made.append(Text(given, temperature, self.turns, user_writes=True))
         return made
+
+    def _opening(self, generator: torch.Generator) -> Sequence[int]:
+        """Tokens with which a user's message begins, none for every other one."""
+        number = int(torch.randint(2 * len(OPENINGS), (), generator=generator))
+        return list(self.tokenizer.encode("".join(OPENINGS[number : number + 1]), add_special_tokens=False))
 
     def _piece(self, generator: torch.Generator) -> Sequence[int]:
         """Tokens of a document from the beginning of a line on; as a request, where there are turns."""

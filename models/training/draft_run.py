@@ -15,27 +15,31 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.errors import InvalidRequest
 from outrider.model_files.vocabulary import Vocabulary
-from outrider.process.options import between
+from outrider.process.options import between, refuse_together
 from training.decoding import BatchDecoder
 from training.dialogue import Writing
 from training.draft_report import Question, Report, measure_drafts
 from training.head_files import HeadFiles
-from training.head_run import HeadSettings, draft_ids_of, new_head, shape_of, taps_of
+from training.head_run import HeadSettings, begin_with, draft_ids_of, new_head, shape_of, taps_of
 from training.heads import Eagle3
 from training.learn import Loss, Stage, go_through
 from training.material import write_shard, write_shards
-from training.model import CausalModel, write_weights
+from training.model import CausalModel, trained_model, write_weights
 from training.run import BATCH, COUNT, frozen
 from training.steady import SteadyConsole
 from training.storage import Storage, write_whole
 from training.stored import AnswerBlocks, Material, StoredTeacher, draft_loss, head_loss, over_raw_features
 
 SIZE = between(1, 65536)
+# None where what it begins with stays as it is.
+STEPS = between(0, 1_000_000_000)
 DRAFT_HEAD_DIM = 32
 # An output matrix that begins as the target's has little to learn.
 HEAD_TABLE_SHARE = 0.05
 OWN_ROW_SCORE = 11.0
 RATES = {"head": 6e-3, "head-overlap": 2e-3, "draft": 4e-3, "draft-overlap": 1e-3}
+# Of these, for what has learnt already.
+LEARNT_RATE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,16 +74,26 @@ class DraftRunSettings:
         int | None,
         typer.Option(callback=COUNT, help="Most frequent tokens of answers that both drafts know; by default all."),
     ] = None
-    head_steps: Annotated[int, typer.Option(callback=COUNT, help="Of copying the target's laws.")] = 900
+    from_head: Annotated[
+        str | None, typer.Option(help="Folder of a head of the same shape and target, that goes on with its own ids.")
+    ] = None
+    from_draft: Annotated[
+        str | None, typer.Option(help="Folder of a separate draft with the target's tokens, that goes on.")
+    ] = None
+    head_steps: Annotated[int, typer.Option(callback=STEPS, help="Of copying the target's laws.")] = 900
     head_overlap_steps: Annotated[
-        int, typer.Option(callback=COUNT, help="Behind them, of raising how often a guess is kept.")
+        int, typer.Option(callback=STEPS, help="Behind them, of raising how often a guess is kept.")
     ] = 250
     head_batch: Annotated[int, typer.Option(callback=BATCH, help="Texts a step of the head.")] = 4
-    draft_size: Annotated[int, typer.Option(callback=SIZE, help="Hidden size of the separate draft.")] = 128
-    draft_layers: Annotated[int, typer.Option(callback=between(1, 64), help="Of the separate draft.")] = 2
-    draft_steps: Annotated[int, typer.Option(callback=COUNT, help="Of copying the target's laws.")] = 900
+    draft_size: Annotated[
+        int | None, typer.Option(callback=SIZE, help="Hidden size of a new separate draft; by default 128.")
+    ] = None
+    draft_layers: Annotated[
+        int | None, typer.Option(callback=between(1, 64), help="Of a new separate draft; by default 2.")
+    ] = None
+    draft_steps: Annotated[int, typer.Option(callback=STEPS, help="Of copying the target's laws.")] = 900
     draft_overlap_steps: Annotated[
-        int, typer.Option(callback=COUNT, help="Behind them, of raising how often a guess is kept.")
+        int, typer.Option(callback=STEPS, help="Behind them, of raising how often a guess is kept.")
     ] = 250
     draft_batch: Annotated[int, typer.Option(callback=BATCH, help="Texts a step of the separate draft.")] = 8
 
@@ -120,19 +134,49 @@ def head_files(settings: DraftRunSettings, target: CausalModel, name: str, draft
 def check_fit(settings: DraftRunSettings, target: CausalModel) -> None:
     """Raises InvalidRequest about what does not fit the target, before anything is computed."""
     config = target.config
+    refuse_together("--from-head", settings.from_head, {"--draft-vocab": settings.draft_vocab})
     if settings.text_len > config.max_position_embeddings:
         raise InvalidRequest(
             "--text-len", settings.text_len, f"at most {config.max_position_embeddings:,}, its context"
         )
-    draft_ids = draft_ids_of(torch.arange(1), settings.draft_vocab, config.vocab_size)
-    head_files(settings, target, "", draft_ids)
+    draft_ids = ids_of_drafts(settings, target, torch.arange(1))
+    files = head_files(settings, target, "", draft_ids)
     new_draft(settings, target)
+    if settings.from_head is not None:
+        folder = Path(settings.from_head)
+        taps = HeadFiles.read(folder, config, "--from-head").taps
+        if taps != files.taps:
+            limit = f"a head that reads what enters the layers {files.taps}, and not {taps}"
+            raise InvalidRequest("--from-head", settings.from_head, limit)
+        embedding, output = (
+            each.weight.detach() for each in (target.get_input_embeddings(), target.get_output_embeddings())
+        )
+        begin_with(new_head(files, embedding, output, settings.seed), folder)
+
+
+def ids_of_drafts(settings: DraftRunSettings, target: CausalModel, answers: Tensor) -> Tensor:
+    """Ids that drafts know, rising: the most frequent of answers, or those of the head that goes on."""
+    if settings.from_head is not None:
+        return HeadFiles.read(Path(settings.from_head), target.config, "--from-head").draft_ids
+    return draft_ids_of(answers, settings.draft_vocab, target.config.vocab_size)
 
 
 def new_draft(settings: DraftRunSettings, target: CausalModel) -> LlamaForCausalLM:
     """A small Llama for the target's tokens, whose tied matrix begins as what the principal directions of the target's
-    output matrix keep of it; leaves torch's own seed alone. Raises InvalidRequest about `--draft-size`."""
-    size, config = settings.draft_size, target.config
+    output matrix keep of it; leaves torch's own seed alone. Or the draft that goes on. Raises InvalidRequest about
+    `--draft-size` and `--from-draft`."""
+    size, config = settings.draft_size or 128, target.config
+    if settings.from_draft is not None:
+        refuse_together(
+            "--from-draft",
+            settings.from_draft,
+            {"--draft-size": settings.draft_size, "--draft-layers": settings.draft_layers},
+        )
+        found = trained_model("--from-draft", Path(settings.from_draft))
+        if not isinstance(found, LlamaForCausalLM) or found.config.vocab_size != config.vocab_size:
+            limit = f"a Llama of the target's {config.vocab_size:,} tokens"
+            raise InvalidRequest("--from-draft", settings.from_draft, limit)
+        return found
     if size % DRAFT_HEAD_DIM or size > config.hidden_size:
         limit = f"a multiple of {DRAFT_HEAD_DIM}, at most {config.hidden_size}"
         raise InvalidRequest("--draft-size", size, limit)
@@ -140,7 +184,7 @@ def new_draft(settings: DraftRunSettings, target: CausalModel) -> LlamaForCausal
         vocab_size=config.vocab_size,
         hidden_size=size,
         intermediate_size=8 * size // 3,
-        num_hidden_layers=settings.draft_layers,
+        num_hidden_layers=settings.draft_layers or 2,
         num_attention_heads=size // DRAFT_HEAD_DIM,
         num_key_value_heads=1,
         head_dim=DRAFT_HEAD_DIM,
@@ -191,7 +235,7 @@ class DraftRun:
         taps = taps_of(settings.head, self.target.config.num_hidden_layers)
         decoder = BatchDecoder(frozen(self.target), taps)
         material = self._material(decoder)
-        draft_ids = draft_ids_of(material.token_ids[material.is_answer], settings.draft_vocab, vocab_size)
+        draft_ids = ids_of_drafts(settings, self.target, material.token_ids[material.is_answer])
         output = self.target.get_output_embeddings().weight.detach()
         teacher = StoredTeacher(material, output[draft_ids].bfloat16(), draft_ids, material.feature_scale())
         covered = float(torch.isin(material.token_ids[material.is_answer], draft_ids).double().mean())
@@ -199,7 +243,11 @@ class DraftRun:
         files = head_files(settings, self.target, self.name, draft_ids)
         head = new_head(files, self.target.get_input_embeddings().weight.detach(), output, settings.seed)
         assert isinstance(head, Eagle3)
-        see_own_row(head, files.shape.head_dim, settings.seed)
+        if settings.from_head is None:
+            see_own_row(head, files.shape.head_dim, settings.seed)
+        else:
+            begin_with(head, Path(settings.from_head))
+            head.fc.weight.data *= teacher.feature_scale
         draft = new_draft(settings, self.target)
         known = torch.zeros(vocab_size, dtype=torch.bool)
         known[draft_ids] = True
@@ -212,7 +260,9 @@ class DraftRun:
         ]
         for model, name, steps, batch, loss in stages:
             share = HEAD_TABLE_SHARE if model is head else 1.0
-            stage = Stage(name, steps, RATES[name], ((batch, settings.text_len),), share)
+            has_learnt = (settings.from_head if model is head else settings.from_draft) is not None
+            learning_rate = RATES[name] * (LEARNT_RATE if has_learnt else 1.0)
+            stage = Stage(name, steps, learning_rate, ((batch, settings.text_len),), share)
             count = sum(each.numel() for each in model.parameters())
             self.console.print(f"{name}: {count:,} weights, {steps:,} steps of {batch} x {settings.text_len:,} tokens")
             blocks = AnswerBlocks(material, known, settings.steps_ahead, batch, f"{settings.seed} {name}")

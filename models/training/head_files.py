@@ -41,7 +41,7 @@ class HeadFiles:
     target_config: LlamaConfig | Qwen3Config
 
     @classmethod
-    def read(cls, folder: Path, target_config: LlamaConfig | Qwen3Config) -> Self:
+    def read(cls, folder: Path, target_config: LlamaConfig | Qwen3Config, option: str = "--head") -> Self:
         """Files of an eagle3 head as they were written. Raises InvalidRequest about any that are others than these."""
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -64,7 +64,7 @@ class HeadFiles:
             taps, name = tuple(config["eagle_aux_hidden_state_layer_ids"]), named["verifier"]["name_or_path"]
         except (OSError, SafetensorError, ValueError, TypeError, LookupError) as error:
             limit = f"an eagle3 head as models/train_head.py writes it: {error!r}"
-            raise InvalidRequest("--head", str(folder), limit) from error
+            raise InvalidRequest(option, str(folder), limit) from error
         draft_ids = offsets + torch.arange(len(offsets))
         files = cls(
             method="eagle3", shape=shape, taps=taps, draft_ids=draft_ids, target=name, target_config=target_config
@@ -73,7 +73,7 @@ class HeadFiles:
         other = next((key for key in {**written, **config} if written.get(key) != config.get(key)), None)
         if other is not None:
             limit = f"an eagle3 head of this target, as models/train_head.py writes it, whose {other} differs"
-            raise InvalidRequest("--head", str(folder), limit)
+            raise InvalidRequest(option, str(folder), limit)
         return files
 
     @property

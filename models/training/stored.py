@@ -18,12 +18,16 @@ from transformers import LlamaForCausalLM
 
 from training.data import IGNORED
 from training.heads import Eagle3
-from training.imitate import STEP_WEIGHT, row_losses
+from training.imitate import row_losses
 from training.learn import Loss
 from training.material import seeded, shard_path
 
 OVERLAP_TEMPERATURE = 0.7
 """Temperature of both distributions where the overlap is raised: between greedy choice and sampling, both served."""
+
+STEP_WEIGHT = 0.5
+"""Weight of a step, of that of the step before it: about half of the guesses of answers are kept, and who wants to gain
+tokens a round gains most at the first."""
 
 SCALE_ROWS = 8
 

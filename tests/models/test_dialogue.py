@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from outrider.errors import InvalidRequest
-from training.dialogue import MAX_USER_TOKENS, USER_TEMPERATURE, Text, Turns, Writing
+from training.dialogue import MAX_USER_TOKENS, OPENINGS, USER_TEMPERATURE, Text, Turns, Writing
 
 TEMPLATE = (
     "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] + '<|endoftext|>' }}{% endfor %}"
@@ -81,7 +81,8 @@ def test_own_documents_are_asked_about(trained: tuple[Path, str], turns: Turns) 
         return [tokenizer.decode([text.follow(0)[0] for _ in range(8)]) for text in texts]
 
     assert all(text.startswith("[user]") and text != "[user]" for text in begun(1, turns))
-    assert all(text.startswith("[user]<|endoftext|>[a") for text in begun(0, turns))
+    own = [text.removeprefix("[user]").split("<|endoftext|>")[0] for text in begun(0, turns)]
+    assert all(any(opening.startswith(text) for opening in ("", *OPENINGS)) for text in own)
     assert all(text.startswith("<|endoftext|>line ") for text in begun(1, None))
 
 
@@ -91,3 +92,16 @@ def test_a_template_that_hides_messages_is_refused(trained: tuple[Path, str]) ->
     with pytest.raises(InvalidRequest, match="chat template shows every message"):
         Turns.read(hiding, frozenset({0}))
     assert Turns.read(chat_tokenizer(trained[0], None), frozenset({0})) is None
+
+
+def test_every_other_message_begins_as_users_begin(trained: tuple[Path, str], turns: Turns) -> None:
+    """With the first words of some kind of task, from which the target goes on; the others are all its own."""
+    tokenizer = chat_tokenizer(trained[0])
+    texts = Writing(tokenizer, turns, (0,), (0.0,), [], 0.0).texts(1600, torch.Generator().manual_seed(1))
+    begun: list[str] = []
+    for text in texts:
+        said = [text.follow(99) for _ in range(40)]
+        ids = [token_id for token_id, is_answer in said if token_id != 99 and not is_answer]
+        begun.append(tokenizer.decode(ids[len(turns.before_user) :]))
+    assert set(begun) == {"", *OPENINGS}
+    assert 700 <= begun.count("") <= 900

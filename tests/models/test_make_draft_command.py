@@ -105,7 +105,35 @@ def test_the_engine_loads_both_drafts(made: tuple[Path, str], trained: tuple[Pat
     assert counts == said[::-1]
 
 
-def test_what_does_not_fit_is_refused(trained: tuple[Path, str], tmp_path: Path) -> None:
+def test_drafts_that_are_there_go_on(
+    corpus: Path, trained: tuple[Path, str], made: tuple[Path, str], tmp_path: Path
+) -> None:
+    """Without a step they are what they were; with some, what they learn on other texts is new, also of other ids."""
+    from_made = ("--from-head", made[0] / "head", "--from-draft", made[0] / "draft")
+
+    def go_on(name: str, *options: str) -> dict[str, torch.Tensor]:
+        out = tmp_path / name
+        given = options_for(trained[0], corpus, out)
+        for option in ("--draft-vocab", "--draft-size", "--draft-layers"):
+            place = given.index(option)
+            del given[place : place + 2]
+        code, output = train(*given, *from_made, *options, command=COMMAND)
+        assert code == 0, output
+        return tensors_of(out)
+
+    before = tensors_of(made[0])
+    none = go_on("none", *(word for name in ("head", "draft") for word in (f"--{name}-steps", "0")),
+                 "--head-overlap-steps", "0", "--draft-overlap-steps", "0")  # fmt: skip
+    assert before.keys() == none.keys()
+    assert all(torch.equal(tensor, none[name]) for name, tensor in before.items())
+    after = go_on("after", "--seed", "7", "--head-overlap-steps", "0", "--draft-overlap-steps", "0")
+    assert torch.equal(after["head d2t"], before["head d2t"])
+    for name in ("head fc.weight", "head lm_head.weight", "draft model.embed_tokens.weight"):
+        moved = (after[name].float() - before[name].float()).norm()
+        assert 0 < moved < 0.2 * before[name].float().norm(), name
+
+
+def test_what_does_not_fit_is_refused(trained: tuple[Path, str], made: tuple[Path, str], tmp_path: Path) -> None:
     """One sentence that names the option and its value, and no folder is left."""
 
     def refusal(*options: str | Path) -> str:
@@ -123,3 +151,18 @@ def test_what_does_not_fit_is_refused(trained: tuple[Path, str], tmp_path: Path)
     assert refusal("--text-len", "9000").startswith("--text-len is 9000, but must be at most 128")
     assert refusal("--questions", tmp_path / "none").startswith("--questions is ")
     assert refusal("--target", tmp_path).startswith("--target is ")
+    head, draft = made[0] / "head", made[0] / "draft"
+
+    def of_head(*options: str) -> str:
+        start = f"--from-head is '{head}', but must be a head "
+        message = refusal("--from-head", head, *options)
+        assert message.startswith(start)
+        return message.removeprefix(start)
+
+    assert of_head("--taps", "0,1").startswith("that reads what enters the layers (0, 1), and not (")
+    assert of_head("--mlp-size", "8").startswith("of the same method and shape")
+    assert refusal("--from-head", draft).startswith(f"--from-head is '{draft}', but must be an eagle3 head")
+    assert refusal("--from-head", head, "--draft-vocab", "200").startswith(
+        "--draft-vocab is '200', but must be left out"
+    )
+    assert refusal("--from-draft", draft).startswith("--draft-size is '32', but must be left out with --from-draft")

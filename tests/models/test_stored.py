@@ -11,10 +11,17 @@ from torch import Tensor
 from training.data import IGNORED
 from training.draft_run import OWN_ROW_SCORE, see_own_row
 from training.heads import Eagle3, HeadShape
-from training.imitate import STEP_WEIGHT
 from training.material import shard_path
 from training.model import PRESETS, new_model
-from training.stored import OVERLAP_TEMPERATURE, Material, StoredTeacher, draft_loss, head_loss, over_raw_features
+from training.stored import (
+    OVERLAP_TEMPERATURE,
+    STEP_WEIGHT,
+    Material,
+    StoredTeacher,
+    draft_loss,
+    head_loss,
+    over_raw_features,
+)
 
 DRAFT = new_model(PRESETS["tiny"], "draft", 4)
 VOCAB_SIZE, ROWS, LENGTH, TARGET_SIZE, STEPS = PRESETS["tiny"].vocab_size, 2, 14, 32, 3
