@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from outrider.cli.pairs import PAIR_VARIABLE, Pair
 from outrider.process.imports import uncollected
@@ -29,6 +30,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Kernels for CUDA run in Triton's interpreter where no driver has a card; they ask for it when they are defined.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# An example that takes long on a busy machine is none that fails.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 # Signals that the whole run ignores, for its worker processes, which do not inherit that any more.
 IGNORED_VARIABLE = "OUTRIDER_TESTS_IGNORE"

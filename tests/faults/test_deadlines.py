@@ -5,14 +5,14 @@ from typing import Any
 import grpc
 import pytest
 from faults.load import REQUESTS
-from support.stack import request_of, running_stack
+from support.stack import HaltedTarget, request_of, running_stack
 
 from draft_service.sessions import DraftSessions
 from outrider.v1.generation_service_pb2_grpc import GenerationServiceStub
 from target_service.sessions import TargetSessions
 
-DEADLINE_S = 0.3
-LONG = 900  # tokens, which take several times as long
+DEADLINE_S = 2.0
+LONG = 900  # tokens, of which a halted target makes a few
 
 
 def watch_opens(monkeypatch: pytest.MonkeyPatch, sessions: type) -> list[bytes]:
@@ -37,10 +37,12 @@ async def test_a_deadline_ends_the_request_and_frees_the_services(monkeypatch: p
         for seen in opened:
             assert len(seen) == 1
         assert stack.gateway is not None
+        halted = HaltedTarget(stack, 20)
         stub = GenerationServiceStub(stack.channel(stack.gateway.address))
         requests = [request_of(**fields, max_tokens=LONG, ignore_eos=True) for fields in REQUESTS]
         calls = [stub.Generate(request, timeout=DEADLINE_S) for request in requests]
         assert [await call.code() for call in calls] == [grpc.StatusCode.DEADLINE_EXCEEDED] * len(calls)
+        halted.let_go()
         await stack.quiet()
         for seen in opened:
             assert len(seen) > 1

@@ -2,12 +2,15 @@
 
 import copy
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import training
 from training.data import IGNORED, TrainingBlocks
 from training.learn import FINAL_RATE, Diverged, Lesson, Stage, distillation, learn, next_token, rate
 from training.model import PRESETS, new_model
@@ -131,3 +134,12 @@ def test_a_copy_has_nothing_to_learn_from_its_original() -> None:
     distillation(new_model(PRESETS["tiny"], "target", 9))(model, inputs, targets).backward()
     other = max(float(each.grad.abs().max()) for each in model.parameters() if each.grad is not None)
     assert own < 0.01 * other
+
+
+def test_shapes_that_come_once_are_not_kept() -> None:
+    """Of what oneDNN compiles for each shape as much as a step needs, unless the environment says otherwise."""
+    words = (sys.executable, "-c", "import training, os; print(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'])")
+    names = {"PYTHONPATH": str(Path(training.__file__).parents[1])}
+    for environment, capacity in ((names, "160"), ({**names, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "7"}, "7")):
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{capacity}\n"

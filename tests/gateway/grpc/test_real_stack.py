@@ -6,7 +6,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from support.basics import eventually
-from support.stack import Answer, RunningStack, request_of, running_stack
+from support.stack import PATIENT, Answer, HaltedTarget, RunningStack, request_of, running_stack
 
 from outrider.errors import PromptTooLong
 from outrider.v1 import generation_service_pb2 as pb
@@ -19,7 +19,7 @@ COUNTS = (1, 4, 8, None)
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def stack() -> AsyncIterator[RunningStack]:
     """One stack for the tests that leave it as it was."""
-    async with running_stack() as running:
+    async with running_stack(gateway=PATIENT) as running:
         yield running
 
 
@@ -141,13 +141,16 @@ async def test_without_a_draft() -> None:
 async def test_a_draft_that_goes_and_comes_back() -> None:
     """The draft ends in the middle of a request, which goes on plainly, and is used again when it is back."""
     async with running_stack() as stack:
-        fields = {"text": PROMPT, "seed": 3, "max_tokens": 1500, "ignore_eos": True, "draft_count": 4}
+        fields = {"text": PROMPT, "seed": 3, "max_tokens": 400, "ignore_eos": True, "draft_count": 4}
         expected = await stack.generate(**fields)
+        halted = HaltedTarget(stack, 6)
         call = stack.call(request_of(**fields))
         rounds = [(await call.read()).round for _ in range(5)]
         await stack.stop_draft()
+        await halted.make(12)
         rounds += [(await call.read()).round for _ in range(10)]
         await stack.start_draft()
+        halted.let_go()
         rounds += [response.round async for response in rest(call) if response.HasField("round")]
         assert tuple(token.token_id for each in rounds for token in each.tokens) == expected.token_ids
         drafted = [each.facts.draft_count > 0 for each in rounds]

@@ -1,6 +1,7 @@
 """What several gateways count together in a Redis server: exact at once, and careful without it."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 
@@ -60,6 +61,11 @@ async def count(tenants: Sequence[Tenant], times: int, ask: Callable[[Tenant], A
         return True
 
     return sum(await asyncio.gather(*(is_let_in(tenants[number % len(tenants)]) for number in range(times))))
+
+
+def come_back(per_minute: int, since_s: float) -> int:
+    """How many requests of a minute are free again, since all were used."""
+    return int((time.monotonic() - since_s) * per_minute / 60)
 
 
 async def is_alone(usages: Sequence[RedisUsage]) -> None:
@@ -139,12 +145,13 @@ async def test_what_a_dead_gateway_held_comes_back(usages: list[RedisUsage], mon
 async def test_a_store_that_has_lost_all_gets_it_back(server: RedisServer, usages: list[RedisUsage]) -> None:
     """From who knows it: what was used of a minute, and what runs. No request notices."""
     tenants = holders(usages, concurrent_samples=4, requests_per_minute=10)
+    began_s = time.monotonic()
     assert await count(tenants, 30, Tenant.count_request) == 10
     async with tenants[0].spending(3, 1, 1):
         await server.kill()
         await server.start()
         await is_together(usages)
-        assert await count(tenants, 30, Tenant.count_request) == 0
+        assert await count(tenants, 30, Tenant.count_request) <= come_back(10, began_s)
         await eventually(lambda: all(usage._gateways == NUM_GATEWAYS for usage in usages))
         assert await samples_of(tenants[1]) == 3
     assert await samples_of(tenants[1]) == 0
@@ -156,6 +163,7 @@ async def test_without_the_store_each_gateway_has_its_part(
 ) -> None:
     """Of what was left, and the log says so once; what was used so is counted when the store is there again."""
     tenants = holders(usages, requests_per_minute=30, concurrent_samples=6)
+    began_s = time.monotonic()
     assert await count(tenants[:1], 15, Tenant.count_request) == 15
     for tenant in tenants:
         await tenant.allowances()
@@ -175,7 +183,7 @@ async def test_without_the_store_each_gateway_has_its_part(
         else:
             await server.start()
         await is_together(usages)
-        assert await count(tenants, 30, Tenant.count_request) == 0
+        assert await count(tenants, 30, Tenant.count_request) <= come_back(30, began_s)
     said = [line["event"] for line in lines]
     assert [sum(each.startswith(words) for each in said) for words in (ALONE, TOGETHER)] == [3, 3]
 

@@ -20,6 +20,7 @@ from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
 from gateway.rounds.round import Round, TokenLog
 from gateway.server import start
+from gateway.sessions import draft_move
 from gateway.sessions.discovery import MAX_ADDRESSES, Discovery, Refresh, look_up, places_of, refreshed
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.peer import ServicePeer
@@ -143,7 +144,11 @@ async def fleet_of(role: str, folder: Path) -> AsyncIterator[Fleet]:
 
 
 @pytest.fixture(params=["target", "draft"])
-async def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Fleet]:
+async def fleet(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Fleet]:
+    # Sessions are moved elsewhere (test_draft_moves.py), and not in the middle of what is counted here.
+    monkeypatch.setattr(draft_move, "LOOK_S", 3600.0)
     async with fleet_of(request.param, tmp_path) as made:
         yield made
 

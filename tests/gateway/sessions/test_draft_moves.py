@@ -33,8 +33,9 @@ SESSION_ID = b"0123456789abcdef"
 
 @pytest.fixture(autouse=True)
 def looking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sessions look before every round."""
+    """Sessions look before every round, but not again after a move that failed."""
     monkeypatch.setattr(draft_move, "LOOK_S", 0.0)
+    monkeypatch.setattr(draft_move, "REST_S", 3600.0)
 
 
 @dataclass

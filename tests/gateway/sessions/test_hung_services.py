@@ -9,7 +9,7 @@ import pytest
 from support.basics import eventually
 from support.services.markov import MarkovModel
 from support.services.markov_services import DraftServicer, Mischief, TargetServicer, serving
-from support.services.silences import DraftSilence
+from support.services.silences import DraftSilence, Patient
 
 from gateway.rounds.planner import RoundPlanner
 from gateway.rounds.policy import SpeculationPolicy
@@ -17,7 +17,7 @@ from gateway.rounds.round import NOTHING, FallbackReason, GuessRequest, Proposal
 from gateway.sessions.draft import RemoteDraftSession
 from gateway.sessions.peer import ModelInfo, ServicePeer
 from gateway.sessions.replicas import Placing, Replicas
-from gateway.sessions.session import DraftDeadline, RoundDeadline, TargetTimeouts
+from gateway.sessions.session import RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
 from outrider.errors import PeerLost
@@ -72,7 +72,7 @@ class Pair:
     def target_session(self, log: TokenLog) -> RemoteTargetSession:
         """A target session with a name of its own."""
         return RemoteTargetSession(
-            Replicas([self.target_link]), self.timeouts, SPEC, log, self.session_id(), Placing("hash")
+            Patient([self.target_link]), self.timeouts, SPEC, log, self.session_id(), Placing("hash")
         )
 
     async def run(self) -> list[Round]:
@@ -182,7 +182,9 @@ async def test_answers_between_faults_do_not_hide_them() -> None:
     """A draft that fails every second time rests between faults, because each may cost reading everything again."""
     async with pair_of(dict.fromkeys(range(2, 500, 2), Mischief.FULL)) as pair:
         log = TokenLog(PROMPT)
-        draft = RemoteDraftSession(Replicas([pair.draft_link]), DraftDeadline(), SPEC, log, b"draft", warm=False)
+        draft = RemoteDraftSession(
+            Replicas([pair.draft_link]), DraftSilence(pair.draft), SPEC, log, b"draft", warm=False
+        )
         rests = []
         async with draft:
             for number in range(8):

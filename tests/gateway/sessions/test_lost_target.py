@@ -4,14 +4,13 @@ import os
 from contextlib import AsyncExitStack
 
 import pytest
-from support.basics import eventually
 from support.services.markov import MarkovModel
 from support.services.markov_services import Mischief, TargetServicer, serving
+from support.services.silences import Patient
 
 from gateway.rounds.round import NOTHING, TokenLog
 from gateway.sessions.peer import ModelInfo, ServicePeer
-from gateway.sessions.placement import NO_WISH, PlaceWish
-from gateway.sessions.replicas import Need, Placing, Replicas
+from gateway.sessions.replicas import Placing, Replicas
 from gateway.sessions.session import RoundDeadline, TargetTimeouts
 from gateway.sessions.target import RemoteTargetSession
 from outrider.errors import CacheFull, PeerLost
@@ -19,24 +18,6 @@ from outrider.parameters import SamplingParameters, SessionSpec
 from outrider.v1 import model_service_pb2 as model_pb
 
 PROMPT = (3, 5)
-
-
-class Patient(Replicas):
-    """Replicas whose link is open whenever a session looks for one, however busy the machine is."""
-
-    async def wait(
-        self,
-        session: object,
-        need: Need,
-        until_s: float,
-        failed: ServicePeer | None = None,
-        wish: PlaceWish = NO_WISH,
-        *,
-        placing: Placing,
-    ) -> ServicePeer:
-        """Waits as always."""
-        await eventually(lambda: self.info is not None)
-        return await super().wait(session, need, until_s, failed, wish, placing=placing)
 
 
 class Request:

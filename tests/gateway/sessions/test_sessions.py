@@ -33,6 +33,7 @@ from gateway.sessions.target import RemoteTargetSession
 from gateway.speculation import speculate
 from outrider.errors import InvalidRequest, PeerLost, VocabularyMismatch
 from outrider.parameters import SamplingParameters, SessionSpec
+from outrider.rpc.breaker import BREAKERS, CircuitBreaker
 from outrider.rpc.fencing import PROTOCOL_VERSION
 from outrider.v1 import draft_service_pb2 as draft_pb
 from outrider.v1 import model_service_pb2 as model_pb
@@ -206,6 +207,7 @@ async def test_a_draft_cannot_stretch_its_own_deadline(cached_len: int) -> None:
 
         pair.draft.right_answer = wrong  # type: ignore[method-assign]
         pair.draft.mischief, pair.deadline = {4: Mischief.LATE}, DraftDeadline(2.0, 2.0)
+        pair.draft_link.breaker = CircuitBreaker(*BREAKERS["draft"], clock_s=lambda: 0.0)
         assert set(reasons(await pair.run())) == {FallbackReason.DRAFT_REFUSED}
         assert pair.draft_link.faults > 0
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 from support.models.tiny_models import write_tiny_model
-from support.stack import Answer, answers, running_stack, token_ids
+from support.stack import PATIENT, Answer, answers, running_stack, token_ids
 
 from outrider.v1 import generation_service_pb2 as pb
 
 PROMPTS = ("Once upon a time there was a miller", "The fox said to the wolf,", "Who is knocking at my door?")
 NUM_IDS = 257
-SIZES: dict[str, Any] = {"dtype": "float32", "kv_tokens": 2048}
+SIZES: dict[str, Any] = {"dtype": "float32", "kv_tokens": 2048, "gateway": PATIENT}
 
 
 def narrow(source: Path, folder: Path, vocab_size: int) -> Path:
@@ -71,7 +71,7 @@ async def test_a_draft_of_another_type_guesses_for_an_exact_target(tmp_path: Pat
     folder = write_tiny_model(tmp_path / "tiny", "llama", vocab_size=NUM_IDS, seed=5)
     fields: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True}
     for dtype, other in (("float32", "bfloat16"), ("bfloat16", "float32")):
-        options: dict[str, Any] = {"dtype": dtype, "kv_tokens": 2048, "draft_options": {"dtype": other}}
+        options: dict[str, Any] = SIZES | {"dtype": dtype, "draft_options": {"dtype": other}}
         async with running_stack(str(folder), str(folder), **options) as stack:
             types = [(await stack.info(service)).weight_dtype for service in (stack.target, stack.draft)]
             plain = await answers(stack, PROMPTS, draft_count=0, **fields)

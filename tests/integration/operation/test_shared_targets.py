@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.basics import eventually
 from support.stack import (
+    PATIENT,
     Answer,
     HaltedTarget,
     RunningStack,
@@ -58,8 +59,9 @@ async def halfway(
 
 
 @pytest.mark.parametrize("draft_count", [0, 4])
-async def test_two_targets_share_eight_streams(draft_count: int) -> None:
-    """Both have some of those that wait, and the answers are those of one target alone."""
+async def test_two_targets_share_eight_streams(monkeypatch: pytest.MonkeyPatch, draft_count: int) -> None:
+    """Both have some of those that wait, where both are as fast, and the answers are those of one target alone."""
+    make_places_as_fast(monkeypatch)
     async with running_stack() as stack:
         expected = token_ids(await answers(stack, STREAMS, draft_count=draft_count, **SAID))
     async with sharing() as (stack, halted):
@@ -194,7 +196,7 @@ async def test_a_session_costs_one_choice_and_a_round_none(draft_count: int, mon
         grown.append(len(tokens))
         return grow(self, tokens)
 
-    async with sharing() as (stack, halted):
+    async with sharing(gateway=PATIENT) as (stack, halted):
         for each in halted:
             each.let_go()
         monkeypatch.setattr(replicas, "choose", counting_choose)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.stack import running_stack
+from support.stack import PATIENT, running_stack
 
 from outrider.drafters import model_drafter
 from outrider.engine import noise
@@ -114,7 +114,7 @@ async def test_a_request_that_fixes_its_guesses_repeats_itself() -> None:
     """Its seed's own noise serves, as it does under `match`; without a drafter's name it does not."""
     fields: dict[str, Any] = {"text": PROMPT, "seed": 1, "max_tokens": 24, "temperature": 1.0, "draft_count": 2}
     fields["rule"] = types_pb2.ACCEPTANCE_RULE_RATIO
-    async with running_stack() as stack:
+    async with running_stack(gateway=PATIENT) as stack:
         said = [(await stack.generate(**fields, drafter="model")).token_ids for _ in range(2)]
         other = [(await stack.generate(**fields)).token_ids for _ in range(2)]
     assert said[0] == said[1]

@@ -10,7 +10,7 @@ from support.models.engine_cases import native
 from support.models.gguf_blocks import FORMS
 from support.models.tiny_gguf import DYNAMIC, MIXES, write_gguf
 from support.models.tiny_models import TARGET, TRAINED, write_tiny_model
-from support.stack import Answer, HaltedTarget, RunningStack, answers, running_stack, token_ids
+from support.stack import PATIENT, Answer, HaltedTarget, RunningStack, answers, running_stack, token_ids
 
 from outrider.cli.bench.common import OPENINGS
 from outrider.model_files.gguf.header import BLOCK_DTYPES
@@ -174,7 +174,7 @@ async def test_no_parameter_changes_a_token_by_restarts_of_the_draft(
 async def test_a_draft_that_is_absent_from_the_start_changes_no_token() -> None:
     """Before the draft service has ever been started, and after it came up, the tokens are those of plain decoding."""
     fields = {"temperature": 1.0, "max_tokens": 32}
-    async with running_stack(str(TARGET), str(TRAINED)) as stack:
+    async with running_stack(str(TARGET), str(TRAINED), gateway=PATIENT) as stack:
         plain = token_ids(await answers(stack, OPENINGS[:4], draft_count=0, **fields))
         await stack.stop_draft()
         absent = await answers(stack, OPENINGS[:4], draft_count=4, **fields)

@@ -273,11 +273,12 @@ async def test_a_rest_from_guesses_is_shown(stack: RunningStack) -> None:
     found = await policy_of(stack.gateway.rest_address)
     assert isinstance(found, dict)
     shown = []
-    for rest in (found["rest_tokens"], 512.4):
+    for rest in (0.0, 512.4):
         console = io.StringIO()
         print_policy(console_for(console), {**found, "rest_tokens": rest})
         shown.append("for the next 512 plain tokens there are none" in console.getvalue())
-    assert (found["rest_tokens"], shown) == (0, [False, True])
+    # A machine that was busy in the meantime may have one.
+    assert (found["rest_tokens"] >= 0, shown) == (True, [False, True])
 
 
 async def test_a_policy_is_asked_of_gateways_alone(free_port: int) -> None:

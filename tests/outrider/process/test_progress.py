@@ -35,8 +35,9 @@ def test_a_line_of_the_engine_is_read_as_it_was_meant(action: str, told: threadi
     """The file, and how far it is."""
     with capture_logs() as lines, Progress(action, "model.safetensors", 4 << 30) as step:
         step.done_bytes = 1 << 30
-        told.clear()
-        assert told.wait(10)
+        for _ in range(2):  # The first may have been begun before.
+            told.clear()
+            assert told.wait(10)
     found = FileProgress.of(log_line(json.dumps(lines[-1])))
     assert found is not None
     assert found.sentence == f"{action}: model.safetensors, 1.0 of 4.0 GiB (25%)"

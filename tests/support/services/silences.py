@@ -2,8 +2,11 @@
 
 from typing import Protocol
 
-from support.basics import PATIENCE_S
+from support.basics import PATIENCE_S, eventually
 
+from gateway.sessions.peer import ServicePeer
+from gateway.sessions.placement import NO_WISH, PlaceWish
+from gateway.sessions.replicas import Need, Placing, Replicas
 from gateway.sessions.session import DraftDeadline, RoundDeadline
 
 SOON_S = 0.2
@@ -43,3 +46,21 @@ class TargetSilence(RoundDeadline):
     def seconds(self) -> float:
         """Time to wait for the verdict that is asked for now."""
         return _seconds(self._target)
+
+
+class Patient(Replicas):
+    """Replicas whose link is open whenever a session looks for one, however busy the machine is."""
+
+    async def wait(
+        self,
+        session: object,
+        need: Need,
+        until_s: float,
+        failed: ServicePeer | None = None,
+        wish: PlaceWish = NO_WISH,
+        *,
+        placing: Placing,
+    ) -> ServicePeer:
+        """Waits as always."""
+        await eventually(lambda: self.info is not None)
+        return await super().wait(session, need, until_s, failed, wish, placing=placing)

@@ -7,7 +7,7 @@ import threading
 import grpc
 import pytest
 import torch
-from support.basics import PATIENCE_S, spec_of
+from support.basics import PATIENCE_S, eventually, spec_of
 from support.models.engine_cases import kv_state
 from support.models.tiny_models import PROMPT, TARGET
 from support.services.session_clients import TargetClient, channel_to
@@ -90,6 +90,7 @@ async def test_rollback_over_the_wire(client: TargetClient, service: RunningMode
     blocked = service.worker.call(lambda: (entered.set(), gate.wait(PATIENCE_S)))
     await asyncio.to_thread(entered.wait, PATIENCE_S)
     rolling = asyncio.ensure_future(client.rollback(2, 7))
+    await eventually(lambda: service.worker.num_waiting == 1)
     gate.set()
     await blocked
     rolled = await rolling
