@@ -20,7 +20,7 @@ from training.decoding import BatchDecoder
 from training.dialogue import Writing
 from training.draft_report import Question, Report, measure_drafts
 from training.head_files import HeadFiles
-from training.head_run import HeadSettings, begin_with, draft_ids_of, new_head, shape_of, taps_of
+from training.head_run import HeadSettings, draft_ids_of, eagle_head, shape_of, taps_of
 from training.heads import Eagle3
 from training.learn import Loss, Stage, go_through
 from training.material import write_shard, write_shards
@@ -148,10 +148,7 @@ def check_fit(settings: DraftRunSettings, target: CausalModel) -> None:
         if taps != files.taps:
             limit = f"a head that reads what enters the layers {files.taps}, and not {taps}"
             raise InvalidRequest("--from-head", settings.from_head, limit)
-        embedding, output = (
-            each.weight.detach() for each in (target.get_input_embeddings(), target.get_output_embeddings())
-        )
-        begin_with(new_head(files, embedding, output, settings.seed), folder)
+        eagle_head(files, target, settings.seed, folder)
 
 
 def ids_of_drafts(settings: DraftRunSettings, target: CausalModel, answers: Tensor) -> Tensor:
@@ -241,12 +238,11 @@ class DraftRun:
         covered = float(torch.isin(material.token_ids[material.is_answer], draft_ids).double().mean())
         self.console.print(f"{len(draft_ids):,} ids are {covered:.1%} of the answers")
         files = head_files(settings, self.target, self.name, draft_ids)
-        head = new_head(files, self.target.get_input_embeddings().weight.detach(), output, settings.seed)
-        assert isinstance(head, Eagle3)
         if settings.from_head is None:
+            head = eagle_head(files, self.target, settings.seed)
             see_own_row(head, files.shape.head_dim, settings.seed)
         else:
-            begin_with(head, Path(settings.from_head))
+            head = eagle_head(files, self.target, settings.seed, Path(settings.from_head))
             head.fc.weight.data *= teacher.feature_scale
         draft = new_draft(settings, self.target)
         known = torch.zeros(vocab_size, dtype=torch.bool)

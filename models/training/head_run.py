@@ -289,6 +289,16 @@ def begin_with(head: nn.Module, folder: Path) -> None:
         raise InvalidRequest("--from-head", str(folder), f"a head of the same method and shape: {error}") from error
 
 
+def eagle_head(files: HeadFiles, target: CausalModel, seed: int, begins_with: Path | None = None) -> Eagle3:
+    """An eagle3 head for a target, with first weights of the seed or those of a folder, for which see begin_with."""
+    embedding, output = target.get_input_embeddings(), target.get_output_embeddings()
+    head = new_head(files, embedding.weight.detach(), output.weight.detach(), seed)
+    assert isinstance(head, Eagle3)
+    if begins_with is not None:
+        begin_with(head, begins_with)
+    return head
+
+
 def new_head(files: HeadFiles, embedding: Tensor, output: Tensor, seed: int) -> nn.Module:
     """A head for a target's matrices [V, H], with first weights of the seed; leaves torch's own seed alone."""
     shape = files.shape

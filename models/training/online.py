@@ -26,7 +26,7 @@ from outrider.process.options import between
 from target_service.recorder import FACTS, VERSION, number_of, shards, versions
 from training.draft_report import kept_of, tokens_a_round
 from training.head_files import HeadFiles
-from training.head_run import begin_with, new_head
+from training.head_run import eagle_head
 from training.heads import Eagle3
 from training.idle import BlocksWhenIdle, IdleMachine
 from training.learn import Stage, go_through
@@ -188,13 +188,7 @@ class OnlineRun:
         return self.storage.folder / f"texts-{self._number}"
 
     def _head(self, folder: Path) -> Eagle3:
-        embedding, output = (
-            each.weight.detach() for each in (self.target.get_input_embeddings(), self.target.get_output_embeddings())
-        )
-        head = new_head(self.files, embedding, output, self.settings.seed)
-        assert isinstance(head, Eagle3)
-        begin_with(head, folder)
-        return head
+        return eagle_head(self.files, self.target, self.settings.seed, folder)
 
     @staticmethod
     def _stage(number: int) -> str:

@@ -25,7 +25,7 @@ from training.material import seeded, shard_path
 OVERLAP_TEMPERATURE = 0.7
 """Temperature of both distributions where the overlap is raised: between greedy choice and sampling, both served."""
 
-STEP_WEIGHT = 0.5
+ANSWER_STEP_WEIGHT = 0.5
 """Weight of a step, of that of the step before it: about half of the guesses of answers are kept, and who wants to gain
 tokens a round gains most at the first."""
 
@@ -143,7 +143,7 @@ def head_loss(teacher: StoredTeacher, *, overlap: bool) -> Loss:
             for step, states in enumerate(head.normed_states(features, teacher.material.token_ids[rows, :end])):
                 # Row m of a step guesses the distribution at row m + 1 + step.
                 logits = head.lm_head(states[texts, columns - 1 - step]).float()
-                weight = STEP_WEIGHT**step
+                weight = ANSWER_STEP_WEIGHT**step
                 guessed = (logits / temperature).log_softmax(-1)
                 total = total + weight * row_losses(laws, guessed, overlap=overlap).sum()
                 weights += weight

@@ -14,8 +14,8 @@ from training.heads import Eagle3, HeadShape
 from training.material import shard_path
 from training.model import PRESETS, new_model
 from training.stored import (
+    ANSWER_STEP_WEIGHT,
     OVERLAP_TEMPERATURE,
-    STEP_WEIGHT,
     Material,
     StoredTeacher,
     draft_loss,
@@ -75,7 +75,7 @@ def law_at(teacher: StoredTeacher, text: int, column: int, temperature: float) -
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_head_learns_each_law_from_every_step_that_reaches_it(teacher: StoredTeacher, *, overlap: bool) -> None:
-    """Row m of step s guesses the distribution at row m + 1 + s; a step counts STEP_WEIGHT of the one before it."""
+    """Row m of step s guesses the distribution at row m + 1 + s; a step counts a share of the one before it."""
     places, targets, learnt = lesson()
     torch.manual_seed(2)
     head = Eagle3(SHAPE, 2, torch.randn(VOCAB_SIZE, TARGET_SIZE), torch.randn(VOCAB_SIZE, TARGET_SIZE), IDS)
@@ -86,11 +86,11 @@ def test_a_head_learns_each_law_from_every_step_that_reaches_it(teacher: StoredT
         served = over_raw_features(head, teacher)
         steps = [*served.guesses(teacher.material.states("taps", rows), teacher.material.token_ids[rows])]
     for step, guesses in enumerate(steps):
-        weights += STEP_WEIGHT**step
+        weights += ANSWER_STEP_WEIGHT**step
         for text, column in learnt:
             guessed = (guesses[text, column - 1 - step].float() / temperature).softmax(-1)
             law = law_at(teacher, text, column, temperature)
-            expected += STEP_WEIGHT**step * lost(law, guessed, overlap=overlap)
+            expected += ANSWER_STEP_WEIGHT**step * lost(law, guessed, overlap=overlap)
     found = head_loss(teacher, overlap=overlap)(head, places, targets)
     assert found.item() == pytest.approx(expected / weights, rel=0.01)
 
