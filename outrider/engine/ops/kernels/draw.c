@@ -16,6 +16,8 @@
 #define SUM_LANES 8
 /* Tokens that are skipped together when none of them can win. */
 #define BLOCK 64
+/* Tokens of a row that are gathered at a time; whole blocks. */
+#define GATHERED 1024
 #define LN2 0.693147180559945309417
 /* Far more than the rounding of a score plus noise, far less than the gaps it decides about. */
 #define MARGIN 1e-6
@@ -57,13 +59,18 @@ INLINE long_words mix(long_words z) {
     return z ^ (z >> 31);
 }
 
-/* Uniforms in (0, 1) of the tokens first, first + 1, ... Exact: 52 bits become a double by way of its exponent. */
-INLINE doubles uniform_of(uint64_t key, uint64_t first) {
-    long_words counters;
-    for (int lane = 0; lane < DWIDTH; lane++) counters[lane] = (uint64_t)lane + 1;
-    const long_words words = mix((counters + first) * 0x9E3779B97F4A7C15u + key);
+/* Uniforms in (0, 1) of some tokens. Exact: 52 bits become a double by way of its exponent. */
+INLINE doubles uniforms_of(uint64_t key, long_words tokens) {
+    const long_words words = mix((tokens + 1) * 0x9E3779B97F4A7C15u + key);
     const doubles whole = (doubles)((words >> 12) | 0x4330000000000000u) - 0x1p52;
     return (whole + 0.5) * 0x1p-52;
+}
+
+/* Those of the tokens first, first + 1, ... */
+INLINE doubles uniforms_from(uint64_t key, int64_t first) {
+    long_words tokens;
+    for (int lane = 0; lane < DWIDTH; lane++) tokens[lane] = (uint64_t)(first + lane);
+    return uniforms_of(key, tokens);
 }
 
 /* log(x) within 1 ulp for positive normal x; the method and the coefficients are those of Sun's fdlibm (e_log.c). */
@@ -111,7 +118,7 @@ static void draw_block(const float *scores, uint64_t key, int64_t first, int64_t
     doubles uniforms[BLOCK / DWIDTH], widened[BLOCK / DWIDTH], bound = splat_double(-INFINITY);
     for (int part = 0; part < BLOCK / DWIDTH; part++) {
         widened[part] = load_scores(scores + part * DWIDTH, left - part * DWIDTH);
-        uniforms[part] = uniform_of(key, (uint64_t)(first + part * DWIDTH));
+        uniforms[part] = uniforms_from(key, first + part * DWIDTH);
         const doubles sums = widened[part] + gumbel_bound(uniforms[part]);
         bound = pick_double(sums > bound, sums, bound);
     }
@@ -278,17 +285,40 @@ typedef struct {
     int64_t num_tokens, count;
 } rank_job;
 
+/* Tokens of a row that have a score, some at a time and in order, with room for what a last vector holds past them. */
+typedef struct {
+    float scores[GATHERED + DWIDTH];
+    int64_t ids[GATHERED + DWIDTH];
+    int64_t count;
+} gathered;
+
+/* A head knows few of its target's ids: the others cost nothing from here on. */
+static void gather(gathered *found, const float *scores, int64_t first, int64_t end) {
+    int64_t count = 0;
+    for (int64_t from = first; from < end; from += BLOCK) {
+        const int64_t until = from + BLOCK < end ? from + BLOCK : end;
+        if (greatest_float(scores + from, until - from) == -INFINITY) continue;
+        for (int64_t token = from; token < until; token++) {
+            found->scores[count] = scores[token];
+            found->ids[count] = token;
+            count += scores[token] > -INFINITY;
+        }
+    }
+    found->count = count;
+}
+
 /* Puts what is greater than the least of the best into its place; of equal ones the first stays in front. */
-INLINE void rank_block(const double *sums, int64_t first, int64_t end, double *best, int64_t *ids, int64_t count) {
-    for (int64_t token = first; token < end; token++) {
-        if (!(sums[token] > best[count - 1])) continue;
+INLINE void rank_sums(const double *sums, const int64_t *from, int64_t num_sums, double *best, int64_t *ids,
+                      int64_t count) {
+    for (int64_t i = 0; i < num_sums; i++) {
+        if (!(sums[i] > best[count - 1])) continue;
         int64_t place = count - 1;
-        for (; place > 0 && best[place - 1] < sums[token]; place--) {
+        for (; place > 0 && best[place - 1] < sums[i]; place--) {
             best[place] = best[place - 1];
             ids[place] = ids[place - 1];
         }
-        best[place] = sums[token];
-        ids[place] = token;
+        best[place] = sums[i];
+        ids[place] = from[i];
     }
 }
 
@@ -298,37 +328,44 @@ static void rank_row(const void *argument, uint32_t row) {
     const int64_t num_tokens = job->num_tokens, count = job->count;
     const float *scores = job->scores + row * num_tokens;
     double *sums = job->sums + row * num_tokens, *best = job->shares + row * count;
-    int64_t *ids = job->ids + row * count;
-    int faults = 0;
+    int64_t *ids = job->ids + row * count, num_sums = 0;
     for (int64_t place = 0; place < count; place++) {
         best[place] = -INFINITY;
         ids[place] = -1;
     }
-    for (int64_t token = 0; token < num_tokens; token++) faults += !(scores[token] < INFINITY);
-    for (int64_t first = 0; first < num_tokens; first += DWIDTH) {
-        const int64_t end = first + DWIDTH < num_tokens ? first + DWIDTH : num_tokens;
-        doubles sum = load_scores(scores + first, end - first);
-        /* Of the ids of a target most are none of a head's. */
-        if (job->keys && greatest(sum) > -INFINITY) sum += gumbel(uniform_of((uint64_t)job->keys[row], (uint64_t)first));
-        memcpy(sums + first, &sum, (size_t)(end - first) * sizeof(double));
-        if (greatest(sum) > best[count - 1]) rank_block(sums, first, end, best, ids, count);
+    gathered found;
+    for (int64_t first = 0; first < num_tokens; first += GATHERED) {
+        gather(&found, scores, first, first + GATHERED < num_tokens ? first + GATHERED : num_tokens);
+        for (int64_t i = 0; i < found.count; i += DWIDTH) {
+            const int64_t here = found.count - i < DWIDTH ? found.count - i : DWIDTH;
+            doubles sum = load_scores(found.scores + i, here);
+            if (job->keys) {
+                long_words tokens;
+                memcpy(&tokens, found.ids + i, sizeof tokens);
+                sum += gumbel(uniforms_of((uint64_t)job->keys[row], tokens));
+            }
+            memcpy(sums + num_sums + i, &sum, (size_t)here * sizeof(double));
+        }
+        rank_sums(sums + num_sums, found.ids, found.count, best, ids, count);
+        num_sums += found.count;
     }
-    job->faults[row] = faults > 0 || ids[0] < 0;
+    job->faults[row] = has_fault(scores, num_tokens) || ids[0] < 0;
     if (job->faults[row]) return;
-    const double highest = best[0], scale = job->scales[row];
+    const double highest = best[0], steepness = 1.0 / job->scales[row];
     doubles parts[SUM_LANES / DWIDTH] = {{0}};
-    for (int64_t first = 0; first < num_tokens; first += SUM_LANES) {
+    for (int64_t first = 0; first < num_sums; first += SUM_LANES) {
+        UNROLL
         for (int part = 0; part < SUM_LANES / DWIDTH; part++) {
-            doubles gaps = splat_double(-INFINITY);
-            const int64_t token = first + part * DWIDTH, left = num_tokens - token;
-            if (left > 0) memcpy(&gaps, sums + token, (size_t)(left < DWIDTH ? left : DWIDTH) * sizeof(double));
-            if (greatest(gaps) > -INFINITY) parts[part] += exponential_double((gaps - highest) / scale);
+            doubles own = splat_double(-INFINITY);
+            const int64_t place = first + part * DWIDTH, left = num_sums - place;
+            if (left > 0) memcpy(&own, sums + place, (size_t)(left < DWIDTH ? left : DWIDTH) * sizeof(double));
+            parts[part] += exponential_double((own - highest) * steepness);
         }
     }
     double lanes[SUM_LANES], total = 0.0;
     memcpy(lanes, parts, sizeof lanes);
     for (int lane = 0; lane < SUM_LANES; lane++) total += lanes[lane];
-    for (int64_t place = 0; place < count; place++) best[place] = exp((best[place] - highest) / scale) / total;
+    for (int64_t place = 0; place < count; place++) best[place] = exp((best[place] - highest) * steepness) / total;
 }
 
 /* scores [num_rows, num_tokens], keys [num_rows] or none for no noise, scales [num_rows]; sums [num_rows, num_tokens] is
