@@ -9,6 +9,9 @@
 #include <math.h>
 
 #define CHUNK 64
+/* Keys that are asked for ahead of their turn. Slots lie anywhere, so that no processor foresees the next: on a Xeon with
+ * AVX-512 a step of 135M after 300 tokens took 4.5 ms without, 4.1 so, 4.4 with 4 and 4.3 with 16. */
+#define KEYS_AHEAD 8
 /* Heads that read the same keys and values advance together: alone, one waits for its own last addition, and reads for
  * itself what serves all. How many scores are summed together is up to the registers. */
 #if REGISTER_BYTES == 64
@@ -54,6 +57,12 @@ INLINE lanes16 add_key(lanes16 lanes, const float *query, const void *keys, int6
     return lanes;
 }
 
+/* Lets `count` numbers of a cache from place `index` on come nearer. */
+INLINE void ask_for(const void *cache, int64_t index, int64_t count, int is_bf16) {
+    const int64_t size = is_bf16 ? sizeof(uint16_t) : sizeof(float);
+    for (int64_t byte = 0; byte < count * size; byte += 64) __builtin_prefetch((const char *)cache + index * size + byte);
+}
+
 /* Scores of `count` keys for heads whose queries lie side by side; the rest of the chunk becomes -inf, whose weight is
  * exactly zero. */
 INLINE void score_chunk(const attention_job *job, const float *query, int64_t offset, const int32_t *slots, int count,
@@ -65,6 +74,10 @@ INLINE void score_chunk(const attention_job *job, const float *query, int64_t of
         for (int key = 0; key < 4; key++) {
             const int within = first + key < count ? first + key : count - 1;
             keys[key] = offset + slots[within] * stride;
+            const int next = first + key + KEYS_AHEAD < count ? first + key + KEYS_AHEAD : count - 1;
+            ask_for(job->keys, offset + slots[next] * stride, head_dim, is_bf16);
+            /* Its values are read when the whole chunk has weights. */
+            ask_for(job->values, keys[key], head_dim, is_bf16);
         }
         for (int64_t d = 0; d < whole; d += LANES) {
             UNROLL
