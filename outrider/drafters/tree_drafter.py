@@ -172,14 +172,14 @@ def _children_of_each(
 
 def _children(runner: ModelRunner, tasks: Sequence[GrownTask], scores: Tensor, place: int | None = None) -> Level:
     """Children of all newest rows of the tasks, or of the one at a place; raises ValueError for a row without any."""
-    keys, ops = shared_keys([task.draw_input for task in tasks]), runner.ops
-    owners = [task for task in tasks for _ in range(task.num_new)]
-    if place is not None:
-        keys, owners = keys[place : place + 1], owners[place : place + 1]
+    ops, keys, rows = runner.ops, None, slice(None) if place is None else slice(place, place + 1)
+    owners = [task for task in tasks for _ in range(task.num_new)][rows]
     is_hot = tasks[0].spec.sampling.temperature > 0
+    if is_hot:
+        keys = key_column(runner, shared_keys([task.draw_input for task in tasks])[rows])
     scales = column([task.scale for task in owners], scores)[:, 0]
     count = max(task.growth.max_children for task in tasks)
-    ids, shares = ops.rank(scores, scales, count, key_column(runner, keys) if is_hot else None)
+    ids, shares = ops.rank(scores, scales, count, keys)
     token_ids = ids.tolist()
     check_ids(row[0] for row in token_ids)
     logprobs: list[list[float]] = [[0.0] * count] * len(owners)

@@ -175,10 +175,15 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
             slots = session.table.slots(0, end)
             token_ids += (*session.token_ids[start : end - num_new], *tree.token_ids[skipped:])
             row_slots.append(slots[start:])
-            # The slots of a chain lie in a row, and need no gathering.
+            # The slots of a chain lie in a row, and need no gathering; those of a tree's one path are one list too.
             if tree.is_chain:
                 spans.append(_Span(grant, start, len(lists)))
                 lists.append(slots)
+            elif skipped and tree.parents[skipped + 1 :] == (*range(skipped + 1, len(tree)),):
+                last = len(session.token_ids) - 1
+                path = tree.path(len(tree))
+                spans.append(_Span(grant, last + len(path) - num_new + 1, len(lists)))
+                lists.append(np.concatenate((slots[: last + 1], slots[[last + row for row in path]])))
             else:
                 num_committed = len(session.token_ids)
                 spans.append(_Span(grant, start, 0, num_committed // CHUNK))
@@ -192,6 +197,8 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
             wanted += range(len(token_ids) - num_new - (not feed.num_computed), len(token_ids))
         ranges.append(range(prefixes[-1].stop, len(wanted)) if is_complete else None)
     slots = row_slots[0] if len(row_slots) == 1 else np.concatenate(row_slots)
+    if not branched and not tiles:
+        return Batch(*_plan_of_lists(token_ids, spans, lists, slots, wanted, device), prefixes, ranges)
     rows = _Rows.of_chains(spans, lists)
     if branched:
         rows.add_trees(branched)
@@ -299,6 +306,31 @@ class _Rows:
         self.positions[places] = (lengths - 1)[tree[new]] + depth[new]
         self.list_starts = np.concatenate((self.list_starts, starts + sum(map(len, self.key_lists))))
         self.key_lists.append(keys)
+
+
+def _plan_of_lists(
+    token_ids: Sequence[int],
+    spans: Sequence["_Span"],
+    lists: Sequence[NDArray[Any]],
+    slots: Slots,
+    wanted: Sequence[int],
+    device: torch.device,
+) -> tuple[RowPlan, Tensor]:
+    """`_plan` of feeds without branches, each with a list of its own: a step of a few rows is soon over."""
+    positions, key_starts, begin = list[int](), list[int](), 0
+    for span, keys in zip(spans, lists, strict=True):
+        positions += range(span.start, span.start + span.num_rows)
+        key_starts += [begin] * span.num_rows
+        begin += len(keys)
+    longs = np.array((*token_ids, *positions, *key_starts, *wanted), dtype=np.int64)
+    num_rows = len(slots)
+    ints = np.empty(num_rows + begin, dtype=np.int32)
+    np.add(longs[num_rows : 2 * num_rows], 1, out=ints[:num_rows], casting="same_kind")
+    np.concatenate(lists, out=ints[num_rows:], casting="same_kind")
+    sent_ids, sent_positions, starts, sent_wanted = _split(send(longs, device), num_rows)
+    key_counts, key_slots = send(ints, device).split_with_sizes((num_rows, begin))
+    own = sent_ids, sent_positions, send(slots, device)
+    return RowPlan(*own, key_slots, starts, key_counts, max(positions) + 1), sent_wanted
 
 
 def _plan(rows: _Rows, longs: NDArray[np.int64], slots: Slots, device: torch.device) -> tuple[RowPlan, Tensor]:
