@@ -113,6 +113,17 @@ INLINE doubles pick_double(longs where, doubles yes, doubles no) {
     return (doubles)((where & (longs)yes) | (~where & (longs)no));
 }
 
+/* Compilers add sixteen lanes one by one. */
+INLINE int32_t sum_ints(ints values) {
+#if REGISTER_BYTES == 64
+    return _mm512_reduce_add_epi32((__m512i)values);
+#else
+    int32_t total = 0;
+    for (int lane = 0; lane < WIDTH; lane++) total += values[lane];
+    return total;
+#endif
+}
+
 /* a * b + c with one rounding: the only operation that C has no portable spelling for. Contraction differs from copy to
  * copy of an expression, and a loop over lanes is sometimes left as sixteen scalar instructions. */
 #if REGISTER_BYTES == 64

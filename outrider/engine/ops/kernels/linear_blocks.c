@@ -331,15 +331,13 @@ INLINE void quantise_group(const float *x, int64_t count, int has_two_bytes, int
         const ints kept = is_usable ? value : (ints){0};
         const ints high = has_two_bytes ? (kept + (1 << (LOW_BITS - 1))) >> LOW_BITS : kept;
         const ints low = kept - (high << LOW_BITS);
-        int32_t total = 0;
         if (has_two_bytes && !has_planes)
             for (int lane = 0; lane < WIDTH; lane++) group->whole[i + lane] = (int16_t)kept[lane];
         else
             for (int lane = 0; lane < WIDTH; lane++) group->inputs[0][i + lane] = (int8_t)high[lane];
         if (has_two_bytes && has_planes)
             for (int lane = 0; lane < WIDTH; lane++) group->inputs[1][i + lane] = (int8_t)low[lane];
-        for (int lane = 0; lane < WIDTH; lane++) total += kept[lane];
-        group->sums[i >= GROUP / 2] += total;
+        group->sums[i >= GROUP / 2] += sum_ints(kept);
     }
     group->scale = is_usable || most >= 0x7f800000 ? largest / limit : 0.0f;
     group->scaled_sum = group->scale * (float)(group->sums[0] + group->sums[1]);
