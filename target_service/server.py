@@ -186,7 +186,8 @@ def load_head(target: ModelRunner, name: str, dtype: str, num_threads: int = 1) 
         return ProbeDrafter(target, PASS, partial(PassChain, probe_ids))
     found = read_head(folder, parts)
     is_cpu = target.device.type == "cpu"
-    ops = choose_ops(target.device, num_threads, None if dtype == Dtype.FLOAT32 else HEAD_BITS) if is_cpu else target.ops
+    bits = None if dtype == Dtype.FLOAT32 else HEAD_BITS
+    ops = choose_ops(target.device, num_threads, bits) if is_cpu else target.ops
     with one_thread():
         head, digest = found.load(parts, target.device, DTYPES.get(dtype) or BESIDE_BLOCKS, ops)
     log.info("head loaded", method=found.method, folder=str(found.folder), taps=head.facts.taps, switches=found.notes)

@@ -182,7 +182,9 @@ class HostedDraft(TaskDraft):
             num_private=1 if self._copy is not None else 0,
         )
         room = min(room, limits.max_depth)
-        self.task = as_wanted(task, masks, limits.shape, limits.draft_count, room, self._known)
+        # In lines (outrider.drafters.lines) more steps cost less than rows that are computed in vain.
+        in_lines = isinstance(self._runner.model, FusedHead)
+        self.task = as_wanted(task, masks, limits.shape, limits.draft_count, room, self._known, one_by_one=in_lines)
 
     def _done(self, caught_up_count: int, task: DraftTask) -> None:
         tree = task.proposal

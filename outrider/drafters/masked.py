@@ -116,18 +116,25 @@ def as_masked(
 
 
 def as_wanted(
-    chain: DraftTask, masks: Masks | None, shape: TreeShape | None, max_rows: int, room: int, known: Experience
+    chain: DraftTask,
+    masks: Masks | None,
+    shape: TreeShape | None,
+    max_rows: int,
+    room: int,
+    known: Experience,
+    *,
+    one_by_one: bool = False,
 ) -> DraftTask:
     """The task in the place of a chain's: of one forward where the model has masks, and with a shape of a tree.
 
     A tree may have max_rows guesses, where a chain has as many as there is room for, and none more than `room` deep. A
-    chain without guesses stays itself.
+    chain without guesses stays itself. one_by_one as in growth.Limits.
     """
     if not chain.draft_count:
         return chain
     if masks is not None:
         return as_masked(chain, masks, shape, max_rows, room, known)
-    return chain if shape is None else as_tree(chain, shape, max_rows, room, known)
+    return chain if shape is None else as_tree(chain, shape, max_rows, room, known, one_by_one=one_by_one)
 
 
 def _as_it_is(_: object) -> None:

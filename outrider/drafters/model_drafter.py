@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.drafters.lines import Line, Ranked, may_be_line
 from outrider.engine.batching import Feed
 from outrider.engine.device_thread import EndingTask, own_fault
 from outrider.engine.noise import LANES_EACH, Purpose, round_key
-from outrider.engine.runner import Allocate, ModelRunner, reserve
+from outrider.engine.runner import Allocate, ForwardResult, ModelRunner, reserve
 from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, DraftDistributions, quantise
 from outrider.engine.sampling.draw import DrawInput, draw_each, row_contexts, rows_of, scores_behind
 from outrider.engine.sampling.transforms import index, transform
@@ -150,6 +151,22 @@ class DraftTask(EndingTask):
         return self.spec.draft_logprobs and self.draft_count > 0
 
     @property
+    def line_depth(self) -> int:
+        """See LineTask."""
+        is_fit = self.guesser is _coupled and may_be_line(self.draw_input, wants_logprob=self.wants_logprob)
+        return self.draft_count - len(self.guesses) if is_fit else 0
+
+    @property
+    def max_children(self) -> int:
+        """See LineTask: a chain has one."""
+        return 1
+
+    @property
+    def line_scale(self) -> float:
+        """See LineTask: of a chain no share is looked at."""
+        return 1.0
+
+    @property
     def proposal(self) -> TokenTree:
         distributions = [guess.distribution for guess in self.guesses if guess.distribution]
         logprobs = [guess.logprob for guess in self.guesses if guess.logprob is not None]
@@ -180,6 +197,12 @@ class DraftTask(EndingTask):
             self.draw_input = DrawInput(Feed(self.session), self.spec)
         if len(self.guesses) == self.draft_count or end:
             self.finish()
+
+    def take_line(self, levels: Sequence[Ranked]) -> None:
+        """Takes the first token after each row of a line, the row itself and those below it."""
+        token_ids = [level.token_ids[0] for level in levels]
+        self.session.advance(self.session.cached_len, TokenTree.chain(token_ids[:-1]))
+        self.take([*map(Guess, token_ids)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,23 +268,15 @@ class ModelDrafter:
                     task.fail(error)
         # A task that made room for another has no part in this forward.
         tasks = [task for task in tasks if not (task.done or task.stopped)]
-        started_ns = time.perf_counter_ns()
         if self._ahead is not None:
             self._ahead.prepare(tasks)
-        feeds = [task.draw_input.feed for task in tasks]
-        result = self._runner.forward(feeds, self._pace.begin(feeds, self._runner.max_rows))
-        ready = [(task, rows) for task, rows in zip(tasks, result.ranges, strict=True) if rows is not None]
-        guessing = [task for task, _ in ready]
-        steps = guess_each(self._runner, guessing, result.logits, [rows for _, rows in ready], self._top_n)
-        self._runner.finish()
-        self._pace.end(result.grants)
-        ended_ns = time.perf_counter_ns()
-        num_rows, found = result.num_rows, iter(steps)
+        result, steps, cost = self._step(tasks)
+        found = iter(steps)
         if self._ahead is not None:
-            self._ahead.learn([step for step in steps if isinstance(step, Taking)], num_rows)
+            self._ahead.learn([step for step in steps if isinstance(step, Taking)], result.num_rows)
         for task, grant, rows in zip(tasks, result.grants, result.ranges, strict=True):
             if grant:
-                task.meter.add(started_ns, ended_ns, num_rows)
+                task.meter.add(*cost)
             # A guess that was made must not be made again, so what fails from here on fails alone.
             with own_fault(task):
                 step = None if rows is None else next(found)
@@ -275,8 +290,30 @@ class ModelDrafter:
                 elif step is not None:
                     step()
         if self._ahead is not None:
-            self._ahead.go_on(guessing)
+            self._ahead.go_on([task for task, rows in zip(tasks, result.ranges, strict=True) if rows is not None])
         return True
+
+    def _step(self, tasks: Sequence[DraftTask]) -> tuple[ForwardResult, list[Step], tuple[int, int, int, int, int]]:
+        """A forward, the steps of those whose tokens it has cached, and what it cost, for Meter.add."""
+        started_ns = time.perf_counter_ns()
+        line = Line.of(self._runner, tasks) if self._ahead is None else None
+        feeds = [task.draw_input.feed for task in tasks] if line is None else line.feeds
+        most_rows = self._pace.begin(feeds, self._runner.max_rows)
+        result = self._runner.forward(feeds, most_rows, None if line is None else line.compute)
+        if line is not None and line.num_steps:
+            steps: list[Step] = [*line.steps()]
+            # All else is once a proposal, however many steps it has, and no part of what one more costs.
+            ended_ns, num_rows = started_ns + line.computed_ns, result.num_rows + (line.num_steps - 1) * len(tasks)
+            cost = started_ns, ended_ns, num_rows, 0, line.num_steps
+            self._runner.finish()
+        else:
+            ready = [(task, rows) for task, rows in zip(tasks, result.ranges, strict=True) if rows is not None]
+            guessing, ranges = [task for task, _ in ready], [rows for _, rows in ready]
+            steps = guess_each(self._runner, guessing, result.logits, ranges, self._top_n)
+            self._runner.finish()
+            cost = started_ns, time.perf_counter_ns(), result.num_rows, 0, 1
+        self._pace.end(result.grants)
+        return result, steps, cost
 
 
 def guess_each(

@@ -12,12 +12,14 @@ how many is fixed before anything is drawn: the rules that test with distributio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.drafters.lines import Ranked, may_be_line
 from outrider.drafters.model_drafter import MIN_PROB, DraftTask, Guess, Guesser, Step, drawable_scores, log_of
 from outrider.drafters.scales import Experience
 from outrider.engine.batching import Feed
@@ -97,6 +99,41 @@ class GrownTask(DraftTask):
         for number, children in zip(self.newest, level, strict=True):
             self.growth.expand(number, children)
         self.go_on()
+
+    @property
+    def line_depth(self) -> int:
+        """See LineTask. A tree with a width grows by whole levels."""
+        limits = self.growth.limits if isinstance(self.growth, Growth) else None
+        if limits is None or not limits.one_by_one or limits.width:
+            return 0
+        if not may_be_line(self.draw_input, wants_logprob=self.wants_logprob):
+            return 0
+        # Below a row that was not the likeliest at once few are wanted.
+        return min(limits.max_depth, limits.max_rows) if self.newest[0] == ROOT else 1
+
+    @property
+    def max_children(self) -> int:
+        """See LineTask."""
+        return self.growth.max_children
+
+    @property
+    def line_scale(self) -> float:
+        """See LineTask."""
+        return self.scale
+
+    def take_line(self, levels: Sequence[Ranked]) -> None:
+        """Adds the children of the newest row, and of those below it as long as they are what is wanted next."""
+        above: tuple[int, int] | None = None
+        for level in levels:
+            number = self.newest[0]
+            row = self.growth.nodes[number]
+            if self.done or self.num_new != 1 or above not in (None, (row.parent, row.token_id)):
+                break
+            self.take_level([children_of(self, *level)])
+            above = number, level.token_ids[0]
+        if not self.done:
+            # What a line has computed beyond that is computed again, or never.
+            self.session.advance(self.session.cached_len, self.draw_input.feed.begun)
 
     def go_on(self) -> None:
         """Goes on with those rows that may matter, and ends the task where none does."""
@@ -188,16 +225,15 @@ def _children(runner: ModelRunner, tasks: Sequence[GrownTask], scores: Tensor, p
         if is_hot:
             probs = ops.softmax(scores).gather(1, ids.clamp(min=0)).tolist()
             logprobs = [[log_of(prob) for prob in row] for row in probs]
-    rows = zip(owners, token_ids, shares.tolist(), logprobs, strict=True)
-    return [
-        [
-            Child(token_id, share, token_id in task.ends, logprob)
-            for token_id, share, logprob in zip(own_ids, own_shares, own_logprobs, strict=False)
-            # What has no score at all is not a guess.
-            if share
-        ]
-        for task, own_ids, own_shares, own_logprobs in rows
-    ]
+    return [children_of(*row) for row in zip(owners, token_ids, shares.tolist(), logprobs, strict=True)]
+
+
+def children_of(
+    task: GrownTask, token_ids: Iterable[int], shares: Iterable[float], logprobs: Iterable[float] | None = None
+) -> list[Child]:
+    """Children with these shares. What has no score at all is not a guess."""
+    rows = zip(token_ids, shares, logprobs or repeat(0.0), strict=False)
+    return [Child(token_id, share, token_id in task.ends, logprob) for token_id, share, logprob in rows if share]
 
 
 class DrawnNode(NamedTuple):
@@ -297,8 +333,13 @@ def siblings_each(
     return [partial(task.take_level, [next(rest) for _ in task.level]) for task in tasks]
 
 
-def as_tree(chain: DraftTask, shape: TreeShape, max_rows: int, room: int, known: Experience) -> DraftTask:
-    """The task of a tree in the place of a chain's, of at most max_rows guesses, none of them more than `room` deep."""
+def as_tree(
+    chain: DraftTask, shape: TreeShape, max_rows: int, room: int, known: Experience, *, one_by_one: bool = False
+) -> DraftTask:
+    """The task of a tree in the place of a chain's, of at most max_rows guesses, none of them more than `room` deep.
+
+    one_by_one as in Limits.
+    """
     spec, noise = chain.spec, chain.noise
     common = (chain.session, spec, noise, max_rows, chain.meter, chain.num_private, chain.lane)
     ends: dict[str, Any] = {"on_done": chain.on_done, "on_failure": chain.on_failure}
@@ -310,7 +351,8 @@ def as_tree(chain: DraftTask, shape: TreeShape, max_rows: int, room: int, known:
         static = static_shape(rates, max_rows, min(max_depth, shape.max_depth or max_depth), shape.max_width)
     learn_ranks = partial(known.ranks.learn, spec, noise)
     if is_shared:
-        growth = Growth(Limits.of(shape, max_rows, max_depth)) if static is None else Filling(static)
+        limits = Limits.of(shape, max_rows, max_depth, one_by_one=one_by_one)
+        growth = Growth(limits) if static is None else Filling(static)
         learn = partial(known.scales.learn, spec) if static is None else learn_ranks
         return GrownTask(*common, learn, growth=growth, scale=known.scales.of(spec), **ends)
     if static is not None:

@@ -100,10 +100,18 @@ class Feed(NamedTuple):
 
     The session's own tree begins with them, and all committed tokens are cached; see ModelRunner.check."""
 
+    num_below: int = 0
+    """Rows that the same forward may compute below the last one, of tokens that it finds; see FusedHead.line."""
+
     @property
     def num_proposed(self) -> int:
         """Number of rows after the last committed token."""
         return len(self.tree.token_ids)
+
+    @property
+    def num_reserved(self) -> int:
+        """Number of slots that its forward needs after the committed tokens."""
+        return self.num_proposed + self.num_below
 
     @property
     def begun(self) -> TokenTree:
@@ -172,9 +180,9 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
         if grant:
             start = feed.start
             end = start + grant
-            slots = session.table.slots(0, end)
+            slots = session.table.slots(0, end + feed.num_below)
             token_ids += (*session.token_ids[start : end - num_new], *tree.token_ids[skipped:])
-            row_slots.append(slots[start:])
+            row_slots.append(slots[start:end])
             # The slots of a chain lie in a row, and need no gathering; those of a tree's one path are one list too.
             if tree.is_chain:
                 spans.append(_Span(grant, start, len(lists)))
@@ -183,11 +191,11 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
                 last = len(session.token_ids) - 1
                 path = tree.path(len(tree))
                 spans.append(_Span(grant, last + len(path) - num_new + 1, len(lists)))
-                lists.append(np.concatenate((slots[: last + 1], slots[[last + row for row in path]])))
+                lists.append(np.concatenate((slots[: last + 1], slots[[last + row for row in path]], slots[end:])))
             else:
                 num_committed = len(session.token_ids)
                 spans.append(_Span(grant, start, 0, num_committed // CHUNK))
-                branched.append(_Branched(tree, slots, num_committed, skipped, range(first, first + grant)))
+                branched.append(_Branched(tree, slots[:end], num_committed, skipped, range(first, first + grant)))
         num_wanted = len(wanted)
         if feed.wants_prefix:
             wanted += range(first, first + feed.num_prefix(grant))

@@ -45,7 +45,8 @@ class Limits:
     """Limits of a tree: `max_rows` rows below the root, `max_depth` deep, `max_children` children of a row.
 
     With `expansions` rows at depth d have expansions[d] children, and the others none. With `width` only the best that
-    many rows of each depth are expanded, and those of an earlier depth never again.
+    many rows of each depth are expanded, and those of an earlier depth never again. With `one_by_one` there is never
+    more than one row to be computed next.
     """
 
     max_rows: int
@@ -53,14 +54,16 @@ class Limits:
     max_children: int = MAX_CHILDREN
     expansions: tuple[int, ...] = ()
     width: int = 0
+    one_by_one: bool = False
 
     @classmethod
-    def of(cls, shape: TreeShape, max_rows: int, max_depth: int) -> "Limits":
+    def of(cls, shape: TreeShape, max_rows: int, max_depth: int, *, one_by_one: bool = False) -> "Limits":
         """Limits that a shape asks for, of at most so many rows at such a depth."""
         if shape.expansions:
-            return cls(max_rows, min(max_depth, len(shape.expansions)), max(shape.expansions), shape.expansions)
+            depth = min(max_depth, len(shape.expansions))
+            return cls(max_rows, depth, max(shape.expansions), shape.expansions, one_by_one=one_by_one)
         max_depth, max_children = min(max_depth, shape.max_depth or max_depth), shape.max_children or MAX_CHILDREN
-        return cls(max_rows, max_depth, max_children, width=shape.max_width)
+        return cls(max_rows, max_depth, max_children, width=shape.max_width, one_by_one=one_by_one)
 
     def children_at(self, depth: int) -> int:
         """Most children of a row at a depth."""
@@ -85,7 +88,7 @@ class Growth:
     """A tree on its way: what is known of it, and what is to be computed next."""
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+        self.limits = limits
         self.max_children = limits.max_children
         # In the order in which they became known, so that of equal values a parent comes before its child.
         self.nodes = [Node(-1, -1, 0, 1.0)]
@@ -99,8 +102,8 @@ class Growth:
         They are among the best rows, are not expanded yet, and could have a child among the best rows.
         """
         if ROOT not in self._expanded:
-            return [ROOT] if self._limits.max_rows and self._limits.children_at(0) else []
-        limits, least = self._limits, self._least()
+            return [ROOT] if self.limits.max_rows and self.limits.children_at(0) else []
+        limits, least = self.limits, self._least()
         wanted = [
             -number
             for value, number in self._best
@@ -113,6 +116,8 @@ class Growth:
         if limits.width:
             newest = max(self.nodes[number].depth for number in self._expanded) + 1
             return [number for number in wanted if self.nodes[number].depth == newest][: limits.width]
+        if limits.one_by_one:
+            return wanted[:1]
         # The best of all that are not expanded is among the best rows in the end, whatever follows, so one is never too
         # many; of the others some are computed and left out, and must be few: they take room in the cache.
         return wanted[: max(1, (SPARE * limits.max_rows - len(self._expanded)) // 2)]
@@ -121,14 +126,14 @@ class Growth:
         """Says what may follow a node, the likeliest first; of more than are allowed the first."""
         node = self.nodes[number]
         self._expanded.add(number)
-        for child in list(children)[: self._limits.children_at(node.depth)]:
+        for child in list(children)[: self.limits.children_at(node.depth)]:
             value = max(node.value * child.share, MIN_VALUE)
             if value <= self._least():
                 break
             self.nodes.append(Node(child.token_id, number, node.depth + 1, value, *child[2:]))
             # Negative, because of equal values the first known is to stay.
             heapq.heappush(self._best, (value, 1 - len(self.nodes)))
-            if len(self._best) > self._limits.max_rows:
+            if len(self._best) > self.limits.max_rows:
                 heapq.heappop(self._best)
 
     def tree(self, *, with_logprobs: bool = False) -> TokenTree:
@@ -137,7 +142,7 @@ class Growth:
 
     def _least(self) -> float:
         """Value that a new row has to exceed."""
-        return self._best[0][0] if len(self._best) == self._limits.max_rows else 0.0
+        return self._best[0][0] if len(self._best) == self.limits.max_rows else 0.0
 
 
 class Filling:

@@ -317,7 +317,9 @@ class ModelRunner:
         session.arrival = self._num_forwards
         return session
 
-    def forward(self, feeds: Sequence[Feed], max_prompt_rows: int | None = None) -> ForwardResult:
+    def forward(
+        self, feeds: Sequence[Feed], max_prompt_rows: int | None = None, compute: Compute | None = None
+    ) -> ForwardResult:
         """Computes at most max_rows rows of the feeds; afterwards their sessions' committed tokens are cached so far.
 
         At most max_prompt_rows of them are rows of prompts; see outrider.engine.sharing. Where a device has no memory
@@ -332,7 +334,7 @@ class ModelRunner:
         for feed in feeds:
             self.check(feed)
         for feed in feeds:
-            feed.session.reserve(feed.num_proposed, feed.start)
+            feed.session.reserve(feed.num_reserved, feed.start)
         extended = feeds
         for extension in self.extensions:
             extended = extension.extend(extended)
@@ -343,7 +345,7 @@ class ModelRunner:
             nothing = torch.empty(0, self.config.vocab_size, device=self.device)
             return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds), grants)
         batch = build_batch(extended, grants, self.device, self.model.tiles)
-        compute: Compute = self.model.forward
+        compute = compute or self.model.forward
         for extension in self.extensions:
             compute = extension.compute(extended, grants) or compute
         for feed in feeds:
@@ -353,7 +355,7 @@ class ModelRunner:
         num_prompt_rows = sum(grant for feed, grant in zip(extended, grants, strict=True) if feed.is_prompt)
         logits = self._try(compute, batch, num_prompt_rows)
         if logits is None:
-            return self.forward(feeds, max_prompt_rows)
+            return self.forward(feeds, max_prompt_rows, compute)
         self._num_forwards += 1
         self.forward_counts.add(sum(map(bool, grants)), sum(grants), num_prompt_rows)
         for feed, grant, rows in zip(feeds, grants, batch.ranges, strict=True):

@@ -44,12 +44,14 @@ class Meter:
     _row_count: int = 0
     _prompt_row_count: int = 0
 
-    def add(self, started_ns: int, ended_ns: int, num_rows: int, num_prompt_rows: int = 0) -> None:
-        """Counts one forward over so many rows, some of prompts, with the sampling that followed it."""
+    def add(
+        self, started_ns: int, ended_ns: int, num_rows: int, num_prompt_rows: int = 0, num_forwards: int = 1
+    ) -> None:
+        """Counts a forward over so many rows, some of prompts, with the sampling that followed it; or several."""
         if self._queue_ns is None:
             self._queue_ns = max(0, started_ns - self.arrived_ns)
         self._compute_ns += ended_ns - started_ns
-        self._forward_count += 1
+        self._forward_count += num_forwards
         self._row_count += num_rows
         self._prompt_row_count += num_prompt_rows
 

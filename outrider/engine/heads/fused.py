@@ -5,6 +5,7 @@ A step of a small head is over sooner than Python has called its operations one 
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,20 @@ from outrider.engine.models.transformer import Linear
 from outrider.engine.ops import Ops, Weight
 from outrider.engine.ops.library import DecoderFields, HeadFields, LayerFields, MatrixFields
 from outrider.engine.ops.native import FORMAT_F32, MAX_HEAD_DIM, NativeOps, address_of, expect
+
+
+class LineDraws(NamedTuple):
+    """What is drawn after each of several steps, one below the other, of W rows."""
+
+    depth: int
+    num_children: int
+    """Tokens that are wanted after each row."""
+    temperatures: Tensor
+    """[W] float64, above 0."""
+    scales: Tensor
+    """[W] float64: see Ops.rank."""
+    keys: Tensor | None
+    """Keys [depth, W] int64 of the noise; None for none."""
 
 
 class FusedHead(Decoder):
@@ -46,20 +61,52 @@ class FusedHead(Decoder):
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
         """Computes rows like a HeadDecoder."""
+        logits, places = self._places(plan, cache, wanted)
+        rows = plan_fields(plan, wanted)
+        self.ops.functions.outrider_head_forward(
+            self.ops.pool, ctypes.addressof(self._fields), ctypes.addressof(rows), *places
+        )
+        return logits
+
+    def line(self, plan: RowPlan, cache: KVCache, wanted: Tensor, draws: LineDraws) -> tuple[Tensor, Tensor]:
+        """Computes rows, and rows below each wanted one, of the first token that follows the row above; W are wanted.
+
+        What may follow each, as `Ops.rank` has it: ids [S, W, num_children] int64 and shares [S, W, num_children]
+        float64 of S steps: draws.depth, or fewer where all rows of the next are less likely than some beside those
+        above them, or one has nothing to draw. The lists of wanted rows go on with the slots of the rows below; see
+        Feed.num_below.
+        """
+        depth, count, num_wanted = draws.depth, draws.num_children, wanted.shape[0]
+        expect("temperatures", draws.temperatures, torch.float64, (num_wanted,))
+        expect("scales", draws.scales, torch.float64, (num_wanted,))
+        if draws.keys is not None:
+            expect("keys", draws.keys, torch.int64, (depth, num_wanted))
+        logits, places = self._places(plan, cache, wanted)
+        ids = torch.empty(depth, num_wanted, count, dtype=torch.int64)
+        shares = torch.empty(depth, num_wanted, count, dtype=torch.float64)
+        sums, faults = torch.empty(logits.shape, dtype=torch.float64), torch.empty(num_wanted, dtype=torch.int32)
+        rows = plan_fields(plan, wanted)
+        keys = None if draws.keys is None else draws.keys.data_ptr()
+        found = (sums.data_ptr(), ids.data_ptr(), shares.data_ptr(), faults.data_ptr())
+        num_steps = self.ops.functions.outrider_head_line(
+            *(self.ops.pool, ctypes.addressof(self._fields), ctypes.addressof(rows), *places),
+            *(draws.temperatures.data_ptr(), keys, draws.scales.data_ptr(), *found, depth, count),
+        )
+        return ids[:num_steps], shares[:num_steps]
+
+    def _places(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Room for logits [W, V]; addresses of the cache's keys, values and features, of scratch, and of that room."""
         num_slots, law = cache.features.shape[0], self._head.law
         expect("features", cache.features, torch.float32, (num_slots, law.hidden_size + 1))
         for name, tensor in (("keys", cache.keys[0]), ("values", cache.values[0])):
             expect(name, tensor, torch.float32, (num_slots, law.num_kv_heads, law.head_dim))
-        functions, fields = self.ops.functions, ctypes.addressof(self._fields)
-        num_floats = functions.outrider_head_floats(fields, plan.num_rows, wanted.shape[0])
+        fields = ctypes.addressof(self._fields)
+        num_floats = self.ops.functions.outrider_head_floats(fields, plan.num_rows, wanted.shape[0])
         if num_floats > self._scratch.shape[0]:
             self._scratch = torch.empty(num_floats)
         logits = torch.empty(wanted.shape[0], self.config.vocab_size)
-        rows = plan_fields(plan, wanted)
-        places = (cache.keys[0], cache.values[0], cache.features, self._scratch, logits)
-        addresses = (tensor.data_ptr() for tensor in places)
-        functions.outrider_head_forward(self.ops.pool, fields, ctypes.addressof(rows), *addresses)
-        return logits
+        tensors = (cache.keys[0], cache.values[0], cache.features, self._scratch, logits)
+        return logits, tuple(tensor.data_ptr() for tensor in tensors)
 
     def copy_states(self, source: Tensor, source_slots: Slots, own: Tensor, slots: Slots) -> bool:
         """Makes states of features [S, F] of a target in the cache features `own`, as FeatureHead.states_of does.

@@ -41,6 +41,7 @@ _ARGUMENTS: dict[str, list[type]] = {
     "outrider_forward": [*[_POINTER] * 6, _SIZE, _SIZE, _POINTER, _POINTER],
     "outrider_head_floats": [_POINTER, _SIZE, _SIZE],
     "outrider_head_forward": [*[_POINTER] * 8],
+    "outrider_head_line": [*[_POINTER] * 15, *[_SIZE] * 2],
     "outrider_head_states": [_POINTER, _POINTER, _SIZE, *[_POINTER] * 4, _SIZE, _POINTER],
 }
 _SIZED = (
@@ -54,6 +55,7 @@ _SIZED = (
     "outrider_experts_floats",
     "outrider_forward_floats",
     "outrider_head_floats",
+    "outrider_head_line",
 )
 _RESULTS: dict[str, type] = {
     "outrider_pool_create": _POINTER,

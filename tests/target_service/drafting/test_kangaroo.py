@@ -296,7 +296,7 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 async def test_an_adapter_is_a_head_of_the_service(folder: Path, adapter: Path) -> None:
-    """Its drafter has its name, and weights of its own alone."""
+    """Its drafter has its name, and weights of its own alone, of four bits and their scales."""
     settings = TargetSettings(
         str(folder), listen="127.0.0.1:0", threads=1, kv_tokens=640, head=str(adapter), exit_layer=1
     )
@@ -304,6 +304,8 @@ async def test_an_adapter_is_a_head_of_the_service(folder: Path, adapter: Path) 
     try:
         assert list(running.facts.drafters) == ["layer_skip", "kangaroo"]
         offer = running.facts.offer("kangaroo")
-        assert (offer.model_name, offer.weight_bytes) == ("kangaroo", 2 * (2 * 64 + 2 * 32) * 48 + 4 * 96)
+        num_weights, norm_bytes = (2 * 64 + 2 * 32) * 48, 4 * 96
+        assert offer.model_name == "kangaroo"
+        assert num_weights / 2 < offer.weight_bytes - norm_bytes < num_weights
     finally:
         await running.stop(0)

@@ -151,6 +151,16 @@ static int64_t place_of_greatest(const float *values, int64_t count, float great
     return place;
 }
 
+/* Scores by a temperature, as temperature.py has them. */
+static void divide(const float *scores, float *divided, int64_t count, float highest, float temperature) {
+    for (int64_t i = 0; i < count; i++) divided[i] = (scores[i] - highest) / temperature;
+}
+
+void divide_scores(float *scores, int64_t num_tokens, double temperature) {
+    if (temperature != 1.0)
+        divide(scores, scores, num_tokens, greatest_float(scores, num_tokens), (float)temperature);
+}
+
 /* The id stays -1 where no score is finite, and becomes -2 where one is NaN or +inf. */
 static void draw_stretch(const void *argument, uint32_t index) {
     const draw_job *job = argument;
@@ -169,8 +179,7 @@ static void draw_stretch(const void *argument, uint32_t index) {
         if (id >= 0) id += from;
     } else {
         if (temperature != 1.0) {
-            const float highest = job->highest[row], divisor = (float)temperature;
-            for (int64_t i = 0; i < count; i++) scaled[i] = (scores[i] - highest) / divisor;
+            divide(scores, scaled, count, job->highest[row], (float)temperature);
             scores = scaled;
         }
         for (int64_t i = 0; i < count; i += BLOCK) draw_block(scores + i, key, from + i, count - i, &best, &id);

@@ -343,6 +343,51 @@ void outrider_head_forward(pool *threads, const feature_head *head, const row_pl
     }
 }
 
+/* `depth` steps of a head: one of the plan, and then rows below its wanted ones, each of the best token of the step before.
+ * ids and shares [depth, num_wanted, count] are what outrider_rank finds after each step, in logits [num_wanted,
+ * vocab_size] by their temperatures, plus the noise of keys [depth, num_wanted] where there are some. The lists of the wanted
+ * rows go on with the slots of those below them. sums and faults are for outrider_rank. Returns the number of steps, which ends
+ * where no next row is likelier than all beside the rows above it, and before a step in which a row has nothing to draw. */
+int64_t outrider_head_line(pool *threads, const feature_head *head, const row_plan *first, float *keys, float *values,
+                           float *features, float *scratch, float *logits, const double *temperatures,
+                           const int64_t *noise, const double *scales, double *sums, int64_t *ids, double *shares,
+                           int32_t *faults, int64_t depth, int64_t count) {
+    const int64_t num_rows = first->num_wanted;
+    int64_t token_ids[num_rows], positions[num_rows], slots[num_rows], starts[num_rows], wanted[num_rows];
+    int32_t counts[num_rows];
+    double chances[num_rows], others[num_rows];
+    for (int64_t row = 0; row < num_rows; row++) {
+        chances[row] = 1, others[row] = 0;
+        const int64_t of = first->wanted[row];
+        positions[row] = first->positions[of], starts[row] = first->key_starts[of], counts[row] = first->key_counts[of];
+        wanted[row] = row;
+    }
+    row_plan below = {token_ids, positions, slots, first->key_slots, starts, counts, wanted, num_rows, 0, num_rows};
+    for (int64_t step = 0; step < depth; step++, ids += num_rows * count, shares += num_rows * count) {
+        below.max_key_count = first->max_key_count + step;
+        outrider_head_forward(threads, head, step == 0 ? first : &below, keys, values, features, scratch, logits);
+        for (int64_t row = 0; row < num_rows; row++)
+            divide_scores(logits + row * head->vocab_size, head->vocab_size, temperatures[row]);
+        outrider_rank(threads, logits, noise == 0 ? 0 : noise + step * num_rows, scales, sums, ids, shares, faults, num_rows,
+                      head->vocab_size, count);
+        int is_wanted = 0;
+        for (int64_t row = 0; row < num_rows; row++) {
+            if (faults[row]) return step;
+            /* Is there a likelier row beside the line, that one is wanted next. */
+            const double *found = shares + row * count, beside = count > 1 ? chances[row] * found[1] : 0;
+            others[row] = beside > others[row] ? beside : others[row];
+            chances[row] *= found[0];
+            is_wanted |= chances[row] > others[row];
+            if (step + 1 == depth) continue;
+            token_ids[row] = ids[row * count];
+            slots[row] = first->key_slots[starts[row] + counts[row]];
+            positions[row]++, counts[row]++;
+        }
+        if (!is_wanted) return step + 1;
+    }
+    return depth;
+}
+
 /* States of committed tokens, made of a target's features [slots, width]: a product with m, or the features themselves
  * where it has no weight. Row r goes from source_slots[r] to the state in slots[r] of a head's cache, and stands on no
  * guess. scratch holds num_rows times width and hidden floats, and behind them what the product needs. */
