@@ -16,15 +16,17 @@ class PlainCosts:
         """`verify_us` is the cost of the target's forwards by their rows."""
         self._verify_us = verify_us
         self._tuning = tuning
-        self._token_us = ByLoad()
+        # In forwards of the same rounds: what else runs on the machine makes both slower, and while sessions guess only
+        # forwards are seen.
+        self._token_forwards = ByLoad()
         self._overhead_us = ByLoad()
         self._asked_overhead_us = ByLoad()
         self._sought: dict[int, int] = {}
         """Round since when it is tried to see plain decoding at a load."""
         self._rounds_without_guesses = 0
-        self._pending_us: list[int] = []
-        """Rounds of which not all sessions have had one: what a busy gateway reads late comes several at a time, and
-        only their mean says what a token takes."""
+        self._pending_us: list[tuple[int, int]] = []
+        """Rounds, and their forwards, of which not all sessions have had one: what a busy gateway reads late comes
+        several at a time, and only their sum says what a token takes."""
 
     def observe(self, committed: Round, load: int, now: int, *, unasked: bool) -> None:
         """Learns from a round, of which `unasked` says that it came without a message."""
@@ -42,10 +44,11 @@ class PlainCosts:
         if not is_pure:
             self._pending_us.clear()
         else:
-            self._pending_us.append(committed.round_us)
+            self._pending_us.append((committed.round_us, verdict.compute_us))
             if len(self._pending_us) >= load:
-                mean_us = max(sum(self._pending_us) / len(self._pending_us), 1.0)
-                self._token_us.add(load, mean_us, now, len(self._pending_us))
+                rounds_us, forwards_us = map(sum, zip(*self._pending_us, strict=True))
+                forwards = max(rounds_us, 1) / max(forwards_us, 1)
+                self._token_forwards.add(load, forwards, now, len(self._pending_us))
                 self._pending_us.clear()
         if is_pure or not self._overhead_us.known(load):
             self._overhead_us.add(load, overhead_us, now)
@@ -57,8 +60,9 @@ class PlainCosts:
 
     def token_us(self, load: int, now: int) -> float:
         """Expected microseconds of an unasked token, if no session had guesses."""
-        model_us = self._verify_us.at(load) + self._overhead_us.blend(load, 0.0, now, self._tuning)
-        return self._token_us.blend(load, max(model_us, 1.0), now, self._tuning)
+        forward_us = max(self._verify_us.at(load), 1.0)
+        model = 1 + self._overhead_us.blend(load, 0.0, now, self._tuning) / forward_us
+        return self._token_forwards.blend(load, model, now, self._tuning) * forward_us
 
     def overhead_us(self, load: int) -> float:
         """Microseconds of an unasked token beside the target's forward."""
@@ -72,7 +76,7 @@ class PlainCosts:
         """Whether it was seen at this load lately, or cannot be: sessions in long stretches do not all stop."""
         tuning, key = self._tuning, load_key(load)
         most_age = tuning.plain_age_rounds * load
-        if self._token_us.count(load, now, most_age) >= tuning.plain_rounds * load:
+        if self._token_forwards.count(load, now, most_age) >= tuning.plain_rounds * load:
             self._sought.pop(key, None)
             return True
         if now - self._sought.setdefault(key, now) > most_age:

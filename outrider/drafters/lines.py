@@ -86,8 +86,7 @@ class Line:
             return None
         depth = min(MAX_DEPTH, *(task.line_depth for task in tasks))
         is_hot = {task.draw_input.spec.sampling.temperature > 0 for task in tasks}
-        # One guess alone is drawn sooner than ranked.
-        if depth < 1 + (max(task.max_children for task in tasks) == 1) or len(is_hot) > 1:
+        if depth < 1 or len(is_hot) > 1:
             return None
         line = cls(decoder, tasks, depth)
         try:
