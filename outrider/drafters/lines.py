@@ -17,9 +17,8 @@ from torch import Tensor
 from outrider.engine.batching import MAX_STEP_TOKENS, RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.heads.fused import FusedHead, LineDraws
-from outrider.engine.noise import token_keys
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling.draw import DrawInput
+from outrider.engine.sampling.draw import DrawInput, keys_below
 from outrider.engine.sampling.transforms import divisor
 from outrider.errors import CacheFull
 
@@ -55,7 +54,7 @@ class LineTask(Protocol):
         """Takes what follows its row, and each row below that."""
 
 
-class Line:
+class HeadLine:
     """Steps of all tasks of a forward."""
 
     def __init__(self, decoder: FusedHead, tasks: Sequence[LineTask], depth: int) -> None:
@@ -66,10 +65,7 @@ class Line:
         hot = [divisor(spec.sampling) for spec in specs]
         keys: Tensor | None = None
         if all(hot):
-            # A feed's one wanted row is its last.
-            lengths = [len(feed.session) + feed.depths[-1] for feed in self.feeds]
-            positions = [length + step for step in range(depth) for length in lengths]
-            found = token_keys([spec.seed for spec in specs] * depth, positions)
+            found = keys_below([task.draw_input for task in tasks], depth)
             keys = torch.from_numpy(np.asarray(found, dtype=np.int64).reshape(depth, len(tasks)))
         temperatures = torch.tensor([each or 1.0 for each in hot], dtype=torch.float64)
         scales = torch.tensor([task.line_scale for task in tasks], dtype=torch.float64)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.drafters.lines import Line, Ranked, may_be_line
+from outrider.drafters.lines import HeadLine, Ranked, may_be_line
 from outrider.engine.batching import Feed
 from outrider.engine.device_thread import EndingTask, own_fault
 from outrider.engine.noise import LANES_EACH, Purpose, round_key
@@ -152,18 +152,18 @@ class DraftTask(EndingTask):
 
     @property
     def line_depth(self) -> int:
-        """See LineTask."""
+        """Guesses that are left, of a chain that shares the target's noise and is plain; see LineTask."""
         is_fit = self.guesser is _coupled and may_be_line(self.draw_input, wants_logprob=self.wants_logprob)
         return self.draft_count - len(self.guesses) if is_fit else 0
 
     @property
     def max_children(self) -> int:
-        """See LineTask: a chain has one."""
+        """One, because a chain has no siblings."""
         return 1
 
     @property
     def line_scale(self) -> float:
-        """See LineTask: of a chain no share is looked at."""
+        """Scale of shares, of which a chain looks at none."""
         return 1.0
 
     @property
@@ -296,10 +296,11 @@ class ModelDrafter:
     def _step(self, tasks: Sequence[DraftTask]) -> tuple[ForwardResult, list[Step], tuple[int, int, int, int, int]]:
         """A forward, the steps of those whose tokens it has cached, and what it cost, for Meter.add."""
         started_ns = time.perf_counter_ns()
-        line = Line.of(self._runner, tasks) if self._ahead is None else None
+        line = HeadLine.of(self._runner, tasks) if self._ahead is None else None
         feeds = [task.draw_input.feed for task in tasks] if line is None else line.feeds
         most_rows = self._pace.begin(feeds, self._runner.max_rows)
-        result = self._runner.forward(feeds, most_rows, None if line is None else line.compute)
+        computes = () if line is None else (line.compute,)
+        result = self._runner.forward(feeds, most_rows, *computes)
         if line is not None and line.num_steps:
             steps: list[Step] = [*line.steps()]
             # All else is once a proposal, however many steps it has, and no part of what one more costs.

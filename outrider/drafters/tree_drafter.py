@@ -102,7 +102,7 @@ class GrownTask(DraftTask):
 
     @property
     def line_depth(self) -> int:
-        """See LineTask. A tree with a width grows by whole levels."""
+        """Levels that may be wanted below the newest row, of a plain tree that grows row by row; see LineTask."""
         limits = self.growth.limits if isinstance(self.growth, Growth) else None
         if limits is None or not limits.one_by_one or limits.width:
             return 0
@@ -113,12 +113,12 @@ class GrownTask(DraftTask):
 
     @property
     def max_children(self) -> int:
-        """See LineTask."""
+        """Most children of any row, as its limits say."""
         return self.growth.max_children
 
     @property
     def line_scale(self) -> float:
-        """See LineTask."""
+        """Scale of its scores, by which children have values."""
         return self.scale
 
     def take_line(self, levels: Sequence[Ranked]) -> None:

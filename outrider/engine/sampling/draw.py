@@ -278,6 +278,13 @@ def shared_keys(inputs: Sequence[DrawInput]) -> Keys:
     return token_keys(seeds, positions)
 
 
+def keys_below(inputs: Sequence[DrawInput], depth: int) -> Keys:
+    """TOKEN keys of the last row of each input, then of the row below each, and so on: `depth` times one an input."""
+    lengths = [len(each.feed.session) + each.feed.depths[-1] for each in inputs]
+    positions = [length + step for step in range(depth) for length in lengths]
+    return token_keys([each.spec.seed for each in inputs] * depth, positions)
+
+
 def forward_and_draw(runner: ModelRunner, inputs: Sequence[DrawInput]) -> list[Drawn | None]:
     """Runs one forward over feeds that have been reserved, and draws a token after each row with the shared noise.
 
