@@ -78,7 +78,7 @@ class HeadLine:
     def of(cls, runner: ModelRunner, tasks: Sequence[LineTask]) -> Self | None:
         """The next steps of these tasks; None where they are to be made one by one."""
         decoder = runner.model
-        if not isinstance(decoder, FusedHead) or runner.vocabulary_size < runner.config.vocab_size or not tasks:
+        if not isinstance(decoder, FusedHead) or not has_lines(runner) or not tasks:
             return None
         depth = min(MAX_DEPTH, *(task.line_depth for task in tasks))
         is_hot = {task.draw_input.spec.sampling.temperature > 0 for task in tasks}
@@ -115,8 +115,18 @@ class HeadLine:
         return [partial(task.take_line, levels) for task, *levels in zip(self._tasks, *self._levels, strict=True)]
 
 
+def has_lines(runner: ModelRunner) -> bool:
+    """Whether a runner's steps may be lines: those of a compiled head whose ids are all the tokenizer's."""
+    return isinstance(runner.model, FusedHead) and runner.vocabulary_size == runner.config.vocab_size
+
+
+def is_plain(draw_input: DrawInput, *, wants_logprob: bool) -> bool:
+    """Whether guesses of a session are drawn as `Ops.rank` ranks; no matter what is cached."""
+    return draw_input.is_plain and draw_input.feed.session.grammar is None and not wants_logprob
+
+
 def may_be_line(draw_input: DrawInput, *, wants_logprob: bool) -> bool:
     """Whether the next step of a session is one row, of plain draws with the target's noise."""
     feed = draw_input.feed
-    is_plain = draw_input.is_plain and feed.session.grammar is None and not wants_logprob
-    return is_plain and len(feed.depths) == 1 and feed.num_committed <= MAX_STEP_TOKENS
+    is_one_row = len(feed.depths) == 1 and feed.num_committed <= MAX_STEP_TOKENS
+    return is_one_row and is_plain(draw_input, wants_logprob=wants_logprob)

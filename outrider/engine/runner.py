@@ -345,16 +345,17 @@ class ModelRunner:
             nothing = torch.empty(0, self.config.vocab_size, device=self.device)
             return ForwardResult(nothing, [None] * len(feeds), [range(0)] * len(feeds), grants)
         batch = build_batch(extended, grants, self.device, self.model.tiles)
-        compute = compute or self.model.forward
+        computes = compute or self.model.forward
         for extension in self.extensions:
-            compute = extension.compute(extended, grants) or compute
+            computes = extension.compute(extended, grants) or computes
         for feed in feeds:
             # The rows of an earlier tree are about to be overwritten, whatever comes of this forward.
             feed.session.advance(feed.session.cached_len, feed.begun)
         self._started_s = time.perf_counter()
         num_prompt_rows = sum(grant for feed, grant in zip(extended, grants, strict=True) if feed.is_prompt)
-        logits = self._try(compute, batch, num_prompt_rows)
+        logits = self._try(computes, batch, num_prompt_rows)
         if logits is None:
+            # An extension computes other rows then.
             return self.forward(feeds, max_prompt_rows, compute)
         self._num_forwards += 1
         self.forward_counts.add(sum(map(bool, grants)), sum(grants), num_prompt_rows)

@@ -160,6 +160,22 @@ def test_what_is_wanted_beside_is_there(target: ModelRunner, changes: dict[str, 
     assert all(len(each.logprobs) == (3 if "draft_logprobs" in changes else 0) for each in found)
 
 
+@pytest.mark.parametrize(
+    ("changes", "shape"),
+    [({"draft_logprobs": True}, TREE), ({}, TreeShape(expansions=(4, 2, 2)))],
+    ids=["logprobs", "all"],
+)
+def test_a_tree_that_is_no_line_grows_by_levels(
+    target: ModelRunner, changes: dict[str, object], shape: TreeShape
+) -> None:
+    """Row by row it would take a call for each, and none of them is a line."""
+    (spec,) = specs(0.0, **changes)[:1]
+    # The second round, when the text is read.
+    proposal = proposals(target, hosting_of(target), [spec], GuessLimits(12, shape, 3))[1]
+    assert len(proposal.tree) == 12
+    assert proposal.times.forward_count <= 4
+
+
 def test_noise_of_another_place_is_found(target: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """With each step's keys at the step before, the guesses are others."""
 

@@ -1,5 +1,6 @@
 """How much of a device's memory a cache takes, and forwards for which there is none left."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from draft_service.server import DraftSettings
 from outrider.engine.batching import Feed, RowPlan
-from outrider.engine.runner import MIN_PIECE_ROWS, ModelRunner
+from outrider.engine.cache import KVCache
+from outrider.engine.runner import MIN_PIECE_ROWS, Compute, ModelRunner, StepExtension
 from outrider.errors import InvalidRequest
 from target_service.server import TargetSettings
 
@@ -114,3 +116,23 @@ def test_prompts_are_read_in_smaller_pieces_where_memory_is_short(
     most_rows = 9
     assert torch.equal(finish(runner, Feed(prompt, TREE))[0], expected[0])
     close(runner, prompt, other)
+
+
+def test_a_smaller_piece_is_computed_as_its_own_rows_are(folder: Path) -> None:
+    """What an extension has said of the rows that found no memory is not believed of fewer."""
+
+    class FirstPiece(StepExtension):
+        def compute(self, feeds: Sequence[Feed], grants: Sequence[int]) -> Compute | None:
+            return without_memory if grants[0] > 100 else None
+
+    def without_memory(_plan: RowPlan, _cache: KVCache, _wanted: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    runner = ModelRunner.load(str(folder), dtype="float32", kv_tokens=1024)
+    prompt = runner.open(random_ids(200, 1, 257), 200)
+    expected = finish(runner, Feed(prompt, TREE))[0]
+    prompt.free()
+    FirstPiece.in_forwards_of(runner)
+    with capture_logs():
+        assert torch.equal(finish(runner, Feed(prompt, TREE))[0], expected)
+    close(runner, prompt)
