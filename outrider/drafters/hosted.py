@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.drafter import NO_PROPOSAL, DrafterProposal, DrafterSession, GuessLimits
-from outrider.drafters.lines import has_lines, is_plain
+from outrider.drafters.lines import is_plain, line_decoder
 from outrider.drafters.masked import as_wanted
 from outrider.drafters.model_drafter import MODEL, DraftTask, Learn, ModelDrafter, noise_of
 from outrider.drafters.scales import Experience
@@ -186,7 +186,8 @@ class HostedDraft(TaskDraft):
         # In lines (outrider.drafters.lines) more steps cost less than rows that are computed in vain; but all rows of a
         # shape with expansions are wanted, and elsewhere each step is a call.
         is_free = limits.shape is None or not limits.shape.expansions
-        in_lines = is_free and has_lines(self._runner) and is_plain(task.draw_input, wants_logprob=task.wants_logprob)
+        has_lines = is_free and line_decoder(self._runner) is not None
+        in_lines = has_lines and is_plain(task.draw_input, wants_logprob=task.wants_logprob)
         self.task = as_wanted(task, masks, limits.shape, limits.draft_count, room, self._known, one_by_one=in_lines)
 
     def _done(self, caught_up_count: int, task: DraftTask) -> None:

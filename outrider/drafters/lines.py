@@ -65,10 +65,10 @@ class HeadLine:
         hot = [divisor(spec.sampling) for spec in specs]
         keys: Tensor | None = None
         if all(hot):
-            found = keys_below([task.draw_input for task in tasks], depth)
-            keys = torch.from_numpy(np.asarray(found, dtype=np.int64).reshape(depth, len(tasks)))
-        temperatures = torch.tensor([each or 1.0 for each in hot], dtype=torch.float64)
-        scales = torch.tensor([task.line_scale for task in tasks], dtype=torch.float64)
+            keys = torch.from_numpy(keys_below([task.draw_input for task in tasks], depth).reshape(depth, len(tasks)))
+        # By way of numpy, as in key_column.
+        temperatures = torch.from_numpy(np.array([each or 1.0 for each in hot]))
+        scales = torch.from_numpy(np.array([task.line_scale for task in tasks]))
         self._draws = LineDraws(depth, max(task.max_children for task in tasks), temperatures, scales, keys)
         self._levels: list[list[Ranked]] = []
         self.computed_ns = 0
@@ -77,8 +77,8 @@ class HeadLine:
     @classmethod
     def of(cls, runner: ModelRunner, tasks: Sequence[LineTask]) -> Self | None:
         """The next steps of these tasks; None where they are to be made one by one."""
-        decoder = runner.model
-        if not isinstance(decoder, FusedHead) or not has_lines(runner) or not tasks:
+        decoder = line_decoder(runner)
+        if decoder is None or not tasks:
             return None
         depth = min(MAX_DEPTH, *(task.line_depth for task in tasks))
         is_hot = {task.draw_input.spec.sampling.temperature > 0 for task in tasks}
@@ -110,14 +110,15 @@ class HeadLine:
             self._levels.append([*map(Ranked, step_ids, step_shares)])
         return torch.empty(len(self._tasks), 0) if self._levels else self._decoder.forward(plan, cache, wanted)
 
-    def steps(self) -> list[Callable[[], None]]:
+    def steps(self) -> Sequence[Callable[[], None]]:
         """What each task takes."""
         return [partial(task.take_line, levels) for task, *levels in zip(self._tasks, *self._levels, strict=True)]
 
 
-def has_lines(runner: ModelRunner) -> bool:
-    """Whether a runner's steps may be lines: those of a compiled head whose ids are all the tokenizer's."""
-    return isinstance(runner.model, FusedHead) and runner.vocabulary_size == runner.config.vocab_size
+def line_decoder(runner: ModelRunner) -> FusedHead | None:
+    """What makes lines: a compiled head whose ids are all the tokenizer's; None where steps are made one by one."""
+    decoder = runner.model
+    return decoder if isinstance(decoder, FusedHead) and runner.vocabulary_size == runner.config.vocab_size else None
 
 
 def is_plain(draw_input: DrawInput, *, wants_logprob: bool) -> bool:

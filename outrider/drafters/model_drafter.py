@@ -293,16 +293,15 @@ class ModelDrafter:
             self._ahead.go_on([task for task, rows in zip(tasks, result.ranges, strict=True) if rows is not None])
         return True
 
-    def _step(self, tasks: Sequence[DraftTask]) -> tuple[ForwardResult, list[Step], tuple[int, int, int, int, int]]:
+    def _step(self, tasks: Sequence[DraftTask]) -> tuple[ForwardResult, Sequence[Step], tuple[int, ...]]:
         """A forward, the steps of those whose tokens it has cached, and what it cost, for Meter.add."""
         started_ns = time.perf_counter_ns()
         line = HeadLine.of(self._runner, tasks) if self._ahead is None else None
         feeds = [task.draw_input.feed for task in tasks] if line is None else line.feeds
         most_rows = self._pace.begin(feeds, self._runner.max_rows)
-        computes = () if line is None else (line.compute,)
-        result = self._runner.forward(feeds, most_rows, *computes)
+        result = self._runner.forward(feeds, most_rows, None if line is None else line.compute)
         if line is not None and line.num_steps:
-            steps: list[Step] = [*line.steps()]
+            steps: Sequence[Step] = line.steps()
             # All else is once a proposal, however many steps it has, and no part of what one more costs.
             ended_ns, num_rows = started_ns + line.computed_ns, result.num_rows + (line.num_steps - 1) * len(tasks)
             cost = started_ns, ended_ns, num_rows, 0, line.num_steps

@@ -10,7 +10,7 @@ how many is fixed before anything is drawn: the rules that test with distributio
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -351,7 +351,7 @@ def as_tree(
         static = static_shape(rates, max_rows, min(max_depth, shape.max_depth or max_depth), shape.max_width)
     learn_ranks = partial(known.ranks.learn, spec, noise)
     if is_shared:
-        limits = Limits.of(shape, max_rows, max_depth, one_by_one=one_by_one)
+        limits = replace(Limits.of(shape, max_rows, max_depth), one_by_one=one_by_one)
         growth = Growth(limits) if static is None else Filling(static)
         learn = partial(known.scales.learn, spec) if static is None else learn_ranks
         return GrownTask(*common, learn, growth=growth, scale=known.scales.of(spec), **ends)

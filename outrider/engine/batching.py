@@ -206,15 +206,16 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
         ranges.append(range(prefixes[-1].stop, len(wanted)) if is_complete else None)
     slots = row_slots[0] if len(row_slots) == 1 else np.concatenate(row_slots)
     if not branched and not tiles:
-        return Batch(*_plan_of_lists(token_ids, spans, lists, slots, wanted, device), prefixes, ranges)
+        longs = _longs_of_lists(token_ids, spans, lists, wanted)
+        return Batch(*_plan(longs, lists, slots, device), prefixes, ranges)
     rows = _Rows.of_chains(spans, lists)
     if branched:
         rows.add_trees(branched)
     longs = np.array((*token_ids, *wanted), dtype=np.int64)
     key_starts = rows.list_starts[rows.list_of]
     longs = np.concatenate((longs[: len(slots)], rows.positions, key_starts, longs[len(slots) :]))
-    plan, sent_wanted = _shared_plan(rows, longs, slots, tiles, device) if tiles else _plan(rows, longs, slots, device)
-    return Batch(plan, sent_wanted, prefixes, ranges)
+    sent = _shared_plan(rows, longs, slots, tiles, device) if tiles else _plan(longs, rows.key_lists, slots, device)
+    return Batch(*sent, prefixes, ranges)
 
 
 class _Span(NamedTuple):
@@ -316,41 +317,29 @@ class _Rows:
         self.key_lists.append(keys)
 
 
-def _plan_of_lists(
-    token_ids: Sequence[int],
-    spans: Sequence["_Span"],
-    lists: Sequence[NDArray[Any]],
-    slots: Slots,
-    wanted: Sequence[int],
-    device: torch.device,
-) -> tuple[RowPlan, Tensor]:
-    """`_plan` of feeds without branches, each with a list of its own: a step of a few rows is soon over."""
+def _longs_of_lists(
+    token_ids: Sequence[int], spans: Sequence["_Span"], lists: Sequence[NDArray[Any]], wanted: Sequence[int]
+) -> NDArray[np.int64]:
+    """What `_plan` takes of feeds without branches, each with a list of its own: a step of a few rows is soon over."""
     positions, key_starts, begin = list[int](), list[int](), 0
     for span, keys in zip(spans, lists, strict=True):
         positions += range(span.start, span.start + span.num_rows)
         key_starts += [begin] * span.num_rows
         begin += len(keys)
-    longs = np.array((*token_ids, *positions, *key_starts, *wanted), dtype=np.int64)
-    num_rows = len(slots)
-    ints = np.empty(num_rows + begin, dtype=np.int32)
-    np.add(longs[num_rows : 2 * num_rows], 1, out=ints[:num_rows], casting="same_kind")
-    np.concatenate(lists, out=ints[num_rows:], casting="same_kind")
-    sent_ids, sent_positions, starts, sent_wanted = _split(send(longs, device), num_rows)
-    key_counts, key_slots = send(ints, device).split_with_sizes((num_rows, begin))
-    own = sent_ids, sent_positions, send(slots, device)
-    return RowPlan(*own, key_slots, starts, key_counts, max(positions) + 1), sent_wanted
+    return np.array((*token_ids, *positions, *key_starts, *wanted), dtype=np.int64)
 
 
-def _plan(rows: _Rows, longs: NDArray[np.int64], slots: Slots, device: torch.device) -> tuple[RowPlan, Tensor]:
+def _plan(
+    longs: NDArray[np.int64], key_lists: Sequence[NDArray[Any]], slots: Slots, device: torch.device
+) -> tuple[RowPlan, Tensor]:
     """The plan of token ids [R], positions [R], starts of lists [R] and wanted rows, and these rows where it is."""
     num_rows = len(slots)
-    counts = rows.positions + 1
     # Those of one type travel together, because each tensor costs as much as many rows.
-    ints = np.concatenate((counts, *rows.key_lists), dtype=np.int32, casting="same_kind")
+    ints = np.concatenate((longs[num_rows : 2 * num_rows] + 1, *key_lists), dtype=np.int32, casting="same_kind")
     token_ids, positions, key_starts, wanted = _split(send(longs, device), num_rows)
     key_counts, key_slots = send(ints, device).split_with_sizes((num_rows, len(ints) - num_rows))
     own = token_ids, positions, send(slots, device)
-    return RowPlan(*own, key_slots, key_starts, key_counts, int(counts.max())), wanted
+    return RowPlan(*own, key_slots, key_starts, key_counts, int(ints[:num_rows].max())), wanted
 
 
 def _shared_plan(

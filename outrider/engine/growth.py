@@ -57,13 +57,12 @@ class Limits:
     one_by_one: bool = False
 
     @classmethod
-    def of(cls, shape: TreeShape, max_rows: int, max_depth: int, *, one_by_one: bool = False) -> "Limits":
+    def of(cls, shape: TreeShape, max_rows: int, max_depth: int) -> "Limits":
         """Limits that a shape asks for, of at most so many rows at such a depth."""
         if shape.expansions:
-            depth = min(max_depth, len(shape.expansions))
-            return cls(max_rows, depth, max(shape.expansions), shape.expansions, one_by_one=one_by_one)
+            return cls(max_rows, min(max_depth, len(shape.expansions)), max(shape.expansions), shape.expansions)
         max_depth, max_children = min(max_depth, shape.max_depth or max_depth), shape.max_children or MAX_CHILDREN
-        return cls(max_rows, max_depth, max_children, width=shape.max_width, one_by_one=one_by_one)
+        return cls(max_rows, max_depth, max_children, width=shape.max_width)
 
     def children_at(self, depth: int) -> int:
         """Most children of a row at a depth."""

@@ -473,9 +473,9 @@ def reserve(runner: ModelRunner, feed: Feed, with_room: Callable[[Allocate], Non
     """
     runner.check(feed)
     try:
-        feed.session.reserve(feed.num_proposed, feed.start)
+        feed.session.reserve(feed.num_reserved, feed.start)
     except CacheFull:
-        with_room(lambda: feed.session.reserve(feed.num_proposed, feed.start))
+        with_room(lambda: feed.session.reserve(feed.num_reserved, feed.start))
 
 
 def reopen(

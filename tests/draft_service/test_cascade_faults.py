@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -79,8 +80,8 @@ def test_a_row_that_cannot_be_drawn_is_met_as_by_the_draft_alone(
     plain = plain_proposal(runner, spec, 8)
     forward = runner.forward
 
-    def spoiled(feeds: Sequence[Feed], max_prompt_rows: int) -> ForwardResult:
-        result = forward(feeds, max_prompt_rows)
+    def spoiled(feeds: Sequence[Feed], *others: Any) -> ForwardResult:
+        result = forward(feeds, *others)
         for feed, rows in zip(feeds, result.ranges, strict=True):
             for depth, row in enumerate(rows or ()):
                 if len(feed.session) + depth == len(PROMPT) + 3:

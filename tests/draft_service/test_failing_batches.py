@@ -1,6 +1,7 @@
 """A forward that raises, with the device's own thread: the guesses of the others are those of a session alone."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -63,8 +64,8 @@ async def test_only_the_culprit_gets_no_guesses(
     expected = [fresh_guesses(runner, spec, DRAFT_COUNT) for spec in SPECS]
     forward = runner.forward
 
-    def spoiled(feeds: Sequence[Feed], max_prompt_rows: int) -> ForwardResult:
-        result = forward(feeds, max_prompt_rows)
+    def spoiled(feeds: Sequence[Feed], *others: Any) -> ForwardResult:
+        result = forward(feeds, *others)
         first_ids = [feed.session.token_ids[2] for feed in feeds]
         if len(feeds) > 1 or (culprit is not None and first_ids == [SPECS[culprit].token_ids[2]]):
             raise RuntimeError("secret of the device")

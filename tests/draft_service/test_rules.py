@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,8 +118,8 @@ def test_a_row_that_cannot_be_drawn_is_a_guess_of_id_0(
     expected = [proposal_of(runner, each, 4) for each in (spec, other)]
     forward = runner.forward
 
-    def spoiled(feeds: Sequence[Feed], max_prompt_rows: int) -> ForwardResult:
-        result = forward(feeds, max_prompt_rows)
+    def spoiled(feeds: Sequence[Feed], *others: Any) -> ForwardResult:
+        result = forward(feeds, *others)
         for feed, rows in zip(feeds, result.ranges, strict=True):
             if rows is not None and len(feed.session) == 7 and feed.session.token_ids[4] == 90:
                 result.logits[rows.start] = fault
