@@ -4,13 +4,15 @@ import math
 from functools import cache
 
 from gateway.rounds.tuning import PolicyTuning
-from outrider.estimates.row_costs import Average
+from outrider.estimates.row_costs import MOVES, Average
 
 
 class ByLoad:
     """An average for each load, in sessions; loads of the same order share one."""
 
-    def __init__(self) -> None:
+    def __init__(self, moves: float = MOVES) -> None:
+        """As in Average."""
+        self._moves = moves
         self._averages: dict[int, Average] = {}
         self._added: dict[int, int] = {}
         self._counts: dict[int, int] = {}
@@ -19,7 +21,7 @@ class ByLoad:
         """Adds a sample of so many rounds, all of one forward; `now` counts whatever samples grow old by."""
         key = load_key(load)
         if key not in self._averages:
-            self._averages[key] = Average()
+            self._averages[key] = Average(self._moves)
         self._averages[key].add(sample)
         self._added[key] = now
         self._counts[key] = self._counts.get(key, 0) + num_rounds

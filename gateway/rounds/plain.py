@@ -6,7 +6,7 @@ Beside guesses a plain token takes longer than it would alone, so what is seen t
 from gateway.rounds.by_load import ByLoad, load_key
 from gateway.rounds.round import LOOKUP, Round
 from gateway.rounds.tuning import PolicyTuning
-from outrider.estimates.row_costs import RowCosts
+from outrider.estimates.row_costs import ENTRY_MOVES, RowCosts
 
 
 class PlainCosts:
@@ -18,7 +18,7 @@ class PlainCosts:
         self._tuning = tuning
         # In forwards of the same rounds: what else runs on the machine makes both slower, and while sessions guess only
         # forwards are seen.
-        self._token_forwards = ByLoad()
+        self._token_forwards = ByLoad(ENTRY_MOVES)
         self._overhead_us = ByLoad()
         self._asked_overhead_us = ByLoad()
         self._sought: dict[int, int] = {}

@@ -80,10 +80,10 @@ class PolicyTuning:
     most_rests: int = 8
     """Times as long as the first one that a rest is at most: texts change."""
 
-    worth_changing: float = 1.10
+    worth_changing: float = 1.03
     """How much faster guesses must look before sessions that decode plainly begin with them, or they would swing."""
-    worth_keeping: float = 1.05
-    """How much faster they must look to go on: costs are known within some hundredths, and a round's gap is longer."""
+    worth_keeping: float = 1.0
+    """How much faster they must look to go on. A margin would be paid wherever guesses bring less than it."""
     worth_looking: float = 1.05
     """How much faster all sessions together must look with what lookups offer before any of it is taken."""
     most_wait: float = 3.0

@@ -16,9 +16,10 @@ MEMORY = 0.98  # of what was counted, is left after a further test: texts change
 MAX_DRAFT_COUNT = 8  # guesses of a chain, and depth of a tree: the ninth is hardly ever reached
 MAX_TREE_ROWS = 32  # rows of a tree: more are hardly ever worth verifying
 FIRST_RATE, FIRST_WEIGHT = 0.7, 4.0  # of a guess, before any was tested, and its weight in tested tokens
+POOL_MEMORY = 0.995  # of what all sessions together have tested: one text is not like the next, and all should count
 POOL_WEIGHT = 16.0  # of the pool's rate in that of a session, in tested tokens
 HIGHEST = 0.999  # rate of acceptance: no guess is certain, however often it was right
-MAX_PROMISES = 50.0  # trees whose values are averaged, after which old ones are forgotten
+MAX_PROMISES = 100.0  # trees whose values are averaged, after which old ones are forgotten
 
 
 class GuessTally:
@@ -54,7 +55,8 @@ class AcceptanceRates:
 
     def __init__(self, prior: "AcceptanceRates | None" = None) -> None:
         self._prior = prior
-        self._depths = [GuessTally() for _ in range(MAX_DRAFT_COUNT)]
+        memory = POOL_MEMORY if prior is None else MEMORY
+        self._depths = [GuessTally(memory) for _ in range(MAX_DRAFT_COUNT)]
         self._num_changes = 0
         # What was asked for last, which is asked for more often than it changes, and the version that it is of.
         self._rates: list[float] = []
@@ -160,7 +162,7 @@ class TreeGains:
         self._sums = [[*each] for each in FIRST_SUMS]
         self._weights = [[FIRST_WEIGHT] * (MAX_TREE_ROWS + 1) for _ in self._sums]
         # Values that were promised, and rows that were kept.
-        self._kept = GuessTally(MEMORY, FIRST_WEIGHT * FIRST_RATE, FIRST_WEIGHT * FIRST_RATE)
+        self._kept = GuessTally(POOL_MEMORY, FIRST_WEIGHT * FIRST_RATE, FIRST_WEIGHT * FIRST_RATE)
         self.num_promises = 0
 
     def promise(self, tree: TokenTree, count: int, max_depth: int) -> None:

@@ -9,15 +9,18 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Protocol
 
 NUM_SEEDS = 3  # samples of which the median begins an average: one of them may be an outlier
 MOVES = 0.1  # of a further sample's surprise, is believed: a load lasts for some tens of samples
+# Of a number of rows' own samples less is: what is common to all numbers of rows is followed by all of them together.
+ENTRY_MOVES = 0.01
 OUTLIER = 4.0  # a sample counts as so many times what was expected at most
 NUM_SAMPLES = 5  # of the latest, a median counts: two that a busy machine made slow say nothing
 SLOPE_WEIGHT = 0.5  # of what is believed of the cost of a row before there are two entries, in squared rows
-DRIFT = 0.02  # how much of a sample's surprise about one number of rows is believed of all others
+DRIFT = 0.03  # how much of a sample's surprise about one number of rows is believed of all others
 FORGET_STEPS = 300  # a number of rows that none of so many steps had is unknown: the machine may have been busier
 EXACT_ROWS = 32  # larger numbers of rows share an entry with their neighbours
 LEAST_SPREAD = 0.5  # of numbers of rows, in squared rows, with which a step's fixed part is distinguished from its rows
@@ -37,23 +40,29 @@ class CostEstimate(Protocol):
 
 
 class Average:
-    """An exponential moving average that begins with the median of its first samples."""
+    """A mean of samples that begins with the median of the first ones, and then with equal weights for all; later ones
+    count as in an exponential moving average.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, moves: float = MOVES) -> None:
+        """At least `moves` of a sample's surprise are believed."""
         self.known = False
         self.mean = 0.0
+        self._moves = moves
+        self._count = 0
         self._seeds: list[float] | None = []
 
     def add(self, sample: float) -> None:
         if self._seeds is None:
-            self.mean += MOVES * (min(sample, OUTLIER * self.mean + 1.0) - self.mean)
+            self._count += 1
+            self.mean += max(1 / self._count, self._moves) * (min(sample, OUTLIER * self.mean + 1.0) - self.mean)
             return
         self._seeds.append(sample)
         complete = len(self._seeds) == NUM_SEEDS
         if complete or not self.known:
             self.mean = median(self._seeds)
         if complete:
-            self.known, self._seeds = True, None
+            self.known, self._seeds, self._count = True, None, NUM_SEEDS
 
     def renew(self) -> None:
         if self._seeds is None:
@@ -137,11 +146,12 @@ class Metering:
 
 
 # Of a device that others share, where what slows a step slows every other one too.
-TREND = Metering(Average)
+TREND = Metering(partial(Average, ENTRY_MOVES))
 
 
 class RowCosts:
-    """Cost of a step by its rows: an entry for each number that was seen, a straight line between and beyond.
+    """Cost of a step by its rows: an entry for each number that was seen often enough, a straight line between and
+    beyond.
 
     While there is only one entry, a further row costs what it costs in the model table, in proportion, and without that
     a tenth of the entry, or its share where that is less.
@@ -186,31 +196,44 @@ class RowCosts:
         if self.known and self._metering.has_trend:
             expected = self.at(key)
             cost = min(cost, OUTLIER * expected + 1.0)
-            self._scale *= 1 + DRIFT * (cost / max(expected, 1e-9) - 1)
-        entry = self._entries.pop(key, None)
-        if entry is None:
-            entry = self._metering.entry()
-            insort(self._rows, key)
-            self._line.add(key, 0.0)
+            if key in self._rows:
+                self._scale *= 1 + DRIFT * (cost / max(expected, 1e-9) - 1)
+        entry, was_known = self._entries.pop(key, None) or self._metering.entry(), self.known
         # Last, as the one that was seen last.
         self._entries[key] = entry
         before = entry.mean
         entry.add(cost / self._scale)
-        self.known = self.known or entry.known
-        self._line.move(key, entry.mean - before)
+        self.known = was_known or entry.known
+        if self.known and not was_known:
+            # From now on first impressions do not count: one of them may be an outlier.
+            self._rows, self._line = [], Line()
+        if key in self._rows:
+            self._line.move(key, entry.mean - before)
+        elif entry.known or not self.known:
+            insort(self._rows, key)
+            self._line.add(key, entry.mean)
         self._num_steps += 1
         self._seen[key] = self._num_steps
         oldest = next(iter(self._entries))
-        if self._seen.get(oldest, 0) <= self._num_steps - self._metering.forget_steps:
-            self._line.add(oldest, self._entries.pop(oldest).mean, -1.0)
-            self._rows.remove(int(oldest))
+        is_old = self._seen.get(oldest, 0) <= self._num_steps - self._metering.forget_steps
+        if is_old and self._rows != [oldest]:
+            forgotten = self._entries.pop(oldest)
             self._seen.pop(oldest, None)
+            if oldest in self._rows:
+                self._line.add(oldest, forgotten.mean, -1.0)
+                self._rows.remove(int(oldest))
 
     def at(self, rows: float) -> float:
         """Expected cost of a step."""
         entry = self._entries.get(rows)
-        if entry is not None:
-            return self._scale * entry.mean
+        if entry is None:
+            return self._beside(rows)
+        own = self._scale * entry.mean
+        # What is slow once may be an outlier. What is fast once is none.
+        return own if entry.known or not self.known else min(own, self._beside(rows))
+
+    def _beside(self, rows: float) -> float:
+        """Expected cost by the costs of other numbers of rows."""
         if not self._rows:
             return self._metering.unknown
         index = bisect_left(self._rows, rows)

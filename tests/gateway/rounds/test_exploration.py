@@ -109,5 +109,5 @@ def test_guesses_end_only_when_plain_decoding_was_seen() -> None:
     assert trial.is_worth
     trial.judge(0.9, TUNING)
     assert not trial.is_worth
-    trial.judge(1.05, TUNING, is_sure=False)
+    trial.judge(TUNING.worth_changing - 0.01, TUNING, is_sure=False)
     assert not trial.is_worth

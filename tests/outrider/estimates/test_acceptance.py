@@ -1,5 +1,7 @@
 """Acceptance of guesses: by depth, drawn towards a prior, and what trees promise."""
 
+import random
+
 import pytest
 
 from outrider.estimates.acceptance import AcceptanceRates, GuessTally, TreeGains
@@ -98,3 +100,18 @@ def test_rates_follow_whatever_is_learnt() -> None:
         seen.append(session.rates[0])
         assert session.tokens()[1] == 1 + seen[-1]
     assert len(set(seen)) == len(seen)
+
+
+def test_one_text_does_not_stand_for_all() -> None:
+    """After a text whose guesses are bad, all sessions together expect little less; the session itself knows it."""
+    pool = AcceptanceRates()
+    dice = random.Random(3)
+    for _ in range(1_000):
+        pool.observe(dice.random() < 0.45, 1)
+    before, own = pool.rates[0], AcceptanceRates(pool)
+    for _ in range(40):
+        accepted = dice.random() < 0.15
+        own.observe(accepted, 1)
+        pool.observe(accepted, 1)
+    assert own.rates[0] < 0.3
+    assert before - 0.09 < pool.rates[0] < before

@@ -1,5 +1,8 @@
 """Costs of steps by their rows: averages, tables, lines, and outliers."""
 
+import random
+from math import sqrt
+
 import pytest
 
 from outrider.estimates.row_costs import TREND, Average, Line, Metering, RecentMedian, RowCosts
@@ -26,6 +29,17 @@ def test_a_renewed_average_keeps_the_old_value_until_it_knows_better() -> None:
     assert average.mean == before > 40
     average.add(2.0)
     assert average.mean == 2
+
+
+def test_an_average_is_the_mean_of_few_samples_and_follows_when_there_were_many() -> None:
+    """Later ones weigh as much as the first ones, until so many are known that the rest is forgotten."""
+    average = Average(0.01)
+    for number in range(60):
+        average.add(90.0 + 20.0 * (number % 2))
+    assert average.mean == pytest.approx(100, abs=1)
+    for _ in range(300):
+        average.add(200.0)
+    assert 190 < average.mean < 200
 
 
 def test_a_table_is_not_bent_by_an_outlier() -> None:
@@ -86,6 +100,63 @@ def test_a_slower_machine_is_slower_for_every_number_of_rows() -> None:
         table.add(1, 2000)
     assert table.at(1) > 1900
     assert 4400 < table.at(40) < 8000
+
+
+def busy(dice: random.Random, cost: float) -> float:
+    """A time on a machine with other work, which is a fifth longer or shorter, and now and then as long again."""
+    return cost * dice.lognormvariate(-0.02, 0.2) * (1.7 if dice.random() < 0.04 else 0.97)
+
+
+def wrong_share(seed: int) -> float:
+    """Root mean square of the error of the quotient of what is seen seldom and what is seen often."""
+    dice, table, wrong = random.Random(seed), RowCosts(), []
+    table.begin({1: 6_200, 2: 6_600, 3: 7_000})
+    for step in range(6_000):
+        rows = 1 if step % 130 < 2 else 3
+        table.add(rows, busy(dice, {1: 6_200, 3: 7_000}[rows]))
+        wrong.append(table.at(1) / table.at(3) * 7_000 / 6_200 - 1)
+    return sqrt(sum(each**2 for each in wrong[500:]) / len(wrong[500:]))
+
+
+def test_noise_does_not_part_what_is_seen_seldom_from_what_is_seen_often() -> None:
+    """Whether guesses are worth it is a quotient of both, which may be wrong by a few hundredths."""
+    assert sum(map(wrong_share, range(1, 7))) / 6 < 0.04
+
+
+def test_a_machine_that_slows_down_is_followed_by_what_was_not_seen_since() -> None:
+    """Within a hundred steps by more than half, whatever had been learnt before."""
+    dice, table = random.Random(5), RowCosts()
+    table.begin({1: 6_200, 3: 7_000})
+    for _ in range(1_000):
+        table.add(3, busy(dice, 7_000))
+    table.add(1, 6_200)
+    before = table.at(1)
+    for _ in range(100):
+        table.add(3, busy(dice, 1.25 * 7_000))
+    assert 1.125 < table.at(1) / before < 1.35
+
+
+def test_what_was_slow_once_is_believed_when_it_was_slow_more_often() -> None:
+    """A first outlier would keep rows from being tried again. What was fast once is so, and the third time settles."""
+    table = RowCosts()
+    table.begin({1: 1_000, 3: 1_200})
+    table.add(2, 3_000)
+    assert table.at(2) == pytest.approx(1_100)
+    table.add(2, 3_000)
+    table.add(2, 3_000)
+    assert table.at(2) == pytest.approx(3_000)
+    table.add(5, 700)
+    assert table.at(5) == pytest.approx(700)
+
+
+def test_the_last_number_of_rows_that_is_known_is_kept_however_old() -> None:
+    """Many that were seen twice or less do not take its place."""
+    table = RowCosts()
+    table.begin({1: 1_000})
+    for doubling in range(30):
+        for sixteenth in range(16, 32):
+            table.add(sixteenth << (2 + doubling), 5_000)
+    assert table.at(1) == pytest.approx(1_000, rel=0.01)
 
 
 METERINGS = (TREND, Metering(RecentMedian, has_trend=False, forget_steps=64))
