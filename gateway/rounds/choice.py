@@ -91,6 +91,8 @@ class Table:
     is_plain_due: bool = False
     needs_plain: bool = False
     """Whether it is to be seen what plain decoding costs, because it may be faster."""
+    least_gain: float = 1.0
+    """How many times as fast as plain decoding a session's own guesses must look."""
     rest: float = 0.0
     """Plain tokens for which there should be no guesses, because all sessions together were slower with them."""
     worth: frozenset[DrafterId] = frozenset()
@@ -142,7 +144,7 @@ def _compared(table: Table, tuning: PolicyTuning) -> Choice:
         if table.is_probe_due:
             return _asked(best, table, Case.PROBE, tuning)
         return Choice(0, tuning.plain_budget, case=Case.NOT_WORTH, table=table)
-    if best.drafter not in table.allowed or best.speed * plain_us[best.drafter] <= tuning.worth_keeping:
+    if best.drafter not in table.allowed or best.speed * plain_us[best.drafter] <= table.least_gain:
         return Choice(0, tuning.short_budget, case=Case.PLAIN_FASTER, table=table)
     if table.needs_plain or (table.is_ready and table.is_plain_due):
         budget = tuning.short_budget if table.needs_plain else tuning.measured_budget

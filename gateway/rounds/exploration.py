@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gateway.rounds.choice import Case, Choice
 from gateway.rounds.costs import RoundCosts, SessionEstimates
 from gateway.rounds.round import DrafterId
-from gateway.rounds.tuning import PolicyTuning
+from gateway.rounds.tuning import Margin, PolicyTuning
 
 
 @dataclass(slots=True)
@@ -41,12 +41,12 @@ class Trial:
         if self.allowed < num_sessions and self.rounds_allowed >= 2 * self.allowed:
             self.rounds_allowed, self.allowed = 0, 2 * self.allowed
 
-    def judge(self, gain: float, tuning: PolicyTuning, *, is_sure: bool = True) -> None:
+    def judge(self, gain: float, margin: Margin, *, is_sure: bool = True) -> None:
         """Looks whether guesses are worth it, which are so many times as fast; else the next time begins with one.
 
         What is not sure ends nothing.
         """
-        least = tuning.worth_keeping if self.is_worth else tuning.worth_changing
+        least = margin.keeping if self.is_worth else margin.changing
         self.is_worth = gain > least or (self.is_worth and not is_sure)
         if not self.is_worth:
             self.allowed, self.rounds_allowed = 1, 0
@@ -91,6 +91,7 @@ class Exploration:
 
         `hope` is how many times as fast as plain decoding its guesses may be, for all that is known.
         """
+        changing = self._tuning.margin(self._costs.load).changing
         for drafter in drafters:
             trial = self.trials[drafter]
             if trial.explorer not in {None, session}:
@@ -98,7 +99,7 @@ class Exploration:
             # More tests of one that does not look worth it may change that.
             wanted = self._tuning.least_tests * min(self._costs.load, self._tuning.most_explorers)
             is_tested = trial.is_worth or trial.num_rounds >= wanted
-            if not self._costs.is_known(drafter) or (not is_tested and hope(drafter) > self._tuning.worth_changing):
+            if not self._costs.is_known(drafter) or (not is_tested and hope(drafter) > changing):
                 return drafter
         return None
 

@@ -168,6 +168,7 @@ class SpeculationPolicy:
             exploration.other_turn,
             exploration.is_probe_due,
             exploration.is_plain_due,
+            least_gain=self.tuning.margin(self.costs.load).keeping,
             rest=self.rest,
             needs_plain=1.0 < gain < self.tuning.sure_gain,
             worth=frozenset(filter(self.is_worth, known)),
@@ -198,7 +199,8 @@ class SpeculationPolicy:
             costs = {count: self.costs.round_us(drafter, count) for count in (0, *estimates.counts)}
             self._round_us[drafter] = costs
             gain = _gain(estimates.tokens(), costs)
-            self._exploration.trials[drafter].judge(gain, self.tuning, is_sure=self.costs.knows_plain)
+            margin = self.tuning.margin(self.costs.load)
+            self._exploration.trials[drafter].judge(gain, margin, is_sure=self.costs.knows_plain)
         tokens, first_depth = estimates.tokens(own), self.tuning.first_tree[1]
         acceptance, first_places = estimates.acceptance, self.tuning.first_places
         depths = estimates.depths if drafter.makes is Makes.TREE else dict.fromkeys(estimates.counts, 0)

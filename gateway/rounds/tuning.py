@@ -1,8 +1,25 @@
 """Constants that the choice of guesses is tuned with, each with its reason."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outrider.estimates.acceptance import MAX_DRAFT_COUNT, MAX_TREE_ROWS
+
+
+class Margin(NamedTuple):
+    """How many times as fast as plain decoding guesses must look: for sessions that decode plainly to begin with them,
+    and for those that have some to go on.
+    """
+
+    changing: float
+    keeping: float
+
+
+# Of one session on a target, whose wrong choice harms no other. A wider one would be paid wherever guesses bring less.
+ALONE = Margin(changing=1.03, keeping=1.0)
+# Of several, which change together: costs are known within some hundredths, they would swing, and prompts wait for
+# rounds with guesses, whose gaps are longer.
+SHARED = Margin(changing=1.10, keeping=1.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +97,8 @@ class PolicyTuning:
     most_rests: int = 8
     """Times as long as the first one that a rest is at most: texts change."""
 
-    worth_changing: float = 1.03
-    """How much faster guesses must look before sessions that decode plainly begin with them, or they would swing."""
-    worth_keeping: float = 1.0
-    """How much faster they must look to go on. A margin would be paid wherever guesses bring less than it."""
+    margin_alone: Margin = ALONE
+    margin_shared: Margin = SHARED
     worth_looking: float = 1.05
     """How much faster all sessions together must look with what lookups offer before any of it is taken."""
     most_wait: float = 3.0
@@ -120,6 +135,10 @@ class PolicyTuning:
     """Share of them above which a forward has rows that are no drafter's."""
     one_group: float = 0.8
     """Share above which the target serves all in one group."""
+
+    def margin(self, load: int) -> Margin:
+        """The margin of guesses where so many sessions share a target."""
+        return self.margin_shared if load > 1 else self.margin_alone
 
 
 TUNING = PolicyTuning()

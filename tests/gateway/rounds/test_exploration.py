@@ -35,7 +35,7 @@ def test_bad_luck_is_told_from_bad_guesses() -> None:
     made = exploration()
     made._costs.begin({1: 1000.0}, {HEAD: {1: 10.0}})
     made._costs.of(HEAD)
-    made.trials[HEAD].judge(0.9, TUNING)
+    made.trials[HEAD].judge(0.9, TUNING.margin_alone)
     first, second = SessionEstimates({}), SessionEstimates({})
     assert made.unknown([HEAD], first, no_hope) is None
     assert made.unknown([HEAD], first, lambda drafter: 1.2) == HEAD
@@ -92,22 +92,32 @@ def test_sessions_begin_to_draft_in_ever_larger_groups() -> None:
         trial.ramp(num_sessions=5, explorer_rounds=4)
         allowed.append(trial.allowed)
     assert allowed == [1, 2, 2, 2, 2, 4, 4, 4, 4, 4, 4, 4, 4, 8]
-    trial.judge(TUNING.worth_keeping - 0.01, TUNING)
+    margin = TUNING.margin(5)
+    trial.judge(margin.keeping - 0.01, margin)
     assert (trial.is_worth, trial.allowed) == (False, 1)
-    trial.judge(TUNING.worth_changing - 0.01, TUNING)
+    trial.judge(margin.changing - 0.01, margin)
     assert not trial.is_worth
-    trial.judge(TUNING.worth_changing + 0.01, TUNING)
+    trial.judge(margin.changing + 0.01, margin)
     assert trial.is_worth
-    trial.judge(TUNING.worth_keeping + 0.01, TUNING)
+    trial.judge(margin.keeping + 0.01, margin)
     assert trial.is_worth
 
 
 def test_guesses_end_only_when_plain_decoding_was_seen() -> None:
     """What a model of plain decoding says ends nothing, and begins nothing that is not clearly worth it."""
-    trial = Trial()
-    trial.judge(0.9, TUNING, is_sure=False)
+    trial, margin = Trial(), TUNING.margin(1)
+    trial.judge(0.9, margin, is_sure=False)
     assert trial.is_worth
-    trial.judge(0.9, TUNING)
+    trial.judge(0.9, margin)
     assert not trial.is_worth
-    trial.judge(TUNING.worth_changing - 0.01, TUNING, is_sure=False)
+    trial.judge(margin.changing - 0.01, margin, is_sure=False)
     assert not trial.is_worth
+
+
+def test_one_session_needs_less_of_a_gain_than_several() -> None:
+    """Guesses that look 5 % faster are begun with where nobody else waits for them, and not where others do."""
+    alone, shared = Trial(), Trial()
+    for trial, load in ((alone, 1), (shared, 4)):
+        trial.judge(0.9, TUNING.margin(load))
+        trial.judge(1.05, TUNING.margin(load))
+    assert (alone.is_worth, shared.is_worth) == (True, False)
