@@ -11,7 +11,7 @@ class ByLoad:
     """An average for each load, in sessions; loads of the same order share one."""
 
     def __init__(self, moves: float = MOVES) -> None:
-        """As in Average."""
+        """At least `moves` of a sample's surprise are believed, however many there were before."""
         self._moves = moves
         self._averages: dict[int, Average] = {}
         self._added: dict[int, int] = {}
