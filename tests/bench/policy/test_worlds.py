@@ -83,7 +83,7 @@ def test_guesses_that_slow_all_down_in_a_way_that_no_forward_shows_end(drafter: 
 
 def test_only_the_account_sees_what_a_draft_services_guesses_cost_so() -> None:
     """Waiting for the forwards of others is no cost of theirs; for a hosted drafter the time of its rounds shows it."""
-    simulated = slowed(ANY_DRAFT, 12e3)
+    simulated = slowed(ANY_DRAFT, 20e3)
     assert lasting_speed(simulated, "account") < 0.85 * speed(simulated, FixedChoice(), 4, 5.0)
 
 
