@@ -162,11 +162,12 @@ class RowCosts:
         """Whether there is an entry that is more than a first impression."""
         self._model = model
         self._metering = metering
+        # Numbers of rows whose entries count: first impressions do while there is nothing else.
         self._rows: list[int] = []
         self._entries: dict[float, CostEstimate] = {}
         self._seen: dict[float, int] = {}  # the step that had so many rows last
         self._scale = 1.0
-        # Through all entries, without the scale.
+        # Through all entries that count, without the scale.
         self._line = Line()
         self._num_steps = 0
 
@@ -205,7 +206,7 @@ class RowCosts:
         entry.add(cost / self._scale)
         self.known = was_known or entry.known
         if self.known and not was_known:
-            # From now on first impressions do not count: one of them may be an outlier.
+            # From now on they do not: one of them may be an outlier.
             self._rows, self._line = [], Line()
         if key in self._rows:
             self._line.move(key, entry.mean - before)
