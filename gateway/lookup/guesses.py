@@ -23,7 +23,8 @@ from outrider.token_tree import TokenTree
 GRAMMAR = "grammar"
 MIN_FORCED = 2
 # What finding it may cost a request, in seconds of the processor, on the loop that all requests share. A look at a
-# grammar that a person would write takes a tenth of a millisecond, and at an ambiguous one up to a hundred times that.
+# grammar that a person would write takes a tenth of a millisecond, and at an ambiguous one up to a hundred times that;
+# one look alone may be slow by chance, as where memory is cleaned up in its midst.
 FREE_LOOK_S = 0.001
 MAX_FORCED_S = 0.004
 
@@ -57,11 +58,14 @@ class LookupGuesses:
         clock_s: Callable[[], float] = time.thread_time,
     ) -> None:
         """Proposals fit the rule, and have at most max_rows rows. What a grammar forces comes before what is found,
-        until looks at the grammar took 4 ms in all beyond a free millisecond each, by a clock of this thread alone.
+        until looks at the grammar took 4 ms in all beyond a free millisecond each, by a clock of this thread alone;
+        of two looks that follow each other the faster one counts.
         """
         self._session = session
         self._grammar = grammar
+        self._forced: Sequence[int] = ()
         self._left_s = MAX_FORCED_S
+        self._last_look_s = 0.0
         self._clock_s = clock_s
         self._output: list[int] = []
         self._rule = rule
@@ -85,14 +89,7 @@ class LookupGuesses:
 
         Rows that are worth `least` or less are left out, and where it is infinite nothing is searched for.
         """
-        forced: Sequence[int] = ()
-        if self._grammar is not None:
-            # Tokens that the grammar leaves no choice about, until looking for them has cost too much.
-            began_s = self._clock_s()
-            forced = self._grammar.forced(self._output)[: min(room, self._max_rows)]
-            self._left_s -= max(self._clock_s() - began_s - FREE_LOOK_S, 0.0)
-            if self._left_s < 0:
-                self._grammar = None
+        forced = self._look_for_forced(min(room, self._max_rows))
         if len(forced) >= MIN_FORCED:
             # They have all there is of probability, by the mask that the target draws with.
             tree = TokenTree(tuple(forced), tuple(range(len(forced))), values=(1.0,) * len(forced))
@@ -102,6 +99,18 @@ class LookupGuesses:
             is_chain = self._rule.needs_distributions
             self._look = self._session.look(self._max_rows, room, least, chain=is_chain)
         return self._look
+
+    def _look_for_forced(self, room: int) -> Sequence[int]:
+        """At most `room` tokens that the grammar leaves no choice about, until finding them has cost too much."""
+        if self._grammar is not None and room and len(self._forced) < MIN_FORCED:
+            began_s = self._clock_s()
+            self._forced = self._grammar.forced(self._output)
+            took_s = max(self._clock_s() - began_s - FREE_LOOK_S, 0.0)
+            self._left_s -= min(took_s, self._last_look_s)
+            self._last_look_s = took_s
+            if self._left_s < 0:
+                self._grammar = None
+        return self._forced[:room]
 
     def proposal(self, count: int) -> Proposal:
         """The best `count` rows of what was found."""
@@ -114,6 +123,9 @@ class LookupGuesses:
     def commit(self, token_ids: Sequence[int]) -> None:
         """Learns from committed tokens, whether or not what was found had been proposed."""
         self._output += token_ids
+        # What follows in a forced run is forced too.
+        length = len(token_ids)
+        self._forced = self._forced[length:] if list(self._forced[:length]) == list(token_ids) else ()
         if self._session is None:
             self._look = NOTHING
         else:
