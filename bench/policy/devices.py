@@ -253,7 +253,10 @@ class TargetDevice(Device):
         hosted = {each for each in batch if each.hosted is not None and not each.tree and each.own.count}
         for session in hosted:
             session.own_us, session.own_rows = 0.0, 0
-            session.guess(session.own)
+            # Chains end with the room for them, and so does how deep trees are.
+            room = session.max_len - session.target_len - 1
+            own = session.own
+            session.guess(own if own.shape is not None else replace(own, count=min(own.count, room)))
         self._guess(batch, hosted, 0)
 
     def _guess(self, batch: list["SimulatedSession"], hosted: set["SimulatedSession"], depth: int) -> None:
@@ -345,7 +348,7 @@ class SimulatedSession:
         self.limit = self.target_limit = PROMPT_LEN
         self.tree = EMPTY
         self.chance: Callable[[int, int], float] = lambda depth, rank: 0.0
-        self.own = GuessRequest()
+        self.own = self.asked_own = GuessRequest()
         self.own_us, self.own_rows = 0.0, 0
         self.queue_us = 0.0
         self.is_prompt = True
@@ -442,7 +445,9 @@ class SimulatedSession:
         """Sends a proposal, or lets the target go on, where there is anything to send."""
         base_len, proposal, own = len(self.log), self.proposal, self.plan.asked(Place.HOSTED)
         budget = self.plan.plain_budget
-        if proposal.tree or not outstanding or (budget and 2 * outstanding <= budget and self.limit < self.max_len):
+        goes_further = own != self.asked_own or (2 * outstanding <= budget and self.limit < self.max_len)
+        if proposal.tree or not outstanding or (budget and goes_further):
+            self.asked_own = own
             look_chance, by_drafter = self.passages.chance, self.chance_of(proposal.drafter)
             is_looked = proposal.drafter == LOOKUP or not proposal.tree
             chance = (lambda depth, rank: look_chance) if is_looked else by_drafter

@@ -136,8 +136,12 @@ class RoundCosts(TargetCosts):
             # Rounds for a token, with a lookup's guesses and without.
             looks, others = offer.share / offer.tokens, (1 - offer.share) / tokens
             rows = (looks * (1 + offer.rows) + others * base_rows) / (looks + others)
+            # Forwards in which nobody has looked cost what they did: a table is no line, and rows come many at once.
+            none = (others / (looks + others)) ** load
+            rows = load * (rows - none * base_rows) / (1 - none)
+            looked_us = none * forward_us + (1 - none) * self.verify_us.at(rows)
             # A little more than the table says: near the best price all are about as fast, and fewer rows are sure.
-            verify_us = forward_us + self.tuning.dear_rows * (self.verify_us.at(load * rows) - forward_us)
+            verify_us = forward_us + self.tuning.dear_rows * (looked_us - forward_us)
             spent_us = looks * (verify_us + overhead_us) + others * (base_us - forward_us + verify_us)
             if spent_us * fastest < 1 - 1e-9:
                 price, fastest = floor, 1 / max(spent_us, 1e-9)
@@ -176,7 +180,7 @@ class RoundCosts(TargetCosts):
         """
         self._rounds_since_trial = 0 if is_trial else self._rounds_since_trial + 1
         proposal, is_usual = committed.proposal, 2 * num_drafting >= num_sessions
-        if self.observe_forward(committed):
+        if self.observe_forward(committed, num_sessions):
             if committed.ahead is not None:
                 self.of(committed.ahead.drafter).observe_ahead(committed, committed.ahead, is_usual=is_usual)
             else:

@@ -121,6 +121,8 @@ class RoundPlanner:
         come from the same.
         """
         self._plain_plan = RoundPlan()
+        self._planned_room = 0
+        """Tokens that had room after the verdict that was last planned: no budget is larger."""
         self._unasked = False
         self._look: Sequence[float] = ()
         self._num_looks = 0
@@ -201,7 +203,7 @@ class RoundPlanner:
             self._halts, self.choice = outstanding > 0, looked
             return RoundPlan((GuessRequest(LOOKUP, looked.draft_count),))
         is_vain = self.choice.case in WANTED and not self._policy.is_worth(self.choice.drafter)
-        if 2 * outstanding > self._plain_plan.plain_budget > 0 and not is_vain:
+        if 2 * outstanding > min(self._plain_plan.plain_budget, self._planned_room) > 0 and not is_vain:
             # Nothing is sent in the first half of a stretch, so there is nothing to choose at every token; unless its
             # guesses have turned out to be worth nothing.
             self._unasked = True
@@ -214,6 +216,7 @@ class RoundPlanner:
         past_context = draft.context_len is not None and log_len + 1 > draft.context_len
         obstacle = FallbackReason.DRAFT_CONTEXT if past_context else draft.obstacle
         ready = not (is_first or (not own and (outstanding or obstacle)))
+        self._planned_room = self.room(log)
         # The room is how deep guesses may lie, and a tree may have more of them.
         choice = self._next or self._choose(min(limit, 1) * self._max_draft_count, ready=ready)
         self._next, self._unasked = None, outstanding > 0
@@ -223,11 +226,9 @@ class RoundPlanner:
             return RoundPlan(fallback_reason=None if is_first else self._plain_plan.fallback_reason)
         self.choice = choice
         if not asks:
-            # A stretch in which the target guesses goes on without at once, and not only when half of it is left.
-            least = 2 * outstanding if self._plain_plan.guesses else 0
-            return self._plain(max(choice.plain_budget, least))
+            return self._plain(choice.plain_budget)
         if choice.drafter.place is Place.HOSTED:
-            return self._hosted_plan(choice, limit, is_hosting, is_first)
+            return self._hosted_plan(choice, is_hosting, is_first)
         return self._draft_plan(choice, log, draft, obstacle, len(look))
 
     def complete(self, plan: RoundPlan, drafted: Proposal, found: Proposal) -> Proposal:
@@ -333,7 +334,7 @@ class RoundPlanner:
             asked = self._asked = GuessRequest(ahead, count, None, branch_count, plain_on_miss, self._went_on)
         return RoundPlan((asked, *looked))
 
-    def _hosted_plan(self, choice: Choice, limit: int, is_hosting: bool, is_first: bool) -> RoundPlan:
+    def _hosted_plan(self, choice: Choice, is_hosting: bool, is_first: bool) -> RoundPlan:
         """The target guesses and goes on unasked, in short stretches while it is only tried.
 
         After the prompt's own pass it goes on at once, unless something is to be tried: that waits for its turn.
@@ -343,8 +344,8 @@ class RoundPlanner:
         shape = None
         if self._hosted is not None and self._hosted.makes is Makes.TREE:
             shape = self._drafting.shape or (TreeShape() if choice.drafter.makes is Makes.TREE else None)
-        # A tree is limited in depth by the room, as that of a draft service is.
-        count = min(choice.draft_count, limit if shape is None else self._max_draft_count)
+        # The target limits guesses by the room that there is when it makes them, so that a stretch is asked for once.
+        count = min(choice.draft_count, self._max_draft_count)
         guesses = (GuessRequest(choice.drafter, count, shape),)
         if is_first:
             if choice.rounds > 1:

@@ -41,6 +41,8 @@ class SpeculationPolicy:
         self.costs = RoundCosts(tuning)
         self._exploration = Exploration(self.costs, tuning)
         self._sessions: dict[SessionEstimates, None] = {}
+        self._others = 0
+        """Sessions of other gateways on the target, by its last verdict."""
         self._num_drafting = 0
         # Costs of rounds by drafter and K; they hold for some rounds, because they take long to compute.
         self._round_us: dict[DrafterId, Mapping[int, float]] = {}
@@ -49,6 +51,8 @@ class SpeculationPolicy:
         self._row_price: float | None = None
         """Price of a row for a lookup, which holds as long."""
         self._num_observed = 0
+        self._table_load = 1
+        """Load of these tables."""
 
     def session(self, *drafters: DrafterId) -> SessionEstimates:
         """A session that may have these drafters, of which it begins with what is known of all."""
@@ -71,8 +75,11 @@ class SpeculationPolicy:
         return self._exploration.pick(drafters, speed)
 
     def enter(self, session: SessionEstimates) -> None:
-        """A session is at work until it leaves."""
+        """A session is at work until it leaves, and counts at once: many may begin before the target says so."""
         self._sessions[session] = None
+        self.costs.load = max(1, self._others + len(self._sessions))
+        if self.costs.load != self._table_load:
+            self._forget_tables()
 
     def leave(self, session: SessionEstimates) -> None:
         """A session has ended; without an effect for one that has left."""
@@ -80,6 +87,8 @@ class SpeculationPolicy:
             self.mark(session, is_drafting=False)
             del self._sessions[session]
             self._exploration.leave(session)
+            # Tables are made anew with the next round, because another session often takes its place at once.
+            self.costs.load = max(1, self._others + len(self._sessions))
 
     def mark(self, session: SessionEstimates, *, is_drafting: bool) -> None:
         """A session drafts from now on, or does not."""
@@ -96,7 +105,7 @@ class SpeculationPolicy:
         verdict = committed.verdict
         if self._numerics_id and (self._numerics_id, self.address) != (verdict.numerics_id, verdict.address):
             return
-        load, proposal, num_sessions = self.costs.load, committed.proposal, len(self._sessions)
+        proposal, num_sessions = committed.proposal, len(self._sessions)
         self.costs.observe(
             committed,
             session,
@@ -115,13 +124,19 @@ class SpeculationPolicy:
             self._exploration.pay(max(self.costs.lost_us(committed), self.tuning.probe_loss * committed.round_us))
         elif proposal.fallback_reason:
             self._exploration.pay(self.costs.lost_us(committed))
-        is_new_load = self.costs.load != load
+        self._others = max(0, self.costs.load - num_sessions)
         self._num_observed += 1
-        if is_new_load or self._num_observed >= self.tuning.table_rounds * self.costs.load:
-            self._round_us.clear()
-            self._branch_counts.clear()
-            self._row_price = None
-            self._num_observed = int(is_new_load)
+        if self.costs.load != self._table_load:
+            self._forget_tables()
+            self._num_observed = 1
+        elif self._num_observed >= self.tuning.table_rounds * self.costs.load:
+            self._forget_tables()
+
+    def _forget_tables(self) -> None:
+        self._round_us.clear()
+        self._branch_counts.clear()
+        self._row_price = None
+        self._num_observed, self._table_load = 0, self.costs.load
 
     def choose(self, limit: int, session: SessionEstimates | None = None, *, ready: bool = True) -> Choice:
         """The best K in [0, limit], or now and then one that keeps the estimates of the other side alive.

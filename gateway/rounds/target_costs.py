@@ -49,10 +49,13 @@ class TargetCosts:
         limits = self.most_branches, most_within(tuning.branch_bytes, draft_count), tuning.branch_rows // self.load
         return max(1, min(limits))
 
-    def observe_forward(self, committed: Round) -> bool:
-        """Learns what a forward costs, and the load; returns whether the round's own time says what rounds take."""
+    def observe_forward(self, committed: Round, num_sessions: int) -> bool:
+        """Learns what a forward costs, and the load; returns whether the round's own time says what rounds take.
+
+        `num_sessions` are at work here, of which the target may not have heard yet.
+        """
         verdict, rows = committed.verdict, rows_of(committed)
-        self.load = max(verdict.session_count, 1)
+        self.load = max(verdict.session_count, num_sessions, 1)
         forward = rows, verdict.compute_us
         self._num_repeats = self._num_repeats + 1 if forward == self._forward else 0
         self._forward = forward

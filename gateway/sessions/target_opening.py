@@ -14,6 +14,7 @@ from outrider.errors import InvalidRequest, ProtocolViolation
 from outrider.parameters import SessionSpec
 from outrider.rpc.errors import session_error_from
 from outrider.rpc.messages.tree import shape_message, tree_from, write_tree
+from outrider.token_tree import TreeShape
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1 import types_pb2
 
@@ -53,6 +54,7 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         self.vocabulary_size = info.vocabulary_size
         self._limit = 0  # committed length up to which the target may go on its own
         self._largest_limit = 0  # that it was ever given: what is taken back, it may have used before it knew
+        self._own = self._own_asked(NO_REQUEST)  # guesses that its own drafter makes for each verdict
         self._early: dict[int, pb.VerifyResponse] = {}
         self._ahead_len = 0  # length of the verdict after which branches may follow
         self._ahead = NO_REQUEST  # with what they were asked for
@@ -110,11 +112,15 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
             self.send_step(proposal, plain_budget, own)
         elif not outstanding:
             self.send_step(proposal, plain_budget, own)
-        elif budget and 2 * outstanding <= budget and self._limit < self._spec.max_len:
+        elif budget and (self._own_asked(own) != self._own or self._may_extend(outstanding, budget)):
             message = self._next_message(budget)
             message.acknowledge.plain_budget = budget
             self._ask_own(message.acknowledge, own)
             self.send(message)
+
+    def _may_extend(self, outstanding: int, budget: int) -> bool:
+        """Whether a stretch that goes on as it is has come so far that more of it should be allowed."""
+        return 2 * outstanding <= budget and self._limit < self._spec.max_len
 
     def send_step(self, proposal: Proposal, plain_budget: int, own: GuessRequest) -> None:
         """Opens, or asks for the verdict on the log's length, which a target that has given it gives once more."""
@@ -183,10 +189,16 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
     def end(self, fence: types_pb2.Fence) -> None:
         self.close(pb.VerifyRequest(fence=fence, close=types_pb2.CloseSession()))
 
+    def _own_asked(self, own: GuessRequest) -> tuple[int, TreeShape | None]:
+        """Number and shape of guesses, None for a chain, as far as the target's drafter makes them."""
+        count = min(own.count, self._max_own_count) if self.drafter else 0
+        return count, own.shape if count and self._makes_trees else None
+
     def _ask_own(self, message: pb.TargetStep | pb.Acknowledge, own: GuessRequest) -> None:
-        message.own_draft_count = min(own.count, self._max_own_count) if self.drafter else 0
-        if own.shape is not None and message.own_draft_count and self._makes_trees:
-            message.own_shape.CopyFrom(shape_message(own.shape))
+        self._own = count, shape = self._own_asked(own)
+        message.own_draft_count = count
+        if shape is not None:
+            message.own_shape.CopyFrom(shape_message(shape))
 
     def _next_message(self, plain_budget: int) -> pb.VerifyRequest:
         """A message on the log's length, to be filled in place; notes how far it lets the target go."""

@@ -63,16 +63,26 @@ def test_what_is_to_be_tried_waits_for_its_turn() -> None:
 
 
 def test_stretches_are_extended_in_their_second_half() -> None:
-    """With K for what comes; in their first half nothing is said."""
+    """With K for what comes; in their first half nothing is said. What has no room the target leaves out itself."""
     planner, stretch = planner_of(4), asking(4, TUNING.hosted_budget)
     assert planner.plan(log_of(3), 0, AWAY, "own") == stretch
     assert planner.plan(log_of(8), TUNING.hosted_budget - 5, AWAY, "own") == RoundPlan()
     assert planner.plan(log_of(40), TUNING.hosted_budget // 2, AWAY, "own") == stretch
-    assert planner.plan(log_of(497), 0, AWAY, "own") == asking(2, TUNING.hosted_budget)
+    assert planner.plan(log_of(497), 0, AWAY, "own") == stretch
+
+
+def test_what_is_left_of_an_answer_is_no_reason_to_choose_at_every_token() -> None:
+    """A stretch that reaches to its end is looked at when a half of that is left, a quarter, and so on."""
+    planner = RoundPlanner(SpeculationPolicy(), 0, 500, 64, Drafting((OWN,)))
+    planned = []
+    for log_len in range(460, 500):
+        plan = planner.plan(log_of(log_len), 0 if log_len == 460 else 500 - log_len, AWAY, "own")
+        planned += [500 - log_len] if plan.plain_budget else []
+    assert planned == [40, 16, 7, 3, 1]
 
 
 def test_a_stretch_ends_when_its_guesses_turn_out_to_be_worth_nothing() -> None:
-    """At once, and for plain tokens that begin before the stretch would have been extended."""
+    """At once, and not when it would have been extended."""
     planner = planner_of(None)
     policy = planner._policy
     policy.costs.begin({1: 10_000.0, 8: 10_100.0}, {OWN: {1: 100.0}})
@@ -87,8 +97,8 @@ def test_a_stretch_ends_when_its_guesses_turn_out_to_be_worth_nothing() -> None:
     policy.candidates(OWN, 8)
     assert not policy.is_worth(OWN)
     ended = planner.plan(log_of(8), outstanding, AWAY, "own")
-    assert (ended.guesses, ended.plain_budget) == ((), 2 * outstanding)
-    assert planner.plan(log_of(9), 2 * outstanding - 1, AWAY, "own") == RoundPlan()
+    assert (ended.guesses, ended.plain_budget) == ((), TUNING.plain_budget)
+    assert planner.plan(log_of(9), TUNING.plain_budget - 1, AWAY, "own") == RoundPlan()
 
 
 def test_a_larger_tree_is_looked_at_for_a_few_tokens() -> None:

@@ -5,7 +5,8 @@ import pytest
 from bench.policy.devices import Law, Simulation, World
 from bench.policy.oracle import FixedChoice, speed
 from bench.policy.texts import TextKind
-from gateway.rounds.round import ANY_DRAFT
+from gateway.rounds.policy import SpeculationPolicy
+from gateway.rounds.round import ANY_DRAFT, NOTHING, Round, Verdict
 
 
 def staircase(rows: int) -> float:
@@ -38,6 +39,27 @@ def chosen_speed(world: World, num_sessions: int) -> float:
     simulation.load(num_sessions)
     simulation.run(3)
     return simulation.run(3)
+
+
+def test_sessions_count_from_the_moment_they_begin() -> None:
+    """Not from the target's next verdict: many that come at once would all guess as if each were alone."""
+    policy, verdict = SpeculationPolicy(), Verdict(5, (), 1, None, 0, 900, 1, 6, session_count=6)
+    policy.costs.begin({rows: 1_000.0 * rows for rows in (1, 2, 4, 8, 16)}, {})
+    sessions = [policy.session() for _ in range(4)]
+    loads, prices = [], []
+    for session in sessions:
+        policy.enter(session)
+        loads.append(policy.costs.load)
+        prices.append(policy.candidates(ANY_DRAFT, 4)[1].cost_us)
+    assert loads == [1, 2, 3, 4]
+    assert prices == sorted(set(prices))
+    # The target has two of other gateways, which stay when ours leave.
+    policy.observe(Round(NOTHING, verdict, (1,), (), 1_000), sessions[0], unasked=True)
+    assert policy.costs.load == 6
+    for session in sessions:
+        policy.leave(session)
+        loads.append(policy.costs.load)
+    assert loads[4:] == [5, 4, 3, 2]
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 from support.services.markov import NUM_TOKENS, MarkovModel
 from support.services.markov_services import DraftServicer, TargetServicer, linked
 
-from gateway.rounds.round import NOTHING, DrafterId, GuessRequest, Place, TokenLog
+from gateway.rounds.round import NO_REQUEST, NOTHING, DrafterId, GuessRequest, Place, TokenLog, Verdict
 from gateway.sessions.draft_opening import ALONE, DraftOpening
 from gateway.sessions.target_opening import TargetOpening
 from outrider.errors import ProtocolViolation
@@ -192,3 +192,27 @@ async def test_only_a_target_that_makes_trees_is_asked_for_some(makes_trees: boo
     assert [message.open.step.own_draft_count for message in sent] == [4, 4]
     assert [message.open.step.HasField("own_shape") for message in sent] == [makes_trees, False]
     assert sent[0].open.step.own_shape.max_width == (3 if makes_trees else 0)
+
+
+@pytest.mark.parametrize("max_len", [12, 500])
+async def test_other_guesses_within_a_stretch_are_asked_for_at_once(max_len: int) -> None:
+    """Or none: a target that went on with what it was asked for would guess to the end of a short answer. What stays
+    as it is is sent when a half is left, and never where the answer ends before the stretch.
+    """
+    service = WithDrafter(model_pb.SERVICE_ROLE_TARGET, MarkovModel())
+    spec = SessionSpec(PROMPT, 2, SamplingParameters(), 9, max_len, frozenset({0}), frozenset())
+    sent: list[target_pb.VerifyRequest] = []
+    async with linked(service) as link:
+        fence = types_pb2.Fence(session_id=bytes(16), epoch=1, base_len=2)
+        opening = TargetOpening(link, spec, log := TokenLog(PROMPT), fence, "hosted")
+        opening.send = lambda *messages: sent.extend(messages)  # type: ignore[method-assign, assignment]
+        opening.is_opening = False
+        guesses = GuessRequest(DrafterId("hosted", Place.HOSTED), 4)
+        for own, budget in ((guesses, 15), (guesses, 15), (NO_REQUEST, 0), (NO_REQUEST, 15), (NO_REQUEST, 15)):
+            opening.send_next(NOTHING, budget, own)
+            log.commit(NOTHING, Verdict(len(log), (), 7, None, 0))
+        opening.send_next(NOTHING, 15, guesses)
+    begun, ended, again = sent
+    assert (begun.step.own_draft_count, begun.step.plain_budget) == (4, 15)
+    assert (ended.acknowledge.own_draft_count, ended.acknowledge.plain_budget) == (0, 15)
+    assert (again.acknowledge.own_draft_count, again.fence.base_len) == (4, 7)
