@@ -348,7 +348,8 @@ class SimulatedSession:
         self.limit = self.target_limit = PROMPT_LEN
         self.tree = EMPTY
         self.chance: Callable[[int, int], float] = lambda depth, rank: 0.0
-        self.own = self.asked_own = GuessRequest()
+        self.own = GuessRequest()
+        self.is_guessing = False
         self.own_us, self.own_rows = 0.0, 0
         self.queue_us = 0.0
         self.is_prompt = True
@@ -445,9 +446,9 @@ class SimulatedSession:
         """Sends a proposal, or lets the target go on, where there is anything to send."""
         base_len, proposal, own = len(self.log), self.proposal, self.plan.asked(Place.HOSTED)
         budget = self.plan.plain_budget
-        goes_further = own != self.asked_own or (2 * outstanding <= budget and self.limit < self.max_len)
+        goes_further = bool(own.count) != self.is_guessing or (2 * outstanding <= budget and self.limit < self.max_len)
         if proposal.tree or not outstanding or (budget and goes_further):
-            self.asked_own = own
+            self.is_guessing = own.count > 0
             look_chance, by_drafter = self.passages.chance, self.chance_of(proposal.drafter)
             is_looked = proposal.drafter == LOOKUP or not proposal.tree
             chance = (lambda depth, rank: look_chance) if is_looked else by_drafter

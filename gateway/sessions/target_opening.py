@@ -14,7 +14,6 @@ from outrider.errors import InvalidRequest, ProtocolViolation
 from outrider.parameters import SessionSpec
 from outrider.rpc.errors import session_error_from
 from outrider.rpc.messages.tree import shape_message, tree_from, write_tree
-from outrider.token_tree import TreeShape
 from outrider.v1 import target_service_pb2 as pb
 from outrider.v1 import types_pb2
 
@@ -54,7 +53,7 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         self.vocabulary_size = info.vocabulary_size
         self._limit = 0  # committed length up to which the target may go on its own
         self._largest_limit = 0  # that it was ever given: what is taken back, it may have used before it knew
-        self._own = self._own_asked(NO_REQUEST)  # guesses that its own drafter makes for each verdict
+        self._is_guessing = False  # its own drafter guesses for each verdict
         self._early: dict[int, pb.VerifyResponse] = {}
         self._ahead_len = 0  # length of the verdict after which branches may follow
         self._ahead = NO_REQUEST  # with what they were asked for
@@ -102,7 +101,10 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
         return len(self._log) in self._early
 
     def send_next(self, proposal: Proposal, plain_budget: int, own: GuessRequest) -> None:
-        """Opens, steps, extends a stretch of unasked tokens, ends it for a proposal, or sends nothing within one."""
+        """Opens, steps, extends a stretch of unasked tokens, ends it for a proposal, or sends nothing within one.
+
+        Another number of guesses waits for the next extension; that there are none any more, or some, does not.
+        """
         budget, outstanding = min(plain_budget, self._max_budget), 0 if self.is_opening else self.outstanding
         if outstanding and proposal.tree.token_ids and not self._is_decided():
             # Guesses that are worth more than the rest of a stretch end it.
@@ -112,7 +114,7 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
             self.send_step(proposal, plain_budget, own)
         elif not outstanding:
             self.send_step(proposal, plain_budget, own)
-        elif budget and (self._own_asked(own) != self._own or self._may_extend(outstanding, budget)):
+        elif budget and (bool(self._own_count(own)) != self._is_guessing or self._may_extend(outstanding, budget)):
             message = self._next_message(budget)
             message.acknowledge.plain_budget = budget
             self._ask_own(message.acknowledge, own)
@@ -189,16 +191,15 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
     def end(self, fence: types_pb2.Fence) -> None:
         self.close(pb.VerifyRequest(fence=fence, close=types_pb2.CloseSession()))
 
-    def _own_asked(self, own: GuessRequest) -> tuple[int, TreeShape | None]:
-        """Number and shape of guesses, None for a chain, as far as the target's drafter makes them."""
-        count = min(own.count, self._max_own_count) if self.drafter else 0
-        return count, own.shape if count and self._makes_trees else None
+    def _own_count(self, own: GuessRequest) -> int:
+        """Number of guesses that the target's drafter makes of a request."""
+        return min(own.count, self._max_own_count) if self.drafter else 0
 
     def _ask_own(self, message: pb.TargetStep | pb.Acknowledge, own: GuessRequest) -> None:
-        self._own = count, shape = self._own_asked(own)
-        message.own_draft_count = count
-        if shape is not None:
-            message.own_shape.CopyFrom(shape_message(shape))
+        message.own_draft_count = self._own_count(own)
+        self._is_guessing = message.own_draft_count > 0
+        if own.shape is not None and self._is_guessing and self._makes_trees:
+            message.own_shape.CopyFrom(shape_message(own.shape))
 
     def _next_message(self, plain_budget: int) -> pb.VerifyRequest:
         """A message on the log's length, to be filled in place; notes how far it lets the target go."""

@@ -94,11 +94,17 @@ def slowed(drafter: DrafterId, after_us: float) -> World:
 
 
 def lasting_speed(simulated: World, part: str = "") -> float:
-    """Tokens a second of four sessions after the first one, with all parts of the choice or without one."""
-    simulation = PARTS[part](simulated)
-    simulation.load(4)
-    simulation.run(1.0)
-    return simulation.run(15.0)
+    """Tokens a second of four sessions after the first one, with all parts of the choice or without one.
+
+    The mean of four seeds: how early a loss is noticed is chance.
+    """
+    found = []
+    for seed in range(4):
+        simulation = PARTS[part](simulated, seed)
+        simulation.load(4)
+        simulation.run(1.0)
+        found.append(simulation.run(15.0))
+    return statistics.mean(found)
 
 
 HARMED = {
@@ -131,7 +137,7 @@ HARMED = {
         3,
     ),
     "doubt": (world(104), 4, 1.0, 4.0, 2),
-    "plain": (world(60), 4, 1.0, 4.0, 2),
+    "plain": (world(64), 4, 0.1, 5.3, 6),
 }
 """Worlds that a missing part harms, with sessions, seconds before and of the measurement, and seeds."""
 
