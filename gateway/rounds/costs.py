@@ -136,7 +136,7 @@ class RoundCosts(TargetCosts):
             # Rounds for a token, with a lookup's guesses and without.
             looks, others = offer.share / offer.tokens, (1 - offer.share) / tokens
             rows = (looks * (1 + offer.rows) + others * base_rows) / (looks + others)
-            # Forwards in which nobody has looked cost what they did: a table is no line, and rows come many at once.
+            # Forwards without a lookup cost what they did: a table is no line, and rows come many at once.
             none = (others / (looks + others)) ** load
             rows = load * (rows - none * base_rows) / (1 - none)
             looked_us = none * forward_us + (1 - none) * self.verify_us.at(rows)

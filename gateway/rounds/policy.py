@@ -9,6 +9,7 @@ One policy serves all requests of a gateway to a target, because they share the 
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Self
 
 from gateway.rounds.choice import (
@@ -29,6 +30,21 @@ from gateway.rounds.tuning import TUNING, PolicyTuning
 from outrider.estimates.acceptance import AcceptanceRates
 
 
+@dataclass(slots=True)
+class _Tables:
+    """What is known of a load; it holds for some rounds, because it takes long to compute."""
+
+    load: int
+    round_us: dict[DrafterId, Mapping[int, float]] = field(default_factory=dict)
+    """Costs of rounds by drafter and K."""
+    branch_counts: dict[tuple[DrafterId, int], int] = field(default_factory=dict)
+    """Numbers of branches by drafter and K."""
+    row_price: float | None = None
+    """Price of a row for a lookup."""
+    num_rounds: int = 0
+    """Rounds that were observed since then."""
+
+
 class SpeculationPolicy:
     """Learns from every round of the gateway; `choose` answers for one round of one session."""
 
@@ -44,15 +60,7 @@ class SpeculationPolicy:
         self._others = 0
         """Sessions of other gateways on the target, by its last verdict."""
         self._num_drafting = 0
-        # Costs of rounds by drafter and K; they hold for some rounds, because they take long to compute.
-        self._round_us: dict[DrafterId, Mapping[int, float]] = {}
-        self._branch_counts: dict[tuple[DrafterId, int], int] = {}
-        """Numbers of branches by drafter and K, which hold as long."""
-        self._row_price: float | None = None
-        """Price of a row for a lookup, which holds as long."""
-        self._num_observed = 0
-        self._table_load = 1
-        """Load of these tables."""
+        self._tables = _Tables(self.costs.load)
 
     def session(self, *drafters: DrafterId) -> SessionEstimates:
         """A session that may have these drafters, of which it begins with what is known of all."""
@@ -78,8 +86,8 @@ class SpeculationPolicy:
         """A session is at work until it leaves, and counts at once: many may begin before the target says so."""
         self._sessions[session] = None
         self.costs.load = max(1, self._others + len(self._sessions))
-        if self.costs.load != self._table_load:
-            self._forget_tables()
+        if self.costs.load != self._tables.load:
+            self._tables = _Tables(self.costs.load)
 
     def leave(self, session: SessionEstimates) -> None:
         """A session has ended; without an effect for one that has left."""
@@ -125,18 +133,11 @@ class SpeculationPolicy:
         elif proposal.fallback_reason:
             self._exploration.pay(self.costs.lost_us(committed))
         self._others = max(0, self.costs.load - num_sessions)
-        self._num_observed += 1
-        if self.costs.load != self._table_load:
-            self._forget_tables()
-            self._num_observed = 1
-        elif self._num_observed >= self.tuning.table_rounds * self.costs.load:
-            self._forget_tables()
-
-    def _forget_tables(self) -> None:
-        self._round_us.clear()
-        self._branch_counts.clear()
-        self._row_price = None
-        self._num_observed, self._table_load = 0, self.costs.load
+        self._tables.num_rounds += 1
+        if self.costs.load != self._tables.load:
+            self._tables = _Tables(self.costs.load, num_rounds=1)
+        elif self._tables.num_rounds >= self.tuning.table_rounds * self.costs.load:
+            self._tables = _Tables(self.costs.load)
 
     def choose(self, limit: int, session: SessionEstimates | None = None, *, ready: bool = True) -> Choice:
         """The best K in [0, limit], or now and then one that keeps the estimates of the other side alive.
@@ -159,9 +160,9 @@ class SpeculationPolicy:
 
         def hope(drafter: DrafterId) -> float:
             # How many times as fast as plain decoding guesses may be, if what was seen of them was bad luck.
-            if drafter.makes is Makes.TREE or drafter not in self._round_us:
+            if drafter.makes is Makes.TREE or drafter not in self._tables.round_us:
                 return 0.0
-            return _gain(self.costs.of(drafter).acceptance.hoped(), self._round_us[drafter])
+            return _gain(self.costs.of(drafter).acceptance.hoped(), self._tables.round_us[drafter])
 
         exploration = self._exploration
         drafters = list(session.drafters) if session else [self.costs.usual_drafter]
@@ -209,10 +210,10 @@ class SpeculationPolicy:
     ) -> list[GuessCandidate]:
         """Numbers of guesses of a drafter up to the most, from 0, with what they cost and bring a session."""
         own = session.acceptance.get(drafter) if session else None
-        estimates, costs = self.costs.of(drafter), self._round_us.get(drafter)
+        estimates, costs = self.costs.of(drafter), self._tables.round_us.get(drafter)
         if costs is None:
             costs = {count: self.costs.round_us(drafter, count) for count in (0, *estimates.counts)}
-            self._round_us[drafter] = costs
+            self._tables.round_us[drafter] = costs
             gain = _gain(estimates.tokens(), costs)
             margin = self.tuning.margin(self.costs.load)
             self._exploration.trials[drafter].judge(gain, margin, is_sure=self.costs.knows_plain)
@@ -230,9 +231,9 @@ class SpeculationPolicy:
 
     def branch_count(self, drafter: DrafterId, draft_count: int) -> int:
         """Number of branches to ask for beside so many guesses; it holds as long as the costs of rounds do."""
-        count = self._branch_counts.get((drafter, draft_count))
+        count = self._tables.branch_counts.get((drafter, draft_count))
         if count is None:
-            count = self._branch_counts[drafter, draft_count] = self.costs.of(drafter).branch_count(draft_count)
+            count = self._tables.branch_counts[drafter, draft_count] = self.costs.of(drafter).branch_count(draft_count)
         return count
 
     def choose_lookup(self, values: Sequence[float], session: SessionEstimates, *, halts: bool) -> Choice | None:
@@ -264,10 +265,10 @@ class SpeculationPolicy:
 
     def row_price(self, session: SessionEstimates) -> float:
         """Price of a row for a lookup, in tokens that all sessions lose; it holds as long as the costs of rounds do."""
-        if self._row_price is None:
+        if self._tables.row_price is None:
             bests = [self._best(each, None) for each in self.costs.known(session.drafters)]
-            self._row_price = self.costs.row_price(max(bests, key=lambda each: each.speed, default=None))
-        return self._row_price
+            self._tables.row_price = self.costs.row_price(max(bests, key=lambda each: each.speed, default=None))
+        return self._tables.row_price
 
     def cut_count(self, proposal: Proposal) -> int:
         """Number of rows of a tree, the most valuable ones, to be verified, now that its drafter has been paid."""

@@ -93,7 +93,7 @@ def test_a_stretch_ends_when_its_guesses_turn_out_to_be_worth_nothing() -> None:
     for _ in range(50):
         policy.costs.of(OWN).acceptance.observe(0, 1)
         policy.costs.of(OWN).step_us.add(1, 20_000)
-    policy._round_us.clear()
+    policy._tables.round_us.clear()
     policy.candidates(OWN, 8)
     assert not policy.is_worth(OWN)
     ended = planner.plan(log_of(8), outstanding, AWAY, "own")
