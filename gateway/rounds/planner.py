@@ -207,7 +207,8 @@ class RoundPlanner:
             # Nothing is sent in the first half of a stretch, so there is nothing to choose at every token; unless its
             # guesses have turned out to be worth nothing.
             self._unasked = True
-            return RoundPlan(fallback_reason=self._plain_plan.fallback_reason)
+            # The last token has no room for a guess, so that no draft is missed there.
+            return RoundPlan(fallback_reason=self._plain_plan.fallback_reason if self.room(log) else None)
         is_hosting = bool(own) and self._hosted is not None
         if is_hosting != self._is_hosting and (is_hosting or self._remotes):
             self._is_hosting = is_hosting
