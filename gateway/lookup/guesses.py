@@ -123,9 +123,10 @@ class LookupGuesses:
     def commit(self, token_ids: Sequence[int]) -> None:
         """Learns from committed tokens, whether or not what was found had been proposed."""
         self._output += token_ids
-        # What follows in a forced run is forced too.
-        length = len(token_ids)
-        self._forced = self._forced[length:] if list(self._forced[:length]) == list(token_ids) else ()
+        if self._forced:
+            # What follows in a forced run is forced too.
+            length = len(token_ids)
+            self._forced = self._forced[length:] if list(self._forced[:length]) == list(token_ids) else ()
         if self._session is None:
             self._look = NOTHING
         else:

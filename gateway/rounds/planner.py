@@ -197,7 +197,7 @@ class RoundPlanner:
             self._policy.change(self._session, *(self._hosteds if self._is_hosting else ()), *self._remotes)
             self._next = None
         self._look, self._halts, self._went_on, self._asked = look, False, went_on, NO_REQUEST
-        log_len, looked = len(log), self._looked(log, outstanding)
+        log_len, room, looked = len(log), self.room(log), self._looked(log, outstanding)
         if looked is not None:
             self._next, self._unasked = None, outstanding > 0
             self._halts, self.choice = outstanding > 0, looked
@@ -208,16 +208,16 @@ class RoundPlanner:
             # guesses have turned out to be worth nothing.
             self._unasked = True
             # The last token has no room for a guess, so that no draft is missed there.
-            return RoundPlan(fallback_reason=self._plain_plan.fallback_reason if self.room(log) else None)
+            return RoundPlan(fallback_reason=self._plain_plan.fallback_reason if room else None)
         is_hosting = bool(own) and self._hosted is not None
         if is_hosting != self._is_hosting and (is_hosting or self._remotes):
             self._is_hosting = is_hosting
             self._policy.change(self._session, *(self._hosteds if is_hosting else ()), *self._remotes)
-        is_first, limit = log_len == log.prompt_len, min(self._max_draft_count, self.room(log))
+        is_first, limit = log_len == log.prompt_len, min(self._max_draft_count, room)
         past_context = draft.context_len is not None and log_len + 1 > draft.context_len
         obstacle = FallbackReason.DRAFT_CONTEXT if past_context else draft.obstacle
         ready = not (is_first or (not own and (outstanding or obstacle)))
-        self._planned_room = self.room(log)
+        self._planned_room = room
         # The room is how deep guesses may lie, and a tree may have more of them.
         choice = self._next or self._choose(min(limit, 1) * self._max_draft_count, ready=ready)
         self._next, self._unasked = None, outstanding > 0

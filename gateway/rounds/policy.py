@@ -132,7 +132,7 @@ class SpeculationPolicy:
             self._exploration.pay(max(self.costs.lost_us(committed), self.tuning.probe_loss * committed.round_us))
         elif proposal.fallback_reason:
             self._exploration.pay(self.costs.lost_us(committed))
-        self._others = max(0, self.costs.load - num_sessions)
+        self._others = self.costs.load - num_sessions
         self._tables.num_rounds += 1
         if self.costs.load != self._tables.load:
             self._tables = _Tables(self.costs.load, num_rounds=1)

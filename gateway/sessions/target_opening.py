@@ -114,15 +114,14 @@ class TargetOpening(Mailbox[pb.VerifyResponse]):
             self.send_step(proposal, plain_budget, own)
         elif not outstanding:
             self.send_step(proposal, plain_budget, own)
-        elif budget and (bool(self._own_count(own)) != self._is_guessing or self._may_extend(outstanding, budget)):
+        elif budget and (
+            bool(self._own_count(own)) != self._is_guessing
+            or (2 * outstanding <= budget and self._limit < self._spec.max_len)
+        ):
             message = self._next_message(budget)
             message.acknowledge.plain_budget = budget
             self._ask_own(message.acknowledge, own)
             self.send(message)
-
-    def _may_extend(self, outstanding: int, budget: int) -> bool:
-        """Whether a stretch that goes on as it is has come so far that more of it should be allowed."""
-        return 2 * outstanding <= budget and self._limit < self._spec.max_len
 
     def send_step(self, proposal: Proposal, plain_budget: int, own: GuessRequest) -> None:
         """Opens, or asks for the verdict on the log's length, which a target that has given it gives once more."""

@@ -195,9 +195,9 @@ async def test_only_a_target_that_makes_trees_is_asked_for_some(makes_trees: boo
 
 
 @pytest.mark.parametrize("max_len", [12, 500])
-async def test_other_guesses_within_a_stretch_are_asked_for_at_once(max_len: int) -> None:
-    """Or none: a target that went on with what it was asked for would guess to the end of a short answer. What stays
-    as it is is sent when a half is left, and never where the answer ends before the stretch.
+async def test_guesses_end_and_begin_within_a_stretch_at_once(max_len: int) -> None:
+    """A target that went on with what it was asked for would guess to the end of a short answer. What stays as it is
+    is not said again.
     """
     service = WithDrafter(model_pb.SERVICE_ROLE_TARGET, MarkovModel())
     spec = SessionSpec(PROMPT, 2, SamplingParameters(), 9, max_len, frozenset({0}), frozenset())
