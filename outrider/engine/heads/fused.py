@@ -47,6 +47,8 @@ class FusedHead(Decoder):
         self.ops: NativeOps = ops
         self._head = head
         self._scratch = torch.empty(0)
+        self._sums = torch.empty(0, dtype=torch.float64)
+        self._cache: KVCache | None = None
         self._layer = _layer(head)
         self._model = _model(head, ctypes.addressof(self._layer))
         self._fields = _fields(head, ctypes.addressof(self._model))
@@ -61,10 +63,10 @@ class FusedHead(Decoder):
 
     def forward(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
         """Computes rows like a HeadDecoder."""
-        logits, places = self._places(plan, cache, wanted)
-        rows = plan_fields(plan, wanted)
+        logits = torch.empty(wanted.shape[0], self.config.vocab_size)
+        rows, places = plan_fields(plan, wanted), self._places(plan, cache, len(logits))
         self.ops.functions.outrider_head_forward(
-            self.ops.pool, ctypes.addressof(self._fields), ctypes.addressof(rows), *places
+            self.ops.pool, ctypes.addressof(self._fields), ctypes.addressof(rows), *places, logits.data_ptr()
         )
         return logits
 
@@ -81,32 +83,34 @@ class FusedHead(Decoder):
         expect("scales", draws.scales, torch.float64, (num_wanted,))
         if draws.keys is not None:
             expect("keys", draws.keys, torch.int64, (depth, num_wanted))
-        logits, places = self._places(plan, cache, wanted)
         ids = torch.empty(depth, num_wanted, count, dtype=torch.int64)
         shares = torch.empty(depth, num_wanted, count, dtype=torch.float64)
-        sums, faults = torch.empty(logits.shape, dtype=torch.float64), torch.empty(num_wanted, dtype=torch.int32)
-        rows = plan_fields(plan, wanted)
+        faults, num_sums = torch.empty(num_wanted, dtype=torch.int32), num_wanted * self._head.head.shape[0]
+        if num_sums > self._sums.shape[0]:
+            self._sums = torch.empty(num_sums, dtype=torch.float64)
+        rows, places = plan_fields(plan, wanted), self._places(plan, cache, num_wanted)
         keys = None if draws.keys is None else draws.keys.data_ptr()
-        found = (sums.data_ptr(), ids.data_ptr(), shares.data_ptr(), faults.data_ptr())
+        found = (self._sums.data_ptr(), ids.data_ptr(), shares.data_ptr(), faults.data_ptr())
         num_steps = self.ops.functions.outrider_head_line(
             *(self.ops.pool, ctypes.addressof(self._fields), ctypes.addressof(rows), *places),
             *(draws.temperatures.data_ptr(), keys, draws.scales.data_ptr(), *found, depth, count),
         )
         return ids[:num_steps], shares[:num_steps]
 
-    def _places(self, plan: RowPlan, cache: KVCache, wanted: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Room for logits [W, V]; addresses of the cache's keys, values and features, of scratch, and of that room."""
-        num_slots, law = cache.features.shape[0], self._head.law
-        expect("features", cache.features, torch.float32, (num_slots, law.hidden_size + 1))
-        for name, tensor in (("keys", cache.keys[0]), ("values", cache.values[0])):
-            expect(name, tensor, torch.float32, (num_slots, law.num_kv_heads, law.head_dim))
+    def _places(self, plan: RowPlan, cache: KVCache, num_wanted: int) -> tuple[int, ...]:
+        """Addresses of the cache's keys, values and features, and of scratch."""
+        if cache is not self._cache:
+            num_slots, law = cache.features.shape[0], self._head.law
+            expect("features", cache.features, torch.float32, (num_slots, law.hidden_size + 1))
+            for name, tensor in (("keys", cache.keys[0]), ("values", cache.values[0])):
+                expect(name, tensor, torch.float32, (num_slots, law.num_kv_heads, law.head_dim))
+            self._cache = cache
         fields = ctypes.addressof(self._fields)
-        num_floats = self.ops.functions.outrider_head_floats(fields, plan.num_rows, wanted.shape[0])
+        num_floats = self.ops.functions.outrider_head_floats(fields, plan.num_rows, num_wanted)
         if num_floats > self._scratch.shape[0]:
             self._scratch = torch.empty(num_floats)
-        logits = torch.empty(wanted.shape[0], self.config.vocab_size)
-        tensors = (cache.keys[0], cache.values[0], cache.features, self._scratch, logits)
-        return logits, tuple(tensor.data_ptr() for tensor in tensors)
+        tensors = (cache.keys[0], cache.values[0], cache.features, self._scratch)
+        return tuple(tensor.data_ptr() for tensor in tensors)
 
     def copy_states(self, source: Tensor, source_slots: Slots, own: Tensor, slots: Slots) -> bool:
         """Makes states of features [S, F] of a target in the cache features `own`, as FeatureHead.states_of does.
@@ -182,6 +186,8 @@ def _fields(head: FeatureHead, model: int) -> HeadFields:
     h = law.hidden_size
     if ids is not None:
         expect("target_ids", ids, torch.int64, (head.head.shape[0],))
+        if not bool((ids[1:] > ids[:-1]).all()):
+            raise ValueError("target_ids do not rise")
     return HeadFields(
         model,
         address_of("embedding_norm", head.embedding_norm, (h,)),

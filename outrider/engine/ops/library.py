@@ -36,12 +36,12 @@ _ARGUMENTS: dict[str, list[type]] = {
     "outrider_mask": [*[_POINTER] * 4, *[_SIZE] * 3],
     "outrider_draw_stretch": [],
     "outrider_softmax": [*[_POINTER] * 4, *[_SIZE] * 2],
-    "outrider_rank": [*[_POINTER] * 8, *[_SIZE] * 3],
+    "outrider_rank": [*[_POINTER] * 9, *[_SIZE] * 3],
     "outrider_forward_floats": [_POINTER, _SIZE],
     "outrider_forward": [*[_POINTER] * 6, _SIZE, _SIZE, _POINTER, _POINTER],
     "outrider_head_floats": [_POINTER, _SIZE, _SIZE],
     "outrider_head_forward": [*[_POINTER] * 8],
-    "outrider_head_line": [*[_POINTER] * 15, *[_SIZE] * 2],
+    "outrider_head_line": [*[_POINTER] * 14, *[_SIZE] * 2],
     "outrider_head_states": [_POINTER, _POINTER, _SIZE, *[_POINTER] * 4, _SIZE, _POINTER],
 }
 _SIZED = (

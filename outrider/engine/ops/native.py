@@ -301,7 +301,7 @@ class NativeOps:
         ids = torch.empty(num_rows, count, dtype=torch.int64)
         shares = torch.empty(num_rows, count, dtype=torch.float64)
         sums, faults = torch.empty(num_rows, num_tokens, dtype=torch.float64), torch.empty(num_rows, dtype=torch.int32)
-        inputs = scores.data_ptr(), None if keys is None else keys.data_ptr(), scales.data_ptr()
+        inputs = scores.data_ptr(), None, None if keys is None else keys.data_ptr(), scales.data_ptr()
         places = sums.data_ptr(), ids.data_ptr(), shares.data_ptr(), faults.data_ptr()
         self.functions.outrider_rank(self.pool, *inputs, *places, num_rows, num_tokens, count)
         _refuse_faults(bool(faults.numpy().any()))

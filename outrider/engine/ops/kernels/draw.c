@@ -286,7 +286,7 @@ void outrider_softmax(pool *threads, const float *scores, double *probs, int32_t
 
 typedef struct {
     const float *scores;
-    const int64_t *keys;
+    const int64_t *keys, *tokens;
     const double *scales;
     double *sums, *shares;
     int64_t *ids;
@@ -302,15 +302,15 @@ typedef struct {
 } gathered;
 
 /* A head knows few of its target's ids: the others cost nothing from here on. */
-static void gather(gathered *found, const float *scores, int64_t first, int64_t end) {
+static void gather(gathered *found, const float *scores, const int64_t *tokens, int64_t first, int64_t end) {
     int64_t count = 0;
     for (int64_t from = first; from < end; from += BLOCK) {
         const int64_t until = from + BLOCK < end ? from + BLOCK : end;
         if (greatest_float(scores + from, until - from) == -INFINITY) continue;
-        for (int64_t token = from; token < until; token++) {
-            found->scores[count] = scores[token];
-            found->ids[count] = token;
-            count += scores[token] > -INFINITY;
+        for (int64_t place = from; place < until; place++) {
+            found->scores[count] = scores[place];
+            found->ids[count] = tokens ? tokens[place] : place;
+            count += scores[place] > -INFINITY;
         }
     }
     found->count = count;
@@ -344,7 +344,7 @@ static void rank_row(const void *argument, uint32_t row) {
     }
     gathered found;
     for (int64_t first = 0; first < num_tokens; first += GATHERED) {
-        gather(&found, scores, first, first + GATHERED < num_tokens ? first + GATHERED : num_tokens);
+        gather(&found, scores, job->tokens, first, first + GATHERED < num_tokens ? first + GATHERED : num_tokens);
         for (int64_t i = 0; i < found.count; i += DWIDTH) {
             const int64_t here = found.count - i < DWIDTH ? found.count - i : DWIDTH;
             doubles sum = load_scores(found.scores + i, here);
@@ -377,11 +377,13 @@ static void rank_row(const void *argument, uint32_t row) {
     for (int64_t place = 0; place < count; place++) best[place] = exp((best[place] - highest) * steepness) / total;
 }
 
-/* scores [num_rows, num_tokens], keys [num_rows] or none for no noise, scales [num_rows]; sums [num_rows, num_tokens] is
- * room to work in. ids and shares [num_rows, count]: the tokens with the greatest sums, -1 where there are no more, and
- * their parts of e^(sum / scale). faults as in outrider_softmax. */
-void outrider_rank(pool *threads, const float *scores, const int64_t *keys, const double *scales, double *sums,
-                   int64_t *ids, double *shares, int32_t *faults, int64_t num_rows, int64_t num_tokens, int64_t count) {
-    const rank_job job = {scores, keys, scales, sums, shares, ids, faults, num_tokens, count};
+/* scores [num_rows, num_tokens] of these tokens, whose ids rise, or of 0, 1 and so on where there are none; keys
+ * [num_rows] or none for no noise, scales [num_rows]; sums [num_rows, num_tokens] is room to work in. ids and shares
+ * [num_rows, count]: the tokens with the greatest sums, -1 where there are no more, and their parts of e^(sum / scale).
+ * faults as in outrider_softmax. */
+void outrider_rank(pool *threads, const float *scores, const int64_t *tokens, const int64_t *keys, const double *scales,
+                   double *sums, int64_t *ids, double *shares, int32_t *faults, int64_t num_rows, int64_t num_tokens,
+                   int64_t count) {
+    const rank_job job = {scores, keys, tokens, scales, sums, shares, ids, faults, num_tokens, count};
     pool_run_costing(threads, rank_row, &job, (uint32_t)num_rows, 32.0 * (double)(num_rows * num_tokens));
 }

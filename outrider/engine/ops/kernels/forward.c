@@ -258,6 +258,7 @@ static int64_t lay_out_head(const feature_head *head, int64_t num_rows, float *f
     return ints + lay_out(head->model, normed, num_rows, floats == 0 ? 0 : floats + ints, parts);
 }
 
+/* Those of a step, and scores of the ids that the head knows. */
 int64_t outrider_head_floats(const feature_head *head, int64_t num_rows, int64_t num_wanted) {
     activations parts;
     return lay_out_head(head, num_rows, 0, &parts) + num_wanted * head->model->head.num_outputs;
@@ -297,14 +298,15 @@ static void enter_head(pool *threads, const feature_head *head, const row_plan *
 }
 
 /* One step of a head whose states, and behind each the number of guesses that it stands on, are the features [slots,
- * hidden + 1] of its cache: reads those before all rows, and writes those behind the wanted ones; logits [num_wanted,
- * vocab_size]. scratch holds as many floats as outrider_head_floats says, at the beginning of a cache line. */
-void outrider_head_forward(pool *threads, const feature_head *head, const row_plan *whole, float *keys, float *values,
-                           float *features, float *scratch, float *logits) {
+ * hidden + 1] of its cache: reads those before all rows, and writes those behind the wanted ones. Returns scores
+ * [num_wanted, num_outputs] of the ids that it knows: there, or in scratch where that is nowhere. */
+static float *step_head(pool *threads, const feature_head *head, const row_plan *whole, float *keys, float *values,
+                        float *features, float *scratch, float *scores) {
     const decoder *model = head->model;
     const int64_t hidden = hidden_size(model), num_rows = whole->num_rows, num_wanted = whole->num_wanted;
     activations at;
     float *own = scratch + lay_out_head(head, num_rows, scratch, &at);
+    if (scores == 0) scores = own;
     enter_head(threads, head, whole, features, &at);
     int64_t *starts = (int64_t *)scratch;
     int32_t *counts = (int32_t *)(scratch + 2 * num_rows);
@@ -330,29 +332,34 @@ void outrider_head_forward(pool *threads, const feature_head *head, const row_pl
         memcpy(behind, head->feeds_normed ? output : x, (size_t)hidden * sizeof(float));
         behind[hidden] = depth;
     }
-    if (head->target_ids == 0) {
-        multiply(threads, &model->head, at.product, logits, num_wanted, at.scratch);
-        return;
-    }
-    multiply(threads, &model->head, at.product, own, num_wanted, at.scratch);
-    for (int64_t index = 0; index < num_wanted; index++) {
+    multiply(threads, &model->head, at.product, scores, num_wanted, at.scratch);
+    return scores;
+}
+
+/* A step of a head, see step_head; logits [num_wanted, vocab_size] are -inf for ids that it does not know. scratch holds as
+ * many floats as outrider_head_floats says, at the beginning of a cache line. */
+void outrider_head_forward(pool *threads, const feature_head *head, const row_plan *plan, float *keys, float *values,
+                           float *features, float *scratch, float *logits) {
+    const int64_t num_known = head->model->head.num_outputs, knows_all = head->target_ids == 0;
+    const float *scores = step_head(threads, head, plan, keys, values, features, scratch, knows_all ? logits : 0);
+    if (knows_all) return;
+    for (int64_t index = 0; index < plan->num_wanted; index++) {
         float *row = logits + index * head->vocab_size;
         for (int64_t id = 0; id < head->vocab_size; id++) row[id] = -INFINITY;
-        for (int64_t id = 0; id < model->head.num_outputs; id++)
-            row[head->target_ids[id]] = own[index * model->head.num_outputs + id];
+        for (int64_t id = 0; id < num_known; id++) row[head->target_ids[id]] = scores[index * num_known + id];
     }
 }
 
 /* `depth` steps of a head: one of the plan, and then rows below its wanted ones, each of the best token of the step before.
- * ids and shares [depth, num_wanted, count] are what outrider_rank finds after each step, in logits [num_wanted,
- * vocab_size] by their temperatures, plus the noise of keys [depth, num_wanted] where there are some. The lists of the wanted
- * rows go on with the slots of those below them. sums and faults are for outrider_rank. Returns the number of steps, which ends
- * where no next row is likelier than all beside the rows above it, and before a step in which a row has nothing to draw. */
+ * ids and shares [depth, num_wanted, count] are what outrider_rank finds after each step, by temperatures, plus the noise of
+ * keys [depth, num_wanted] where there are some. The lists of the wanted rows go on with the slots of those below them. sums
+ * [num_wanted, num_outputs] and faults are for outrider_rank. Returns the number of steps, which ends where no next row is
+ * likelier than all beside the rows above it, and before a step in which a row has nothing to draw. */
 int64_t outrider_head_line(pool *threads, const feature_head *head, const row_plan *first, float *keys, float *values,
-                           float *features, float *scratch, float *logits, const double *temperatures,
-                           const int64_t *noise, const double *scales, double *sums, int64_t *ids, double *shares,
-                           int32_t *faults, int64_t depth, int64_t count) {
-    const int64_t num_rows = first->num_wanted;
+                           float *features, float *scratch, const double *temperatures, const int64_t *noise,
+                           const double *scales, double *sums, int64_t *ids, double *shares, int32_t *faults,
+                           int64_t depth, int64_t count) {
+    const int64_t num_rows = first->num_wanted, num_known = head->model->head.num_outputs;
     int64_t token_ids[num_rows], positions[num_rows], slots[num_rows], starts[num_rows], wanted[num_rows];
     int32_t counts[num_rows];
     double chances[num_rows], others[num_rows];
@@ -365,11 +372,11 @@ int64_t outrider_head_line(pool *threads, const feature_head *head, const row_pl
     row_plan below = {token_ids, positions, slots, first->key_slots, starts, counts, wanted, num_rows, 0, num_rows};
     for (int64_t step = 0; step < depth; step++, ids += num_rows * count, shares += num_rows * count) {
         below.max_key_count = first->max_key_count + step;
-        outrider_head_forward(threads, head, step == 0 ? first : &below, keys, values, features, scratch, logits);
+        float *scores = step_head(threads, head, step == 0 ? first : &below, keys, values, features, scratch, 0);
         for (int64_t row = 0; row < num_rows; row++)
-            divide_scores(logits + row * head->vocab_size, head->vocab_size, temperatures[row]);
-        outrider_rank(threads, logits, noise == 0 ? 0 : noise + step * num_rows, scales, sums, ids, shares, faults, num_rows,
-                      head->vocab_size, count);
+            divide_scores(scores + row * num_known, num_known, temperatures[row]);
+        outrider_rank(threads, scores, head->target_ids, noise == 0 ? 0 : noise + step * num_rows, scales, sums, ids, shares,
+                      faults, num_rows, num_known, count);
         int is_wanted = 0;
         for (int64_t row = 0; row < num_rows; row++) {
             if (faults[row]) return step;

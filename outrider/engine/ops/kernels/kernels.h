@@ -78,8 +78,9 @@ void outrider_experts(pool *threads, const experts *of, const float *x, float *o
 
 void divide_scores(float *scores, int64_t num_tokens, double temperature);
 
-void outrider_rank(pool *threads, const float *scores, const int64_t *keys, const double *scales, double *sums,
-                   int64_t *ids, double *shares, int32_t *faults, int64_t num_rows, int64_t num_tokens, int64_t count);
+void outrider_rank(pool *threads, const float *scores, const int64_t *tokens, const int64_t *keys, const double *scales,
+                   double *sums, int64_t *ids, double *shares, int32_t *faults, int64_t num_rows, int64_t num_tokens,
+                   int64_t count);
 
 void outrider_gate_multiply(pool *threads, const float *gate_up, float *output, int64_t num_rows, int64_t width,
                             int64_t is_gelu);
