@@ -33,7 +33,7 @@ from outrider.parameters import Rule
 from outrider.token_tree import TokenTree, TreeShape
 
 PROMPT = (3, 5)
-QUIET = settings(deadline=None, derandomize=True)
+QUIET = settings(derandomize=True)
 OWN = DrafterId("own", Place.HOSTED)
 ALONE, MERGED = Drafting((LOOKUP,)), Drafting((DrafterId("lookup+model"), LOOKUP), merges=True)
 KINDS = ("oracle", "random", "adversary", "stale", "empty", "real")

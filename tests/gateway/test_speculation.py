@@ -29,7 +29,7 @@ from outrider.parameters import FinishReason
 from outrider.token_tree import TokenTree, TreeShape
 
 PROMPT = (3, 5)
-QUIET = settings(deadline=None, derandomize=True)
+QUIET = settings(derandomize=True)
 
 
 class Request:

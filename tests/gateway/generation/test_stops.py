@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from gateway.generation.transcript import StopScanner
 
 LETTERS = st.text(alphabet="ab", min_size=1, max_size=5)
-QUIET = settings(deadline=None, derandomize=True)
+QUIET = settings(derandomize=True)
 
 
 def first_stop(text: str, stops: list[str], num_spared: int = 0) -> tuple[str, str] | None:

@@ -30,7 +30,6 @@ PLANTED_EXAMPLES = 400
 simulation_settings = partial(
     settings,
     database=None,
-    deadline=None,
     derandomize=EXAMPLES == USUAL_EXAMPLES,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],

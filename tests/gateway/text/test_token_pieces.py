@@ -15,7 +15,7 @@ from gateway.text.tokenizer import Tokenizer
 EMBEDDED = Path(__file__).resolve().parents[3] / "models" / "target"
 TRICKY = "a é 日本語 😀😃 e\u0301\u0302 👩\u200d👩\u200d👧 \ufffd  x\n\t\x00 <0x41> ##a"
 TEXTS = st.text(max_size=60) | st.text(alphabet=TRICKY, max_size=60)
-QUIET = settings(deadline=None, derandomize=True)
+QUIET = settings(derandomize=True)
 
 
 def byte_level() -> tokenizers.Tokenizer:

@@ -18,7 +18,7 @@ MODEL = str(Path(__file__).resolve().parents[3] / "models" / "target")
 TOKENIZER = Tokenizer(MODEL)
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 TRICKY = "a é 日本語 😀😃 e\u0301\u0302 \u0926\u0947\u0935 👩\u200d👩\u200d👧 \ufffd \U0001f1e9\U0001f1ea  x\n\t\x00"
-QUIET = settings(deadline=None, derandomize=True)
+QUIET = settings(derandomize=True)
 
 
 def pieces_of(token_ids: list[int]) -> list[str]:

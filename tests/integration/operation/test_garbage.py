@@ -34,7 +34,6 @@ MESSAGES = {"draft": draft_messages(), "target": target_messages()}
 # A failing example is a handful of messages already, and each takes a round trip to try.
 GARBAGE = settings(
     max_examples=300,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
 )

@@ -18,7 +18,7 @@ from outrider.model_service.leases import LeaseTable
 from outrider.rpc.errors import error_from
 from outrider.v1 import generation_service_pb2 as pb
 
-MANY = settings(derandomize=True, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+MANY = settings(derandomize=True, max_examples=40, suppress_health_check=list(HealthCheck))
 NUMBER = re.compile(r"\d+")
 MAX_SHOWN = 80
 

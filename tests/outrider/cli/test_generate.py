@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 from google.protobuf.message import Message
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.basics import BEHIND_IGNORED_INTERRUPTS
 from support.command_line import RESULT, ScriptedGateway, scripted_gateway
@@ -347,7 +347,6 @@ def test_the_first_sample_waits_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@settings(deadline=None)
 @given(data=st.data())
 def test_every_event_is_shown_once_and_in_order(count: int, data: st.DataObject) -> None:
     """Whatever the order in which the samples take turns."""

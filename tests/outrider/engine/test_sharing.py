@@ -117,7 +117,7 @@ def test_wanted_prefixes_are_read_in_the_order_of_arrival() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 9), st.sampled_from("ABC"), st.booleans()), max_size=12),
     st.lists(st.integers(0, 40), min_size=1),

@@ -22,7 +22,6 @@ TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 MACHINE_SETTINGS = settings(
     max_examples=150,
     stateful_step_count=30,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),

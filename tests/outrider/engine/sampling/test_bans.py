@@ -32,14 +32,14 @@ def slow(banned: Sequences, prefix: Sequence[int]) -> set[int]:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=300, derandomize=True)
 @given(banned=BANNED, committed=st.lists(IDS, min_size=1, max_size=9), path=st.lists(IDS, max_size=6).map(tuple))
 def test_no_text_ends_with_a_banned_sequence(banned: Sequences, committed: list[int], path: tuple[int, ...]) -> None:
     """Whether the ids before the last one are prompt, output or draft tokens, or a mixture."""
     assert set(forbidden(banned, committed, path)) == slow(banned, [*committed, *path])
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=60, derandomize=True)
 @given(banned=BANNED, committed=st.lists(IDS, min_size=1, max_size=6), tree=trees(), seed=st.integers(0, 999))
 def test_every_row_of_a_tree_is_masked_by_its_own_path(
     banned: Sequences, committed: list[int], tree: TokenTree, seed: int

@@ -87,7 +87,7 @@ def test_no_rows_are_no_work() -> None:
     assert row_logprobs(torch.zeros(0, 4), [], 3, 4, OPS) == []
 
 
-@settings(max_examples=50, derandomize=True, deadline=None)
+@settings(max_examples=50, derandomize=True)
 @given(num_rows=st.integers(2, 17), count=st.integers(0, 20), seed=st.integers(0, 10**6), coarse=st.booleans())
 def test_a_row_is_bitwise_the_same_alone(num_rows: int, count: int, seed: int, coarse: bool) -> None:
     """Neighbours, ties among them, change not one bit; fewer alternatives are the first of more."""

@@ -66,7 +66,7 @@ def test_each_transform_agrees_with_transformers(name: str) -> None:
     check(torch.randn(8, 200, generator=torch.Generator().manual_seed(1)) * 3, wanted, [make()])
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=60, derandomize=True)
 @given(
     seed=st.integers(0, 10**6),
     repetition_penalty=st.floats(0.5, 2.0),

@@ -100,7 +100,7 @@ def slow_filters(scores: dict[int, float], wanted: SamplingParameters, num_token
 
 
 @pytest.mark.slow
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=150, derandomize=True)
 @given(rows=st.lists(contexts(), min_size=1, max_size=6), seed=st.integers(0, 10**6))
 def test_any_parameters_give_the_documented_distribution(rows: list[RowContext], seed: int) -> None:
     """A batch of mixed rows agrees with a slow transcription of the documentation."""
@@ -114,7 +114,7 @@ def test_any_parameters_give_the_documented_distribution(rows: list[RowContext],
 
 
 @pytest.mark.slow
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True)
 @given(rows=st.lists(contexts(), min_size=17, max_size=17), seed=st.integers(0, 10**6))
 def test_a_row_is_bitwise_the_same_alone_and_among_sixteen_others(rows: list[RowContext], seed: int) -> None:
     """Row invariance: mixed parameters beside a row change not one bit of its scores, nor the token drawn."""
