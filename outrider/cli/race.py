@@ -35,11 +35,11 @@ class RaceQuestion:
     """Key for a gateway that asks for one."""
 
 
-# Much of the answer is in the question, which is where guesses pay on processors, and a small assistant makes no mistake.
+# Much of the answer is in the question: there guesses pay on processors, and a small assistant makes no mistake.
 QUESTION = RaceQuestion(
-    "Put this recipe into numbered steps: Mix 200 grams of flour with two eggs and half a litre of milk. Add a pinch of "
-    "salt. Let the dough rest for twenty minutes. Melt a little butter in a pan and bake the pancakes on both sides until "
-    "they are golden. Serve them with sugar and lemon.",
+    "Put this recipe into numbered steps: Mix 200 grams of flour with two eggs and half a litre of milk. Add a pinch "
+    "of salt. Let the dough rest for twenty minutes. Melt a little butter in a pan and bake the pancakes on both sides "
+    "until they are golden. Serve them with sugar and lemon.",
     GenerationOptions(max_tokens=192, seed=3, temperature=0.0),
 )
 STORY = RaceQuestion(

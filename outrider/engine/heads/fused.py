@@ -48,7 +48,8 @@ class FusedHead(Decoder):
         self._head = head
         self._scratch = torch.empty(0)
         self._sums = torch.empty(0, dtype=torch.float64)
-        self._cache: KVCache | None = None
+        # The cache whose tensors were looked at, and its features, which may be replaced.
+        self._seen: tuple[KVCache, Tensor] | None = None
         self._layer = _layer(head)
         self._model = _model(head, ctypes.addressof(self._layer))
         self._fields = _fields(head, ctypes.addressof(self._model))
@@ -99,12 +100,12 @@ class FusedHead(Decoder):
 
     def _places(self, plan: RowPlan, cache: KVCache, num_wanted: int) -> tuple[int, ...]:
         """Addresses of the cache's keys, values and features, and of scratch."""
-        if cache is not self._cache:
+        if self._seen is None or self._seen[0] is not cache or self._seen[1] is not cache.features:
             num_slots, law = cache.features.shape[0], self._head.law
             expect("features", cache.features, torch.float32, (num_slots, law.hidden_size + 1))
             for name, tensor in (("keys", cache.keys[0]), ("values", cache.values[0])):
                 expect(name, tensor, torch.float32, (num_slots, law.num_kv_heads, law.head_dim))
-            self._cache = cache
+            self._seen = cache, cache.features
         fields = ctypes.addressof(self._fields)
         num_floats = self.ops.functions.outrider_head_floats(fields, plan.num_rows, num_wanted)
         if num_floats > self._scratch.shape[0]:

@@ -58,8 +58,8 @@ def nothing_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scales, "learn", lambda *_: None)
 
 
-def hosting_of(target: ModelRunner) -> HostedModel:
-    return host_head(target, random_head(target, Fuse.WIDE), "")
+def hosting_of(target: ModelRunner, fuse: Fuse = Fuse.WIDE) -> HostedModel:
+    return host_head(target, random_head(target, fuse), "")
 
 
 def specs(temperature: float, **changes: object) -> list[SessionSpec]:
@@ -94,14 +94,15 @@ def proposals(
 
 
 @TEMPERATURES
+@pytest.mark.parametrize("fuse", [Fuse.WIDE, Fuse.PAIR], ids=["some ids", "all ids"])
 @pytest.mark.parametrize(
     "limits", LIMITS, ids=lambda each: f"{each.draft_count}{'' if each.shape is None else ' tree'}"
 )
 def test_proposals_are_those_of_single_steps(
-    target: ModelRunner, limits: GuessLimits, temperature: float, monkeypatch: pytest.MonkeyPatch
+    target: ModelRunner, limits: GuessLimits, fuse: Fuse, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens, parents and values, bit for bit, of each text alone and of all at once."""
-    hosting, texts = hosting_of(target), specs(temperature)
+    hosting, texts = hosting_of(target, fuse), specs(temperature)
     together = [each.tree for each in proposals(target, hosting, texts, limits)]
     alone = [[each.tree for each in proposals(target, hosting, [text], limits)] for text in texts]
     assert sorted(map(repr, together)) == sorted(repr(tree) for trees in alone for tree in trees)

@@ -78,3 +78,14 @@ def test_states_are_those_of_single_operations(target: ModelRunner, fuse: Fuse) 
     expected = torch.zeros_like(own)
     expected[slots, :-1] = head.states_of(source[source_slots])
     assert torch.equal(own, expected)
+
+
+def test_ids_out_of_order_are_refused(target: ModelRunner) -> None:
+    """Of equal scores the lowest id goes first, which is found by its place."""
+    if not isinstance(target.ops, NativeOps):
+        pytest.skip("no kernels are built here")
+    head = random_head(target)
+    assert head.target_ids is not None
+    head.target_ids = head.target_ids.flip(0)
+    with pytest.raises(ValueError, match="target_ids do not rise"):
+        head_decoder(head, target.parts, target.ops)
