@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -187,7 +188,7 @@ def _fields(head: FeatureHead, model: int) -> HeadFields:
     h = law.hidden_size
     if ids is not None:
         expect("target_ids", ids, torch.int64, (head.head.shape[0],))
-        if not bool((ids[1:] > ids[:-1]).all()):
+        if (np.diff(ids.numpy()) <= 0).any():
             raise ValueError("target_ids do not rise")
     return HeadFields(
         model,
