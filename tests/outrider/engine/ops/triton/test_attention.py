@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from support.models import engine_cases
 from support.models.engine_cases import TREE
 from torch import Tensor
 
+from outrider.engine import batching
 from outrider.engine.batching import CHUNK, Feed, RowPlan, build_batch
 from outrider.engine.ops import triton_ops
 from outrider.engine.ops.reference import ReferenceOps
@@ -127,23 +130,87 @@ def test_sessions_stay_apart() -> None:
         first += grant
 
 
-def test_a_tree_row_has_the_bits_of_a_chain() -> None:
-    """A leaf's path, whose slots lie apart, against a session whose next tokens are these."""
-    length = CHUNK - 1
-    path = TREE.path(7)
-    trees = TREE, TokenTree.chain([TREE.token_ids[row - 1] for row in path])
-    tree, chain = (make_feeds((length, length - 1, 0), tree=each)[0] for each in trees)
-    case = case_of([tree])
-    slots = tree.session.table.slots(0, length + len(TREE))
+def as_chain(case: Case, feed: Feed, root: int, leaf: int) -> tuple[Case, Tensor]:
+    """A session whose next tokens are a leaf's path, with its keys in slots of its own; and the tree's rows of it."""
+    length, path = len(feed.session), feed.tree.path(leaf)
+    chain = make_feeds((length, length - 1, len(path)))[0]
+    slots = feed.session.table.slots(0, length + len(feed.tree))
     own_slots = chain.session.table.slots(0, length + len(path))
-    chosen = torch.tensor([*range(length), *(length + row - 1 for row in path)])
+    chosen = [*range(length), *(length + row - 1 for row in path)]
     keys, values = (torch.full_like(cache, torch.nan) for cache in (case.keys, case.values))
     for mine, theirs in ((keys, case.keys), (values, case.values)):
-        mine[torch.from_numpy(own_slots).long()] = theirs[torch.from_numpy(slots).long()[chosen]]
-    rows = torch.tensor([0, *path])
-    other = Case(case.query[rows], [chain], [1 + len(path)], keys, values)
-    ops = KernelOps()
-    assert_same(other.attend(ops, other.plan((8,))), case.attend(ops, case.plan((32,)))[rows])
+        mine[own_slots] = theirs[slots[chosen]]
+    rows = root + torch.tensor([0, *path])
+    return Case(case.query[rows], [chain], [1 + len(path)], keys, values), rows
+
+
+def test_a_tree_row_has_the_bits_of_a_chain() -> None:
+    """A leaf's path, whose slots lie apart, against a session whose next tokens are these."""
+    case = case_of(make_feeds((CHUNK - 1, CHUNK - 2, 0), tree=TREE))
+    ops, (chain, rows) = KernelOps(), as_chain(case, case.feeds[0], 0, 7)
+    assert_same(chain.attend(ops, chain.plan((8,))), case.attend(ops, case.plan((32,)))[rows])
+
+
+@pytest.fixture
+def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks so short that a few tokens have many, each of two steps, which are joined by turns."""
+    monkeypatch.setattr(batching, "CHUNK", 32)
+    monkeypatch.setattr(triton_ops, "CHUNK", 32)
+    monkeypatch.setattr(attention, "JOINED", 2)
+    constants = KernelOps._sum_constants
+    monkeypatch.setattr(KernelOps, "_sum_constants", lambda *args: {**constants(*args), "STEP": 16})
+
+
+def random_feeds(chance: Random) -> list[Feed]:
+    """Prompts, steps, chains and trees of one to four sessions, whose blocks lie among each other's."""
+    sizes, trees = [], []
+    for _ in range(chance.randint(1, 4)):
+        length, count = chance.randint(1, 100), chance.choice((0, chance.randint(1, 6)))
+        sizes.append((length, chance.choice((length - 1, chance.randint(max(0, length - 6), length - 1))), 0))
+        is_chain = chance.random() < 0.3
+        trees.append(
+            TokenTree((5,) * count, tuple(row if is_chain else chance.randint(0, row) for row in range(count)))
+        )
+    feeds = [feed._replace(tree=tree) for feed, tree in zip(make_feeds(*sizes), trees, strict=True)]
+    for feed in feeds:
+        feed.session.reserve(len(feed.tree))
+    return feeds
+
+
+def assert_rows_are_their_own(seed: int) -> None:
+    """Of a random plan: without shared work, in another order, each session alone, in pieces, and as a chain."""
+    chance, ops = Random(seed), KernelOps()
+    feeds, tiles = random_feeds(chance), chance.choice([(1,), (2,), (4, 8, 16), (64,)])
+    heads, groups = chance.choice([(1, 1), (3, 1), (2, 2)])
+    case = case_of(feeds, heads, groups, 16, chance.choice([torch.float32, torch.float16, torch.bfloat16]))
+    whole = case.attend(ops, case.plan(tiles))
+    assert_same(case.attend(ops, case.plan()), whole)
+    ends = [*accumulate(case.grants, initial=0)]
+    own = [torch.arange(*each) for each in pairwise(ends)]
+    order = chance.sample(range(len(feeds)), len(feeds))
+    parts = [(order, torch.cat([own[place] for place in order]), [case.grants[place] for place in order])]
+    for place, feed in enumerate(feeds):
+        parts.append(([place], own[place], [feed.num_rows]))
+        # A tree waits for the end of its prompt.
+        some = chance.randrange(feed.num_committed)
+        parts += [([place], own[place][:some], [some])] if some else []
+        if len(feed.tree):
+            root = ends[place] + feed.num_committed - 1
+            chain, rows = as_chain(case, feed, root, chance.randint(1, len(feed.tree)))
+            assert_same(chain.attend(ops, chain.plan(tiles)), whole[rows])
+    for places, rows, grants in parts:
+        part = replace(case, query=case.query[rows], feeds=[feeds[place] for place in places], grants=grants)
+        assert_same(part.attend(ops, part.plan(tiles)), whole[rows])
+
+
+@pytest.mark.usefixtures("_short_chunks")
+@pytest.mark.parametrize(
+    "seeds", [(0, 4, 6, 7), pytest.param(range(200), marks=pytest.mark.grid)], ids=["a few", "two hundred"]
+)
+def test_rows_of_any_plan_are_their_own(seeds: Sequence[int]) -> None:
+    """Whatever shares their chunks, in whatever order and pieces they come, and of a tree as of a chain."""
+    for seed in seeds:
+        assert_rows_are_their_own(seed)
 
 
 @pytest.mark.parametrize("window", [1, 64, CHUNK, CHUNK + 1])
@@ -184,10 +251,14 @@ def test_rows_of_a_long_prompt_go_by_turns(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def check_all() -> None:
-    """A tree behind a chunk's end, and a chain that goes over one."""
-    for sizes, tree in (((CHUNK + 2, CHUNK + 1, 0), TREE), ((CHUNK - 1, CHUNK - 2, 3), None)):
-        case = replace(case_of(make_feeds(sizes, tree=tree)), sinks=torch.tensor([0.5, 4.0]))
-        assert_work_changes_nothing(case, [(8,)])
+    """A tree behind a chunk's end, a chain that goes over one, and a row whose products are of 16 bits."""
+    for sizes, tree, dtype in (
+        ((CHUNK + 2, CHUNK + 1, 0), TREE, torch.float32),
+        ((CHUNK - 1, CHUNK - 2, 3), None, torch.float32),
+        ((90, 89, 0), None, torch.bfloat16),
+    ):
+        case = case_of(make_feeds(sizes, tree=tree), dtype=dtype)
+        assert_work_changes_nothing(replace(case, sinks=torch.tensor([0.5, 4.0])), [(8,)])
 
 
 def test_the_check_passes_without_a_fault() -> None:
@@ -213,11 +284,29 @@ def test_the_check_passes_without_a_fault() -> None:
         ("places = chunk_places * num_heads + heads", "places = rows * num_heads + heads"),
         # A sink stands for e^score where all others stand for 2^score.
         ("tl.load(sinks + head) * LOG2_E", "tl.load(sinks + head)"),
+        # Of 16 bits, a branch of its own, only the last step's values count.
+        ("output = tl.dot(narrow, v, output)", "output = tl.dot(narrow, v)"),
     ],
-    ids=["value mask", "end of the tile", "rows apart", "unseen chunk", "chunk places", "base of sinks"],
+    ids=["value mask", "end of the tile", "rows apart", "unseen chunk", "chunk places", "base of sinks", "16 bits"],
 )
 def test_planted_faults_are_found(old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them is an easy slip in these kernels."""
     monkeypatch.setattr(triton_ops, "attention", altered(attention, old, new, tmp_path))
     with pytest.raises(AssertionError):
         check_all()
+
+
+@pytest.mark.usefixtures("_short_chunks")
+@pytest.mark.parametrize(
+    "number",
+    ["tl.sum(is_row.to(tl.float32), 0)", "rows[:, None]", "tl.load(key_slots + first_column)"],
+    ids=["rows of the tile", "place among all rows", "slots"],
+)
+def test_rows_that_are_not_their_own_are_found(number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: sums that hang a little on what is beside a row, on where it stands, or on where its keys lie."""
+    old = "is_seen = is_lane & (counts > first_column)"
+    changed = altered(attention, old, f"{old}\n    output += {number} * 1e-3", tmp_path)
+    changed.JOINED = attention.JOINED  # type: ignore[attr-defined]
+    monkeypatch.setattr(triton_ops, "attention", changed)
+    with pytest.raises(AssertionError):
+        assert_rows_are_their_own(4)

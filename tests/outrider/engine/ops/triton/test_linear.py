@@ -124,8 +124,9 @@ def test_a_packed_matrix_is_refused() -> None:
 
 
 def check_all() -> None:
-    """All of the above, of float32."""
+    """All of the above of float32, and a product of 16 bits."""
     assert_near(torch.float32, (3, 70, 260))
+    assert_near(torch.bfloat16, (3, 20, 260))
     assert_rows_are_their_own(torch.float32, 6)
     assert_division_changes_nothing(torch.float32)
 
@@ -148,8 +149,10 @@ def test_the_check_passes_without_a_fault() -> None:
         ("unit = tl.where(is_end, 0.0, unit)", "unit = unit"),
         # Units are added from behind.
         ("for part in tl.static_range(1, NUM_PARTS):", "for part in tl.static_range(NUM_PARTS - 1, 0, -1):"),
+        # Of 16 bits, a branch of its own, sums are rounded to them.
+        ("tl.dot(w, columns, unit)", "tl.dot(w, columns, unit).to(w.dtype).to(tl.float32)"),
     ],
-    ids=["input mask", "unit by rows", "short unit", "unit kept", "order of units"],
+    ids=["input mask", "unit by rows", "short unit", "unit kept", "order of units", "16 bits"],
 )
 def test_planted_faults_are_found(old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them is an easy slip in this kernel."""
