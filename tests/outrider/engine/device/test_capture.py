@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.engine.batching import Batch, Feed, build_batch
 from outrider.engine.models.transformer import Transformer
+from outrider.engine.ops.eager import EagerOps
 from outrider.engine.runner import ModelRunner
 from outrider.token_tree import EMPTY, TokenTree
 
@@ -106,3 +107,11 @@ def test_what_stands_in_the_way_of_capture_becomes_less(runner: ModelRunner, tre
     model = runner.model
     assert isinstance(model, Transformer)
     assert short.frozen(long) == (WINDOWED if model.config.windows[0] else FROZEN)
+
+
+def test_a_wait_in_a_step_is_named(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a norm that the host skips where all is nought, which would end a capture."""
+    norm = EagerOps.rms_norm
+    monkeypatch.setattr(EagerOps, "rms_norm", lambda ops, x, *others: norm(ops, x, *others) if x.any() else x)
+    recorder, _ = recorded(runner, batch_of(runner, (20, 22)))
+    assert {wait.partition(": ")[0] for wait in recorder.waits} >= {"transformer.py:Transformer.forward_layers"}

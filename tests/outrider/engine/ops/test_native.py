@@ -12,7 +12,7 @@ import torch
 from support.models.engine_cases import BUILT, attention_case, native
 from torch import Tensor
 
-from outrider.engine.ops import choose_ops, library
+from outrider.engine.ops import KERNELS, choose_ops, library, triton_missing
 from outrider.engine.ops.native import NativeOps
 from outrider.engine.ops.reference import ReferenceOps
 from outrider.errors import InvalidRequest
@@ -51,13 +51,37 @@ def test_kernels_that_are_not_to_be_had_are_refused(device: str, kernels: str, w
     assert refused.value.message.startswith(words)
 
 
-def test_an_old_card_has_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default; who asks for our kernels there is told what they need."""
+@pytest.mark.parametrize(
+    ("capability", "hip", "words"),
+    [
+        ((7, 5), None, r"our kernels need compute capability 8\.0, and cuda:0 has 7\.5"),
+        ((9, 4), "6.4.43484", "Triton's kernels are for CUDA, and this torch is built for ROCm"),
+    ],
+    ids=["an old card", "ROCm"],
+)
+def test_where_our_kernels_do_not_run_plain_torch_computes(
+    capability: tuple[int, int], hip: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default, and on request; who asks for ours is told why not. A torch for ROCm calls its cards cuda too."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert choose_ops(torch.device("cuda:0"), 2).name == "eager"
-    with pytest.raises(InvalidRequest, match=r"our kernels need compute capability 8\.0, and cuda:0 has 7\.5"):
-        choose_ops(torch.device("cuda:0"), 2, kernels="graphs")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    card = torch.device("cuda:0")
+    assert [choose_ops(card, 2, kernels=kernels).name for kernels in ("auto", "eager")] == ["eager"] * 2
+    for kernels in ("triton", "graphs"):
+        with pytest.raises(InvalidRequest, match=f'"auto" or "eager" here: {words}'):
+            choose_ops(card, 2, kernels=kernels)
+
+
+def test_a_new_card_has_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In graphs, or launched one by one on request."""
+    if triton_missing() is not None:
+        pytest.skip(str(triton_missing()))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    chosen = {kernels: choose_ops(torch.device("cuda:0"), 2, kernels=kernels) for kernels in KERNELS}
+    assert ["triton" in ops.name for ops in chosen.values()] == [True, False, True, True]
+    assert [getattr(ops, "has_graphs", False) for ops in chosen.values()] == [True, False, False, True]
 
 
 def test_without_kernels_the_reference_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
