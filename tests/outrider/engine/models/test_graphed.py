@@ -1,15 +1,18 @@
 """A forward in few kernels, and its recordings: bitwise what the model computes operation by operation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
+from random import Random
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from support.devices.graphs import PretendGraph, pretend_graphs
-from support.devices.kernels import CPU, KernelOps, assert_same
+from support.devices.graphs import Card, PretendGraph, pretend_card
+from support.devices.kernels import CPU, KernelOps, altered, assert_same
 from support.devices.story import tapped, tell
-from support.models.engine_cases import TREE, finish, random_ids
+from support.models.engine_cases import TREE, close, finish, random_ids
 from support.models.model_cases import PARTIAL
 from support.models.tiny_models import write_tiny_model
 from torch import Tensor
@@ -23,8 +26,9 @@ from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import load_tensors
 from outrider.engine.ops import Ops
 from outrider.engine.ops.reference import ReferenceOps
-from outrider.engine.ops.triton import linear
+from outrider.engine.ops.triton import layers, linear
 from outrider.engine.runner import ModelIdentity, ModelRunner
+from outrider.model_service import row_costs
 from outrider.token_tree import TokenTree
 
 pytestmark = pytest.mark.early
@@ -33,6 +37,12 @@ BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
 SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 CHAIN = TokenTree.chain((7, 8, 9, 10))
 CHECK_ROWS = GraphedTransformer.check_rows
+# How a recording computes, in the source.
+COMPUTE = "def compute() -> Tensor:\n            return self._logits(self._compute(self._work"
+FROZEN = f"work = self._work.clone()\n\n        {COMPUTE}".replace("compute(self._work", "compute(work")
+RUNS = "            compute()\n        torch"
+CURRENT = "torch.cuda.current_stream(self.embedding.device)"
+WAITS = f"stream.wait_stream({CURRENT})\n        with"
 
 
 class Tiled(Transformer):
@@ -53,9 +63,14 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PretendGraph]]:
-    with pretend_graphs(monkeypatch) as found:
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
+    with pretend_card(monkeypatch) as found:
         yield found
+
+
+@pytest.fixture
+def graphs(card: Card) -> list[PretendGraph]:
+    return card.graphs
 
 
 def load(folder: Path, way: str, dtype: torch.dtype = torch.float32) -> ModelRunner:
@@ -167,23 +182,64 @@ def test_recordings_serve_all_texts_of_their_size(
     assert all(graph.recorder.waits == [] for graph in graphs)
 
 
-def test_what_is_replaced_ends_recordings(folder: Path, graphs: list[PretendGraph]) -> None:
-    """Features that a cache keeps from now on, and an embedding that has grown."""
+def random_feeds(runner: ModelRunner, num_rows: int, seed: int) -> list[Feed]:
+    """New sessions with trees, one to three, of so many rows in all; prompts are among the rows."""
+    chance = Random(seed)
+    cuts = sorted(chance.sample(range(1, num_rows), min(chance.randint(0, 2), num_rows - 1)))
+    feeds = []
+    for begin, end in pairwise((0, *cuts, num_rows)):
+        length = chance.randint(1, min(5, end - begin))
+        parents = tuple(chance.randint(0, row) for row in range(end - begin - length))
+        tokens = [chance.randrange(100) for _ in range(length + len(parents))]
+        feeds.append(Feed(runner.open(tokens[:length], length), TokenTree(tuple(tokens[length:]), parents)))
+    return feeds
+
+
+def check_sizes(folder: Path, sizes: Sequence[int]) -> None:
+    """Each size is recorded with all its rows, and then replayed with the fewest that it serves, in another order."""
+    fewest = [before + 1 for before, size in pairwise((0, *graphed.GRAPH_ROWS)) if size in sizes]
+    turns = [*sizes, *Random(1).sample(fewest, len(fewest))]
     recorded, direct = (load(folder, way) for way in ("graphs", "kernels"))
+    for seed, num_rows in enumerate(turns):
+        found = []
+        for runner in (recorded, direct):
+            feeds = random_feeds(runner, num_rows, seed)
+            found.append(finish(runner, *feeds))
+            close(runner, *(feed.session for feed in feeds))
+        same(*found)
+    # What fills a size up is stored nowhere.
+    for stored, expected in zip(recorded.cache.keys, direct.cache.keys, strict=True):
+        assert torch.equal(stored.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.grid
+def test_recordings_of_every_size_have_the_bits_of_launches(folder: Path, graphs: list[PretendGraph]) -> None:
+    """All that a card records, each full and as empty as it may be, in random order."""
+    check_sizes(folder, graphed.GRAPH_ROWS)
+    assert [graph.num_replays for graph in graphs] == [2] * len(graphed.GRAPH_ROWS)
+
+
+def check_replaced(folder: Path) -> None:
+    """Steps of one size before and after: features that a cache keeps from now on, and an embedding that has grown."""
     found: list[list[Tensor]] = []
-    for runner in (recorded, direct):
+    for way in ("graphs", "kernels"):
+        runner = load(folder, way)
         assert isinstance(runner.model, GraphedTransformer)
         session = runner.open([3, 4, 5], 3)
-        first = finish(runner, Feed(session))
+        step = Feed(session, TokenTree.chain((7, 8)))
+        told = finish(runner, Feed(session))
         runner.cache.keep_features(2 * 48, (0, 1))
-        session.truncate(2)
-        again = finish(runner, Feed(session), Feed(runner.open([9], 1)))
+        told += finish(runner, step)
+        told.append(runner.cache.features[session.table.slots(2, 5)].clone())
         runner.model.embed_more(torch.zeros(2, 48))
         runner.model.embedding.mul_(0.5)
-        session.extend([9])
-        last = finish(runner, Feed(session))
-        found.append([*first, *again, *last, runner.cache.features[session.table.slots(1, len(session))]])
+        found.append([*told, *finish(runner, step)])
     same(*found)
+
+
+def test_what_is_replaced_ends_recordings(folder: Path, graphs: list[PretendGraph]) -> None:
+    """Each of them once."""
+    check_replaced(folder)
     assert len(graphs) == 3
 
 
@@ -221,6 +277,99 @@ def test_a_frozen_number_is_found(folder: Path, graphs: list[PretendGraph], monk
     step(3)
     with pytest.raises(AssertionError):
         step(5)
+
+
+def check_few(folder: Path) -> None:
+    """Of one size, full and filled up."""
+    check_sizes(folder, (8,))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize(
+    ("method", "old", "new", "check", "words"),
+    [
+        ("forward", " or cache.features is not self._features", "", check_replaced, ""),
+        ("embed_more", "self._graphs.clear()", "pass", check_replaced, ""),
+        ("_record", COMPUTE, FROZEN, check_few, ""),
+        ("_record", RUNS, RUNS.replace("compute()", "pass"), check_few, "is compiled while"),
+        ("_record", WAITS, "with", check_few, "side by side"),
+        ("_record", f"{CURRENT}.wait_stream(stream)", "pass", check_few, "side by side"),
+    ],
+    ids=["features", "embedding", "inputs", "not run before", "begins too early", "is not awaited"],
+)
+def test_planted_faults_are_found(
+    folder: Path,
+    tmp_path: Path,
+    method: str,
+    old: str,
+    new: str,
+    check: Callable[[Path], None],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stale memory, frozen inputs, what is compiled while it is recorded, and streams that run side by side."""
+    changed = altered(graphed, old, new, tmp_path)
+    monkeypatch.setattr(GraphedTransformer, method, getattr(changed.GraphedTransformer, method))
+    with pytest.raises(RuntimeError if words else AssertionError, match=words or None):
+        check(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("card")
+def test_rows_that_fill_up_and_are_stored_are_found(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: all rows of a size have keys and values."""
+    old, new = "if row < tl.load(work + NUM_ROWS):\n        column", "if row < num_rows:\n        column"
+    monkeypatch.setattr(graphed, "layers", altered(layers, old, new, tmp_path))
+    with pytest.raises(AssertionError):
+        check_few(folder)
+
+
+def check_warm(folder: Path, card: Card) -> None:
+    """A prompt in pieces, trees, steps and choices need no kernel that the warm-up did not have."""
+    runner = load(folder, "graphs")
+    runner.max_rows = 12
+    row_costs.warm_up(runner)
+    known = set(card.compiled)
+    for logits in short(runner):
+        rows = torch.zeros(len(logits))
+        runner.ops.choose(logits, rows.double(), rows.long(), 100)
+    assert known
+    assert card.compiled == known
+
+
+@pytest.mark.slow
+def test_after_the_warm_up_nothing_is_compiled(folder: Path, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sizes that are recorded, and of larger ones."""
+    monkeypatch.setattr(graphed, "GRAPH_ROWS", (4, 8))
+    check_warm(folder, card)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        # A constant that follows the number of rows.
+        (graphed, "BLOCK=1024", "BLOCK=1024 << num_rows % 2"),
+        # Draws are not among what is made before.
+        (row_costs, "runner.ops.choose(logits, temperatures, keys, runner.vocabulary_size)", "pass"),
+    ],
+    ids=["a constant", "a draw"],
+)
+def test_a_kernel_of_later_is_found(
+    folder: Path, tmp_path: Path, card: Card, module: ModuleType, old: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: a server would compile it in the middle of its answers."""
+    monkeypatch.setattr(graphed, "GRAPH_ROWS", (4, 8))
+    changed = altered(module, old, new, tmp_path)
+    if module is graphed:
+        monkeypatch.setattr(GraphedTransformer, "_compute", changed.GraphedTransformer._compute)
+    else:
+        monkeypatch.setattr(row_costs, "warm_up", changed.warm_up)
+    with pytest.raises(AssertionError):
+        check_warm(folder, card)
 
 
 @pytest.mark.slow

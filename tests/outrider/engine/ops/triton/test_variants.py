@@ -13,9 +13,9 @@ import pytest
 import torch
 from support.devices.kernels import CPU, KernelOps
 from support.devices.story import tapped, tell
+from support.devices.variants import Part, taken_apart
 from support.models.engine_cases import attention_case, rotate
 from support.models.tiny_models import write_tiny_model
-from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from outrider.engine.models.config import ModelConfig
@@ -28,33 +28,13 @@ from outrider.engine.runner import ModelIdentity, ModelRunner
 
 pytestmark = pytest.mark.early
 
-# Of a model's matrices, each of which has a kernel of its own.
-SIZES = {"num_inputs", "num_outputs", "size", "width"}
-
-Variants = Mapping[tuple[object, ...], set[tuple[object, ...]]]
-
-
-def taken_apart(kernel: Any, values: Mapping[str, Any]) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    """What a launch is by its constants and types, and what makes a variant of that."""
-    numbers = set(kernel.kwargs["do_not_specialize"] or ())
-    places = set(kernel.kwargs["do_not_specialize_on_alignment"] or ())
-    fixed, variant = [kernel.__name__], []
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            fixed.append((name, value.dtype))
-            if name not in places:
-                variant.append((name, value.data_ptr() % 16 == 0))
-        elif name.isupper() or name not in kernel.arg_names or name in SIZES:
-            fixed.append((name, value))
-        elif isinstance(value, int) and name not in numbers:
-            variant.append((name, value == 1, value % 16 == 0))
-    return tuple(fixed), tuple(variant)
+Variants = Mapping[Part, set[Part]]
 
 
 @pytest.fixture
 def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[Variants]:
     """The variants of each kernel that is launched."""
-    found: defaultdict[tuple[object, ...], set[tuple[object, ...]]] = defaultdict(set)
+    found: defaultdict[Part, set[Part]] = defaultdict(set)
     run = InterpretedFunction.run
 
     def noted(kernel: Any, *args: Any, grid: object, warmup: bool, **named: Any) -> None:
