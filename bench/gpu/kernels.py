@@ -12,6 +12,7 @@ from bench.gpu.timing import Launch, Timing, time_launches
 from outrider.engine.ops import Ops, Weight
 
 CHAIN_ROWS = 6
+CUBLAS = "cublas"
 
 
 def run(recorder: Recorder, sizes: Sizes, device: torch.device) -> None:
@@ -59,12 +60,17 @@ def _linear(
         launches: dict[str, list[Launch]] = {
             name: [partial(each.linear, x, weight) for weight in stacked[name]] for name, each in ops.items()
         }
-        launches["cublas"] = [partial(functional.linear, half, weight) for weight in weights]
+        launches[CUBLAS] = [partial(functional.linear, half, weight) for weight in weights]
         moved = num_bytes + rows * 4 * sum(size)
+        times_us: dict[str, float] = {}
         for name, those in launches.items():
             with recorder.case(f"{what}/rows={rows}/{name}"):
                 timing = time_launches(device, those)
+                times_us[name] = timing.us
                 recorder.add(f"{what}/rows={rows}/{name}", moved / timing.us / 1e3, "GB/s", **_facts(timing))
+        for name in ops:
+            if {name, CUBLAS} <= times_us.keys():
+                recorder.add(f"{what}/rows={rows}/{name} by {CUBLAS}", times_us[name] / times_us[CUBLAS], "times")
 
 
 def _small(recorder: Recorder, sizes: Sizes, device: torch.device, name: str, ops: Ops) -> None:

@@ -119,8 +119,10 @@ def _host(recorder: Recorder, sizes: Sizes, runner: ModelRunner, name: str) -> N
             "forward is done": partial(_done, runner, feeds),
             "draw to ids": partial(_drawn, runner, feeds, result),
         }
-        for part, call in parts.items():
-            _record(recorder, sizes, runner, f"host/{part}/sessions={count}/rows={rows}/{name}", call)
+        what = f"sessions={count}/rows={rows}/{name}"
+        times_us = {part: _record(recorder, sizes, runner, f"host/{part}/{what}", call) for part, call in parts.items()}
+        # Of a forward that an idle device is given; a graph works for longer than its replay takes to return.
+        recorder.add(f"host/share/{what}", times_us["forward returns"] / times_us["forward is done"])
         if count > 1:
             # More rows than a forward has: what matters is how long the others would wait for their plan.
             feeds = [Feed(session, tree_of(PROPOSED_ROWS)) for session in sessions]
@@ -131,15 +133,17 @@ def _host(recorder: Recorder, sizes: Sizes, runner: ModelRunner, name: str) -> N
             session.free()
 
 
-def _record(recorder: Recorder, sizes: Sizes, runner: ModelRunner, what: str, call: Callable[[], object]) -> None:
-    """Microseconds until a call returns, beginning with an idle device."""
+def _record(recorder: Recorder, sizes: Sizes, runner: ModelRunner, what: str, call: Callable[[], object]) -> float:
+    """Microseconds until a call returns, beginning with an idle device, which it returns too."""
     times = []
     for _ in range(2 + sizes.repeats):
         synchronize(runner.device)
         start = time.perf_counter()
         call()
         times.append((time.perf_counter() - start) * 1e6)
-    recorder.add(what, statistics.median(times[2:]), "us", least=min(times[2:]))
+    median = statistics.median(times[2:])
+    recorder.add(what, median, "us", least=min(times[2:]))
+    return median
 
 
 def _done(runner: ModelRunner, feeds: list[Feed]) -> None:
