@@ -18,7 +18,7 @@ PRESENT = (
     "torch triton numpy scipy sympy mpmath networkx transformers tokenizers safetensors huggingface-hub regex tqdm "
     "jinja2 markupsafe pyyaml packaging filelock fsspec requests urllib3 certifi idna charset-normalizer anyio h11 "
     "httpcore httpx attrs rich pygments shellingham markdown-it-py mdurl annotated-doc prometheus-client "
-    "psutil setuptools pytest pytest-timeout pluggy iniconfig hypothesis sortedcontainers"
+    "psutil setuptools pytest pytest-timeout pytest-xdist execnet pluggy iniconfig hypothesis sortedcontainers"
 )
 # grpcio and protobuf although images have them: generated code refuses versions below those that made it. And typer:
 # an image had 0.27, which names an option by its metavar where the two differ in case alone.

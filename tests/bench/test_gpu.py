@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,23 @@ owners = {
 files = {os.path.realpath(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())}
 print(json.dumps(sorted({owners[file] for file in files if file in owners})))
 """
-# Packages that import these do without them where they are not there.
+# A module that Python itself imports first in every process.
+HIDING = """
+import sys
+
+class Hiding:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {hidden}:
+            raise ModuleNotFoundError(name.partition(".")[0] + " is not there", name=name)
+
+sys.meta_path.insert(0, Hiding())
+"""
+# Plugins that are installed here name themselves, and are not all there.
+PLUGINS = {
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    "PYTEST_PLUGINS": "pytest_asyncio.plugin,pytest_timeout,xdist.plugin",
+}
+# Packages that import these here do without them there, in the versions that the machine has.
 OPTIONAL = {"grpcio-tools", "greenlet", "sniffio", "zstandard", "httpx2", "httpcore2", "truststore"}
 
 
@@ -106,13 +123,30 @@ def test_a_device_that_fails_ends_its_section(tmp_path: Path) -> None:
     assert len(read_records(tmp_path)) == 1
 
 
+def dry_run(folder: Path, *options: str, missing: str = "") -> subprocess.CompletedProcess[str]:
+    """The benchmark where no package can be imported that its machine has not, nor one that is missing."""
+    there = {*CARRIED, *PRESENT.split(), *OPTIONAL, "outrider"} - {missing}
+    modules = packages_distributions().items()
+    hidden = {name for name, owners in modules if not there & {canonicalize_name(owner) for owner in owners}}
+    (folder / "sitecustomize.py").write_text(HIDING.format(hidden=hidden))
+    command = [ROOT / "bench" / "gpu.sh", "--dry", "--out", folder, *options]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "PYTHONPATH": str(folder), **PLUGINS}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", ["typer", "structlog"])
+def test_a_package_that_is_not_carried_is_missed(tmp_path: Path, missing: str) -> None:
+    """Planted: the benchmark itself needs one of them, and its first section the other."""
+    ended = dry_run(tmp_path, "--sections", "card", missing=missing)
+    errors = [each.error for each in read_records(tmp_path) if each.error]
+    assert f"{missing} is not there" in ended.stderr + "".join(errors)
+
+
 @pytest.mark.slow
 def test_a_dry_run_answers_everything(tmp_path: Path) -> None:
-    """On the CPU, with small shapes: no section fails, and each writes records."""
-    command = [ROOT / "bench" / "gpu.sh", "--dry", "--out", tmp_path]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}
-    )
+    """On the CPU, with small shapes and its machine's packages: no section fails, and each writes records."""
+    ended = dry_run(tmp_path)
     log = (tmp_path / "log.txt").read_text()
     assert ended.returncode == 0, ended.stderr
     records = read_records(tmp_path)
