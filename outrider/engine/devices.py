@@ -51,14 +51,19 @@ def checked_device(name: str, field: str = "device") -> torch.device:
 
 
 def seen_devices() -> str:
-    """Sentence without its full stop: which CUDA devices this process sees, and what to do for others."""
-    count, hidden = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    """Sentence without its full stop: which CUDA devices this process sees, and what to do for others.
+
+    A torch for ROCm has AMD's cards as such devices.
+    """
+    count, is_rocm = torch.cuda.device_count(), torch.version.hip is not None
     seen = f"It sees {'cuda:0 alone' if count == 1 else f'cuda:0 to cuda:{count - 1}' if count else 'no CUDA device'}"
-    if torch.version.cuda is None:
+    if torch.version.cuda is None and not is_rocm:
         return f"{seen}, because torch {torch.__version__} is built without CUDA: install a build that has it"
-    if hidden is not None:
-        return f"{seen}, and CUDA_VISIBLE_DEVICES is {hidden!r}: unset it, or name devices there that nvidia-smi lists"
-    return f"{seen}: nvidia-smi has to list it here, and a container has to be given it (--gpus all)"
+    lists, given = ("rocm-smi", "--device /dev/kfd --device /dev/dri") if is_rocm else ("nvidia-smi", "--gpus all")
+    for name in (*(["HIP_VISIBLE_DEVICES"] if is_rocm else []), "CUDA_VISIBLE_DEVICES"):
+        if (hidden := os.environ.get(name)) is not None:
+            return f"{seen}, and {name} is {hidden!r}: unset it, or name devices there that {lists} lists"
+    return f"{seen}: {lists} has to list it here, and a container has to be given it ({given})"
 
 
 @contextmanager

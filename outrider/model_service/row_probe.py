@@ -81,7 +81,7 @@ def engine_facts() -> dict[str, object]:
         "kernels": kernels.name if kernels else None,
         "processor_levels": processor_levels(),
         "cuda": [device_facts(torch.device("cuda", number)) for number in range(torch.cuda.device_count())],
-        "cuda_version": torch.version.cuda,
+        "cuda_runtime": f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
         "cuda_seen": seen_devices(),
         "triton": version("triton") if find_spec("triton") is not None else None,
         "triton_missing": triton_missing(),

@@ -265,7 +265,7 @@ def _cuda_finding(facts: Mapping[str, Any]) -> Finding:
     kernels = {each["kernels"] for each in devices}
     reason = f"torch's own kernels compute (eager), because {facts['triton_missing']}"
     own = f"{', '.join(sorted(kernels - {EAGER}))} computes" if kernels - {EAGER} else reason
-    versions = f"CUDA {facts['cuda_version']}, {f'Triton {triton}' if triton else 'no Triton'}; {own}."
+    versions = f"{facts['cuda_runtime']}, {f'Triton {triton}' if triton else 'no Triton'}; {own}."
     names = (
         f"cuda:{n} is {each['name']}, {gibibytes(each['free_bytes'])} of {gibibytes(each['memory_bytes'])} free"
         for n, each in enumerate(devices)

@@ -27,7 +27,7 @@ from outrider.model_files.vocabulary import Vocabulary
 KERNELS = {"kernels": "native-v3", "processor_levels": ["native-v3"], "numerics_id": "cpu-x"}
 KERNELS |= {
     "cuda": [],
-    "cuda_version": None,
+    "cuda_runtime": "CUDA None",
     "cuda_seen": "It sees no CUDA device",
     "triton": None,
     "triton_missing": "none is installed",
@@ -205,12 +205,12 @@ def test_unequal_rows_fail_on_a_cpu_and_warn_on_a_device() -> None:
     ("facts", "sentence"),
     [
         (
-            {"cuda": [DEVICE], "cuda_version": "12.8", "triton": "3.2.0", "triton_missing": "triton is 3.2.0"},
+            {"cuda": [DEVICE], "cuda_runtime": "CUDA 12.8", "triton": "3.2.0", "triton_missing": "triton is 3.2.0"},
             "cuda:0 is X, 79.0 GiB of 80.0 GiB free. CUDA 12.8, Triton 3.2.0; torch's own kernels compute (eager), "
             "because triton is 3.2.0.",
         ),
         (
-            {"cuda": [DEVICE | {"kernels": "triton-v1"}] * 2, "cuda_version": "12.8"},
+            {"cuda": [DEVICE | {"kernels": "triton-v1"}] * 2, "cuda_runtime": "CUDA 12.8"},
             "cuda:0 is X, 79.0 GiB of 80.0 GiB free; cuda:1 is X, 79.0 GiB of 80.0 GiB free. CUDA 12.8, no Triton; "
             "triton-v1 computes.",
         ),

@@ -54,4 +54,4 @@ def test_facts_without_a_model() -> None:
     """What computes here, as plain values."""
     facts = engine_facts()
     host = {"torch", "torch_threads", "kernels", "processor_levels"}
-    assert host | {"cuda", "cuda_version", "cuda_seen", "triton", "triton_missing"} == set(facts)
+    assert host | {"cuda", "cuda_runtime", "cuda_seen", "triton", "triton_missing"} == set(facts)

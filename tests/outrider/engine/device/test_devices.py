@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.engine.devices import checked_device
+from outrider.engine.devices import checked_device, seen_devices
 from outrider.errors import InvalidRequest
 
 
@@ -29,6 +29,36 @@ def test_a_device_that_is_not_there_is_told_with_what_is_seen(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
     with pytest.raises(InvalidRequest, match=f"^--device is 'cuda:4', but must be .*{words}"):
         checked_device("cuda:4", "--device")
+
+
+@pytest.mark.parametrize(
+    ("hidden", "words"),
+    [
+        (
+            {},
+            "It sees no CUDA device: rocm-smi has to list it here, and a container has to be given it (--device",
+        ),
+        (
+            {"HIP_VISIBLE_DEVICES": "1"},
+            "It sees no CUDA device, and HIP_VISIBLE_DEVICES is '1': unset it, or name devices",
+        ),
+        (
+            {"CUDA_VISIBLE_DEVICES": ""},
+            "It sees no CUDA device, and CUDA_VISIBLE_DEVICES is '': unset it, or name devices",
+        ),
+    ],
+)
+def test_a_torch_for_rocm_is_not_asked_for_cuda(
+    monkeypatch: pytest.MonkeyPatch, hidden: dict[str, str], words: str
+) -> None:
+    """It has AMD's cards under CUDA's names, but its own tools and variables."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in hidden.items():
+        monkeypatch.setenv(name, value)
+    assert seen_devices().startswith(words)
 
 
 def test_a_device_that_is_there_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
