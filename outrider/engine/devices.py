@@ -51,16 +51,17 @@ def checked_device(name: str, field: str = "device") -> torch.device:
 
 
 def seen_devices() -> str:
-    """Sentence without its full stop: which CUDA devices this process sees, and what to do for others.
-
-    A torch for ROCm has AMD's cards as such devices.
-    """
-    count, is_rocm = torch.cuda.device_count(), torch.version.hip is not None
+    """Sentence without its full stop: which CUDA devices this process sees, and what to do for others."""
+    count = torch.cuda.device_count()
     seen = f"It sees {'cuda:0 alone' if count == 1 else f'cuda:0 to cuda:{count - 1}' if count else 'no CUDA device'}"
-    if torch.version.cuda is None and not is_rocm:
+    lists, given, variables = "nvidia-smi", "--gpus all", ["CUDA_VISIBLE_DEVICES"]
+    if torch.version.hip is not None:
+        # A torch for ROCm has AMD's cards as such devices, and heeds both variables.
+        lists, given = "rocm-smi", "--device /dev/kfd --device /dev/dri"
+        variables.insert(0, "HIP_VISIBLE_DEVICES")
+    elif torch.version.cuda is None:
         return f"{seen}, because torch {torch.__version__} is built without CUDA: install a build that has it"
-    lists, given = ("rocm-smi", "--device /dev/kfd --device /dev/dri") if is_rocm else ("nvidia-smi", "--gpus all")
-    for name in (*(["HIP_VISIBLE_DEVICES"] if is_rocm else []), "CUDA_VISIBLE_DEVICES"):
+    for name in variables:
         if (hidden := os.environ.get(name)) is not None:
             return f"{seen}, and {name} is {hidden!r}: unset it, or name devices there that {lists} lists"
     return f"{seen}: {lists} has to list it here, and a container has to be given it ({given})"

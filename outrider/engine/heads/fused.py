@@ -49,8 +49,8 @@ class FusedHead(Decoder):
         self._head = head
         self._scratch = torch.empty(0)
         self._sums = torch.empty(0, dtype=torch.float64)
-        # The cache whose tensors were looked at, and its features, which may be replaced.
-        self._seen: tuple[KVCache, Tensor] | None = None
+        self._cache: KVCache | None = None
+        self._features = torch.empty(0)
         self._layer = _layer(head)
         self._model = _model(head, ctypes.addressof(self._layer))
         self._fields = _fields(head, ctypes.addressof(self._model))
@@ -101,18 +101,21 @@ class FusedHead(Decoder):
 
     def _places(self, plan: RowPlan, cache: KVCache, num_wanted: int) -> tuple[int, ...]:
         """Addresses of the cache's keys, values and features, and of scratch."""
-        if self._seen is None or self._seen[0] is not cache or self._seen[1] is not cache.features:
-            num_slots, law = cache.features.shape[0], self._head.law
-            expect("features", cache.features, torch.float32, (num_slots, law.hidden_size + 1))
-            for name, tensor in (("keys", cache.keys[0]), ("values", cache.values[0])):
-                expect(name, tensor, torch.float32, (num_slots, law.num_kv_heads, law.head_dim))
-            self._seen = cache, cache.features
+        if cache is not self._cache or cache.features is not self._features:
+            self._bind(cache)
         fields = ctypes.addressof(self._fields)
         num_floats = self.ops.functions.outrider_head_floats(fields, plan.num_rows, num_wanted)
         if num_floats > self._scratch.shape[0]:
             self._scratch = torch.empty(num_floats)
-        tensors = (cache.keys[0], cache.values[0], cache.features, self._scratch)
-        return tuple(tensor.data_ptr() for tensor in tensors)
+        return (*self._kept, self._scratch.data_ptr())
+
+    def _bind(self, cache: KVCache) -> None:
+        num_slots, law = cache.features.shape[0], self._head.law
+        expect("features", cache.features, torch.float32, (num_slots, law.hidden_size + 1))
+        for name, tensor in (("keys", cache.keys[0]), ("values", cache.values[0])):
+            expect(name, tensor, torch.float32, (num_slots, law.num_kv_heads, law.head_dim))
+        self._kept = cache.keys[0].data_ptr(), cache.values[0].data_ptr(), cache.features.data_ptr()
+        self._cache, self._features = cache, cache.features
 
     def copy_states(self, source: Tensor, source_slots: Slots, own: Tensor, slots: Slots) -> bool:
         """Makes states of features [S, F] of a target in the cache features `own`, as FeatureHead.states_of does.

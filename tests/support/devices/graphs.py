@@ -59,7 +59,7 @@ class Card:
         """Runs a kernel, and keeps it among the calls where one records."""
         assert not warmup
         mode = _get_current_dispatch_mode()
-        signature = taken_apart(kernel, dict(zip(kernel.arg_names, args, strict=False)) | named)
+        signature = taken_apart(kernel, args, named)
         if isinstance(mode, Recorder):
             if signature not in self.compiled:
                 raise RuntimeError(f"{kernel.__name__} is compiled while a graph is recorded")

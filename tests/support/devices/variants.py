@@ -1,6 +1,6 @@
 """What Triton compiles a kernel for: a launch whose signature is new would be compiled on a card."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,12 +11,12 @@ SIZES = {"num_inputs", "num_outputs", "size", "width"}
 Part = tuple[object, ...]
 
 
-def taken_apart(kernel: Any, values: Mapping[str, Any]) -> tuple[Part, Part]:
+def taken_apart(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Part, Part]:
     """What a launch is by its constants and types, and what makes a variant of that."""
     numbers = set(kernel.kwargs["do_not_specialize"] or ())
     places = set(kernel.kwargs["do_not_specialize_on_alignment"] or ())
     fixed, variant = [kernel.__name__], []
-    for name, value in values.items():
+    for name, value in (dict(zip(kernel.arg_names, args, strict=False)) | named).items():
         if isinstance(value, Tensor):
             fixed.append((name, value.dtype))
             if name not in places:

@@ -38,7 +38,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[Variants]:
     run = InterpretedFunction.run
 
     def noted(kernel: Any, *args: Any, grid: object, warmup: bool, **named: Any) -> None:
-        fixed, variant = taken_apart(kernel, dict(zip(kernel.arg_names, args, strict=False)) | named)
+        fixed, variant = taken_apart(kernel, args, named)
         found[fixed].add(variant)
         run(kernel, *args, grid=grid, warmup=warmup, **named)
 
