@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.drafters.lines import HeadLine, Ranked, may_be_line
+from outrider.drafters.lines import Line, Ranked, may_be_line
 from outrider.engine.batching import Feed
 from outrider.engine.device_thread import EndingTask, own_fault
 from outrider.engine.noise import LANES_EACH, Purpose, round_key
@@ -28,7 +28,7 @@ from outrider.engine.sampling.draft_distribution import DEFAULT_TOP_N, DraftDist
 from outrider.engine.sampling.draw import DrawInput, draw_each, row_contexts, rows_of, scores_behind
 from outrider.engine.sampling.transforms import index, transform
 from outrider.engine.session import Session
-from outrider.engine.sharing import ForwardPace
+from outrider.engine.sharing import LEAST_S, ForwardPace
 from outrider.engine.walk import walk
 from outrider.errors import InvalidRequest, NoTokenLeft, OutriderError
 from outrider.estimates.timing import Meter
@@ -51,6 +51,8 @@ DRAFTERS: Mapping[str, frozenset[Rule]] = {
 
 # A round of the target takes as long as so many of a draft's steps at most.
 STEPS_A_ROUND = 16
+# Of several steps of a chain in one call, for which those who come meanwhile wait.
+LINE_S = 0.01
 # The logarithm of a number that float64 rounds to 0 is not infinite here.
 MIN_PROB = 5e-324
 
@@ -242,18 +244,21 @@ class ModelDrafter:
         top_n: int = DEFAULT_TOP_N,
         clock: Callable[[], float] = time.perf_counter,
         ahead: Ahead | None = None,
+        line_s: float = LINE_S,
     ) -> None:
         """`with_room` makes room for an allocation when the pool is full; see outrider.engine.runner.reserve.
 
         top_n is the most tokens of a distribution that is sent; see outrider.engine.sampling.draft_distribution.
         `clock` as in outrider.engine.sharing.Pace. With `ahead` a step may find several guesses of a task, which are
-        those that it would find without, one by one.
+        those that it would find without, one by one; so may a step without it of a model whose steps are short: as many
+        as line_s seconds have room for.
         """
         self._runner = runner
         self._pace = ForwardPace(clock, STEPS_A_ROUND)
         self._with_room = with_room
         self._top_n = top_n
         self._ahead = ahead
+        self._line_s, self._step_s = line_s, math.inf
 
     def advance(self, tasks: Sequence[DraftTask]) -> bool:
         """Makes one forward over all tasks, and guesses for each whose tokens are cached; no task ever waits.
@@ -296,7 +301,7 @@ class ModelDrafter:
     def _step(self, tasks: Sequence[DraftTask]) -> tuple[ForwardResult, Sequence[Step], tuple[int, ...]]:
         """A forward, the steps of those whose tokens it has cached, and what it cost, for Meter.add."""
         started_ns = time.perf_counter_ns()
-        line = HeadLine.of(self._runner, tasks) if self._ahead is None else None
+        line = Line.of(self._runner, tasks, int(self._line_s / self._step_s)) if self._ahead is None else None
         feeds = [task.draw_input.feed for task in tasks] if line is None else line.feeds
         most_rows = self._pace.begin(feeds, self._runner.max_rows)
         result = self._runner.forward(feeds, most_rows, None if line is None else line.compute)
@@ -312,7 +317,7 @@ class ModelDrafter:
             steps = guess_each(self._runner, guessing, result.logits, ranges, self._top_n)
             self._runner.finish()
             cost = started_ns, time.perf_counter_ns(), result.num_rows, 0, 1
-        self._pace.end(result.grants)
+        self._step_s = max(self._pace.end(result.grants, cost[-1]), LEAST_S)
         return result, steps, cost
 
 

@@ -176,13 +176,16 @@ class ForwardPace:
             self._rows = max(MIN_PROMPT_ROWS, most if row_s * most <= allowed_s else int(allowed_s / row_s))
         return self._rows
 
-    def end(self, grants: Sequence[int]) -> None:
-        """Learns from the step that was begun, of whose feeds so many rows were computed."""
-        seconds = self._clock() - self._started_s
+    def end(self, grants: Sequence[int], num_steps: int = 1) -> float:
+        """Learns from the step that was begun, or several in one call, of whose feeds so many rows were computed first.
+
+        Returns the seconds of a step.
+        """
+        seconds = (self._clock() - self._started_s) / num_steps
         num_rows = sum(grant for grant, is_prompt in zip(grants, self._prompts, strict=True) if is_prompt)
         if sum(grants) == num_rows:
             # Only prompts: what a step costs without them cannot be separated from what they cost.
-            return
+            return seconds
         if num_rows == 0:
             self._plain_s.add(self._num_step_rows, seconds)
             self._steps_since_probe = 0
@@ -191,3 +194,4 @@ class ForwardPace:
             self._read_s = self._started_s
             if self._plain_s.known:
                 self._row_s.add((seconds - self._plain_s.at(self._num_step_rows)) / num_rows)
+        return seconds

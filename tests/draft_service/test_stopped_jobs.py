@@ -44,7 +44,7 @@ def test_a_newer_epoch_counts_the_job_it_stops(
 ) -> None:
     """Whichever message begins it; without a running job nothing is counted."""
     table = LeaseTable[DraftState](60.0)
-    device, drafter = SteppedDevice[DraftTask](), ModelDrafter(runner, table.with_room)
+    device, drafter = SteppedDevice[DraftTask](), ModelDrafter(runner, table.with_room, line_s=0.0)
     sessions = DraftSessions(runner, table, device.submit)
     _open(sessions, 1)
     assert device.step(drafter.advance)

@@ -3,6 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,6 +107,30 @@ class Decoder(ABC):
         Waits where the device is simulated and would not be done yet.
         """
         return time.perf_counter() - started_s
+
+
+class ChainDraws(NamedTuple):
+    """What is drawn after each of several steps, one below the other, of W rows; see Ops.choose."""
+
+    temperatures: Tensor
+    """[W] float64 where rows are computed."""
+    keys: Tensor
+    """Keys [depth, W] int64 of the noise there."""
+    num_tokens: int
+    """Ids that there are, from 0 on."""
+
+
+class ChainingDecoder(Decoder):
+    """A decoder that makes several steps in one call."""
+
+    @abstractmethod
+    def chain(self, plan: RowPlan, cache: KVCache, wanted: Tensor, draws: ChainDraws) -> Tensor:
+        """Computes rows like `forward`, and below each wanted one a row of the token that is drawn after the row above.
+
+        Ids [S, W] int64 on the CPU, drawn in S steps: as many as there are keys for, or fewer where a row has nothing to
+        draw, or none where steps are to be made one by one. The lists of wanted rows go on with the slots of the rows
+        below; see Feed.num_below.
+        """
 
 
 class ProbedDecoder(Decoder):

@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.models.config import ModelConfig
-from outrider.engine.models.decoder import LayeredDecoder, ProbedDecoder
+from outrider.engine.models.decoder import ChainDraws, ChainingDecoder, LayeredDecoder, ProbedDecoder
 from outrider.engine.models.transformer import Layer, Linear, Transformer
 from outrider.engine.ops import Weight
 from outrider.engine.ops.library import DecoderFields, LayerFields, MatrixFields, PlanFields, TapFields
@@ -29,7 +29,7 @@ from outrider.engine.ops.native import (
 )
 
 
-class FusedTransformer(LayeredDecoder, ProbedDecoder):
+class FusedTransformer(LayeredDecoder, ProbedDecoder, ChainingDecoder):
     """Computes what its Transformer would; belongs to one thread, because the activations are kept between calls."""
 
     def __init__(self, model: Transformer, ops: NativeOps) -> None:
@@ -51,6 +51,7 @@ class FusedTransformer(LayeredDecoder, ProbedDecoder):
         layers = (_layer(*each, model.config) for each in zip(*columns, strict=True))
         self._layers = (LayerFields * len(model.layers))(*layers)
         self._plans_type = PlanFields * len(places)
+        self._window_sizes = (ctypes.c_int64 * len(places))(0, *self._windows)
         self._decoder = _decoder(model, ctypes.addressof(self._layers))
         self._cache: KVCache | None = None
         self._features = torch.empty(0)
@@ -73,20 +74,39 @@ class FusedTransformer(LayeredDecoder, ProbedDecoder):
     def forward_layers(self, plan: RowPlan, cache: KVCache, wanted: Tensor, layers: range) -> Tensor:
         if layers.start and layers.start not in cache.taps:
             raise ValueError(f"nothing is tapped at boundary {layers.start}")
-        if cache is not self._cache or cache.features is not self._features:
-            self._bind(cache)
-        decoder, functions = ctypes.addressof(self._decoder), self.ops.functions
-        num_floats = functions.outrider_forward_floats(decoder, plan.num_rows)
-        if num_floats > self._scratch.shape[0]:
-            self._scratch = torch.empty(num_floats)
         logits = torch.empty(wanted.shape[0], self.config.vocab_size)
         # Kept until the call is over: the fields hold addresses.
-        plans = [plan, *(plan.windowed(window) for window in self._windows)]
+        plans = self._plans(plan, cache)
         fields = self._plans_type(*[plan_fields(each, wanted) for each in plans])
-        taps = ctypes.addressof(self._taps)
-        places = ctypes.addressof(fields), self._keys, self._values, taps, layers.start, layers.stop
-        functions.outrider_forward(self.ops.pool, decoder, *places, self._scratch.data_ptr(), logits.data_ptr())
+        model, places = ctypes.addressof(self._decoder), (self._keys, self._values, ctypes.addressof(self._taps))
+        rooms = layers.start, layers.stop, self._scratch.data_ptr(), logits.data_ptr()
+        self.ops.functions.outrider_forward(self.ops.pool, model, ctypes.addressof(fields), *places, *rooms)
         return logits
+
+    def chain(self, plan: RowPlan, cache: KVCache, wanted: Tensor, draws: ChainDraws) -> Tensor:
+        depth, num_wanted = len(draws.keys), wanted.shape[0]
+        expect("temperatures", draws.temperatures, torch.float64, (num_wanted,))
+        expect("keys", draws.keys, torch.int64, (depth, num_wanted))
+        ids, logits = torch.empty(depth, num_wanted, dtype=torch.int64), torch.empty(num_wanted, self.config.vocab_size)
+        plans = self._plans(plan, cache)
+        fields = self._plans_type(*[plan_fields(each, wanted) for each in plans])
+        model, places = ctypes.addressof(self._decoder), (self._keys, self._values, ctypes.addressof(self._taps))
+        windows = ctypes.addressof(self._window_sizes), len(plans)
+        rooms = self._scratch.data_ptr(), logits.data_ptr()
+        inputs = draws.temperatures.data_ptr(), draws.keys.data_ptr(), ids.data_ptr(), depth, draws.num_tokens
+        num_steps: int = self.ops.functions.outrider_forward_line(
+            self.ops.pool, model, ctypes.addressof(fields), *windows, *places, *rooms, *inputs
+        )
+        return ids[:num_steps]
+
+    def _plans(self, plan: RowPlan, cache: KVCache) -> list[RowPlan]:
+        """A plan of the same rows for each window, the whole one first; makes sure of addresses and room for them."""
+        if cache is not self._cache or cache.features is not self._features:
+            self._bind(cache)
+        num_floats = self.ops.functions.outrider_forward_floats(ctypes.addressof(self._decoder), plan.num_rows)
+        if num_floats > self._scratch.shape[0]:
+            self._scratch = torch.empty(num_floats)
+        return [plan, *(plan.windowed(window) for window in self._windows)]
 
     def _bind(self, cache: KVCache) -> None:
         shape = (cache.keys[0].shape[0], self.config.num_kv_heads, self.config.head_dim)

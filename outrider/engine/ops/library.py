@@ -39,6 +39,7 @@ _ARGUMENTS: dict[str, list[type]] = {
     "outrider_rank": [*[_POINTER] * 9, *[_SIZE] * 3],
     "outrider_forward_floats": [_POINTER, _SIZE],
     "outrider_forward": [*[_POINTER] * 6, _SIZE, _SIZE, _POINTER, _POINTER],
+    "outrider_forward_line": [*[_POINTER] * 4, _SIZE, *[_POINTER] * 8, *[_SIZE] * 2],
     "outrider_head_floats": [_POINTER, _SIZE, _SIZE],
     "outrider_head_forward": [*[_POINTER] * 8],
     "outrider_head_line": [*[_POINTER] * 14, *[_SIZE] * 2],
@@ -54,6 +55,7 @@ _SIZED = (
     "outrider_quantise",
     "outrider_experts_floats",
     "outrider_forward_floats",
+    "outrider_forward_line",
     "outrider_head_floats",
     "outrider_head_line",
 )

@@ -35,14 +35,16 @@ class Draft:
         prefix_cache: bool = True,
         cascade: Cascade | None = None,
         drafters: Sequence[Drafter] = (),
+        line_s: float = 0.0,
     ) -> None:
+        """Each step is one guess of a chain, or as many as ModelDrafter makes in line_s."""
         self.runner = runner
         self.device = SteppedDevice[Task]()
         self.table = LeaseTable[DraftState](60.0)
         self.sessions = DraftSessions(
             runner, self.table, self.device.submit, prefix_cache=prefix_cache, ahead=cascade, drafters=drafters
         )
-        self.drafter = ModelDrafter(runner, self.table.with_room, ahead=cascade)
+        self.drafter = ModelDrafter(runner, self.table.with_room, ahead=cascade, line_s=line_s)
         self.answers = Answers()
         self.session_id = os.urandom(16)
 

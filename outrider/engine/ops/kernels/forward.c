@@ -39,6 +39,13 @@ typedef struct {
     int64_t num_rows, max_key_count, num_wanted;
 } row_plan;
 
+/* Rows that are each below one of a plan, whose list goes on with their slots; `plan` sees whole lists. */
+typedef struct {
+    int64_t *token_ids, *positions, *slots, *starts, *wanted;
+    int32_t *counts;
+    row_plan plan;
+} rows_below;
+
 /* What of every row is stored beside its key and value: boundary b is the residual that enters layer b, and the number of
  * layers stands for what leaves the final norm. A slot has num_taps times the hidden size of floats. */
 typedef struct {
@@ -252,6 +259,76 @@ void outrider_forward(pool *threads, const decoder *model, const row_plan *plans
     multiply(threads, &model->head, at.normed, logits, plan->num_wanted, at.scratch);
 }
 
+/* Begins with the wanted rows of a plan themselves. longs has room for 5 numbers a row, counts for one. */
+static rows_below below_wanted(const row_plan *first, int64_t *longs, int32_t *counts) {
+    const int64_t num_rows = first->num_wanted;
+    rows_below below = {longs, longs + num_rows, longs + 2 * num_rows, longs + 3 * num_rows, longs + 4 * num_rows, counts, *first};
+    for (int64_t row = 0; row < num_rows; row++) {
+        const int64_t of = first->wanted[row];
+        below.positions[row] = first->positions[of], below.starts[row] = first->key_starts[of];
+        counts[row] = first->key_counts[of];
+        below.wanted[row] = row;
+    }
+    below.plan.token_ids = below.token_ids, below.plan.positions = below.positions, below.plan.slots = below.slots;
+    below.plan.key_starts = below.starts, below.plan.key_counts = counts, below.plan.wanted = below.wanted;
+    below.plan.num_rows = num_rows;
+    return below;
+}
+
+/* Goes one row down everywhere, where these tokens are, `stride` apart. */
+static void go_down(rows_below *below, const int64_t *token_ids, int64_t stride) {
+    for (int64_t row = 0; row < below->plan.num_rows; row++) {
+        below->token_ids[row] = token_ids[row * stride];
+        below->slots[row] = below->plan.key_slots[below->starts[row] + below->counts[row]];
+        below->positions[row]++, below->counts[row]++;
+    }
+    below->plan.max_key_count++;
+}
+
+/* The same rows, of which each sees the last `window` keys of its list; 0: all. starts and counts are room for them. */
+static row_plan windowed(const row_plan *whole, int64_t window, int64_t *starts, int32_t *counts) {
+    row_plan plan = *whole;
+    if (window == 0 || plan.max_key_count <= window) return plan;
+    for (int64_t row = 0; row < plan.num_rows; row++) {
+        const int64_t hidden = whole->key_counts[row] > window ? whole->key_counts[row] - window : 0;
+        starts[row] = whole->key_starts[row] + hidden, counts[row] = (int32_t)(whole->key_counts[row] - hidden);
+    }
+    plan.key_starts = starts, plan.key_counts = counts, plan.max_key_count = window;
+    return plan;
+}
+
+/* `depth` steps of a model: one of the plans, and then rows below their wanted ones, each of the token of the step before.
+ * The plans are num_plans of the same rows, each of the keys in one of the windows, of which the first is 0, for all. ids
+ * [depth, num_wanted] are what outrider_choose finds after each step, with the noise of keys [depth, num_wanted]. The lists
+ * of the wanted rows go on with the slots of those below them. logits [num_wanted, vocabulary] is room for a step's, all else
+ * as for outrider_forward. Returns the number of steps, which ends before a step in which a row has nothing to draw. */
+int64_t outrider_forward_line(pool *threads, const decoder *model, const row_plan *plans, const int64_t *windows, int64_t num_plans,
+                              void *const *keys, void *const *values, const taps *taps, float *scratch, float *logits,
+                              const double *temperatures, const int64_t *noise, int64_t *ids, int64_t depth,
+                              int64_t num_tokens) {
+    const int64_t num_rows = plans[0].num_wanted, stretch = outrider_draw_stretch();
+    const int64_t stretches = (num_tokens + stretch - 1) / stretch;
+    int64_t longs[5 * num_rows], starts[num_plans * num_rows], found[num_rows * stretches];
+    int32_t counts[num_rows], seen[num_plans * num_rows];
+    float highest[num_rows];
+    double best[num_rows * stretches];
+    rows_below below = below_wanted(&plans[0], longs, counts);
+    row_plan own[num_plans];
+    for (int64_t step = 0; step < depth; step++, ids += num_rows) {
+        outrider_forward(threads, model, plans, keys, values, taps, 0, model->num_layers, scratch, logits);
+        if (outrider_choose(threads, logits, temperatures, noise + step * num_rows, highest, best, found, num_rows,
+                            model->head.num_outputs, num_tokens, stretches))
+            return step;
+        memcpy(ids, found, (size_t)num_rows * sizeof(int64_t));
+        if (step + 1 == depth) break;
+        go_down(&below, ids, 1);
+        for (int64_t each = 0; each < num_plans; each++)
+            own[each] = windowed(&below.plan, windows[each], starts + each * num_rows, seen + each * num_rows);
+        plans = own;
+    }
+    return depth;
+}
+
 /* Activations of the head, and before them lists of keys without the first token of a text. */
 static int64_t lay_out_head(const feature_head *head, int64_t num_rows, float *floats, activations *parts) {
     const int64_t ints = 4 * num_rows, normed = 2 * hidden_size(head->model);
@@ -360,19 +437,13 @@ int64_t outrider_head_line(pool *threads, const feature_head *head, const row_pl
                            const double *scales, double *sums, int64_t *ids, double *shares, int32_t *faults,
                            int64_t depth, int64_t count) {
     const int64_t num_rows = first->num_wanted, num_known = head->model->head.num_outputs;
-    int64_t token_ids[num_rows], positions[num_rows], slots[num_rows], starts[num_rows], wanted[num_rows];
+    int64_t longs[5 * num_rows];
     int32_t counts[num_rows];
     double chances[num_rows], others[num_rows];
-    for (int64_t row = 0; row < num_rows; row++) {
-        chances[row] = 1, others[row] = 0;
-        const int64_t of = first->wanted[row];
-        positions[row] = first->positions[of], starts[row] = first->key_starts[of], counts[row] = first->key_counts[of];
-        wanted[row] = row;
-    }
-    row_plan below = {token_ids, positions, slots, first->key_slots, starts, counts, wanted, num_rows, 0, num_rows};
+    for (int64_t row = 0; row < num_rows; row++) chances[row] = 1, others[row] = 0;
+    rows_below below = below_wanted(first, longs, counts);
     for (int64_t step = 0; step < depth; step++, ids += num_rows * count, shares += num_rows * count) {
-        below.max_key_count = first->max_key_count + step;
-        float *scores = step_head(threads, head, step == 0 ? first : &below, keys, values, features, scratch, 0);
+        float *scores = step_head(threads, head, step == 0 ? first : &below.plan, keys, values, features, scratch, 0);
         for (int64_t row = 0; row < num_rows; row++)
             divide_scores(scores + row * num_known, num_known, temperatures[row]);
         outrider_rank(threads, scores, head->target_ids, noise == 0 ? 0 : noise + step * num_rows, scales, sums, ids, shares,
@@ -385,12 +456,9 @@ int64_t outrider_head_line(pool *threads, const feature_head *head, const row_pl
             others[row] = beside > others[row] ? beside : others[row];
             chances[row] *= found[0];
             is_wanted |= chances[row] > others[row];
-            if (step + 1 == depth) continue;
-            token_ids[row] = ids[row * count];
-            slots[row] = first->key_slots[starts[row] + counts[row]];
-            positions[row]++, counts[row]++;
         }
         if (!is_wanted) return step + 1;
+        if (step + 1 < depth) go_down(&below, ids, count);
     }
     return depth;
 }

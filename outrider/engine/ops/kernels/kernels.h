@@ -78,6 +78,12 @@ void outrider_experts(pool *threads, const experts *of, const float *x, float *o
 
 void divide_scores(float *scores, int64_t num_tokens, double temperature);
 
+int64_t outrider_draw_stretch(void);
+
+int64_t outrider_choose(pool *threads, const float *logits, const double *temperatures, const int64_t *keys,
+                        float *highest, double *best, int64_t *ids, int64_t num_rows, int64_t num_logits,
+                        int64_t num_tokens, int64_t stretches);
+
 void outrider_rank(pool *threads, const float *scores, const int64_t *tokens, const int64_t *keys, const double *scales,
                    double *sums, int64_t *ids, double *shares, int32_t *faults, int64_t num_rows, int64_t num_tokens,
                    int64_t count);
