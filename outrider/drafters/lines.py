@@ -20,6 +20,7 @@ from outrider.engine.cache import KVCache
 from outrider.engine.devices import send
 from outrider.engine.heads.fused import FusedHead, LineDraws
 from outrider.engine.models.decoder import ChainDraws, ChainingDecoder, Decoder
+from outrider.engine.noise import Keys
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling.draw import DrawInput, keys_below
 from outrider.engine.sampling.transforms import divisor
@@ -61,7 +62,7 @@ class LineTask(Protocol):
         """Takes what follows its row, and each row below that."""
 
 
-class Line:
+class StepLine:
     """Steps of all tasks of a forward."""
 
     def __init__(self, decoder: Decoder, tasks: Sequence[LineTask], depth: int, steps: Steps) -> None:
@@ -120,7 +121,7 @@ def _head_steps(head: FusedHead, tasks: Sequence[LineTask], depth: int) -> Steps
     hot = [divisor(spec.sampling) for spec in specs]
     if any(hot) != all(hot):
         return None
-    keys = _keys(tasks, depth) if all(hot) else None
+    keys = torch.from_numpy(_keys(tasks, depth)) if all(hot) else None
     # By way of numpy, as in key_column.
     temperatures = torch.from_numpy(np.array([each or 1.0 for each in hot]))
     scales = torch.from_numpy(np.array([task.line_scale for task in tasks]))
@@ -136,18 +137,18 @@ def _head_steps(head: FusedHead, tasks: Sequence[LineTask], depth: int) -> Steps
 def _chain_steps(runner: ModelRunner, decoder: ChainingDecoder, tasks: Sequence[LineTask], depth: int) -> Steps:
     """Steps with the one token that is drawn after each row."""
     temperatures = np.array([divisor(task.draw_input.spec.sampling) for task in tasks])
-    device = runner.device
-    draws = ChainDraws(send(temperatures, device), _keys(tasks, depth).to(device), runner.vocabulary_size)
+    sent = send(temperatures, runner.device), send(_keys(tasks, depth), runner.device)
+    draws = ChainDraws(*sent, runner.vocabulary_size)
 
     def steps(plan: RowPlan, cache: KVCache, wanted: Tensor) -> list[list[Ranked]]:
-        return [[Ranked([each], []) for each in level] for level in decoder.chain(plan, cache, wanted, draws).tolist()]
+        return [[Ranked([each], []) for each in level] for level in decoder.chain(plan, cache, wanted, draws)]
 
     return steps
 
 
-def _keys(tasks: Sequence[LineTask], depth: int) -> Tensor:
+def _keys(tasks: Sequence[LineTask], depth: int) -> Keys:
     """Keys [depth, tasks] of the noise of each step."""
-    return torch.from_numpy(keys_below([task.draw_input for task in tasks], depth).reshape(depth, len(tasks)))
+    return keys_below([task.draw_input for task in tasks], depth).reshape(depth, len(tasks))
 
 
 def line_decoder(runner: ModelRunner) -> FusedHead | None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.drafters.lines import Line, Ranked, may_be_line
+from outrider.drafters.lines import Ranked, StepLine, may_be_line
 from outrider.engine.batching import Feed
 from outrider.engine.device_thread import EndingTask, own_fault
 from outrider.engine.noise import LANES_EACH, Purpose, round_key
@@ -301,7 +301,7 @@ class ModelDrafter:
     def _step(self, tasks: Sequence[DraftTask]) -> tuple[ForwardResult, Sequence[Step], tuple[int, ...]]:
         """A forward, the steps of those whose tokens it has cached, and what it cost, for Meter.add."""
         started_ns = time.perf_counter_ns()
-        line = Line.of(self._runner, tasks, int(self._line_s / self._step_s)) if self._ahead is None else None
+        line = StepLine.of(self._runner, tasks, int(self._line_s / self._step_s)) if self._ahead is None else None
         feeds = [task.draw_input.feed for task in tasks] if line is None else line.feeds
         most_rows = self._pace.begin(feeds, self._runner.max_rows)
         result = self._runner.forward(feeds, most_rows, None if line is None else line.compute)

@@ -59,6 +59,9 @@ class RowPlan:
     """The most rows of an item of work."""
     num_row_chunks: int = 0
     """Chunks that all rows see, one of several rows counted for each of them."""
+    below: Self | None = None
+    """Where all feeds have rows below the last one: the plan of the last of each, as shared work, whose lists and
+    chunks do for those above it too."""
 
     @property
     def num_rows(self) -> int:
@@ -68,11 +71,12 @@ class RowPlan:
         """Plan of these rows [S] int64 only."""
         names = ("token_ids", "positions", "slots", "key_starts", "key_counts")
         kept = {name: getattr(self, name).index_select(0, rows) for name in names}
-        return replace(self, **kept, work=None)
+        return replace(self, **kept, work=None, below=None)
 
     def with_lists(self, key_starts: Tensor, key_counts: Tensor, max_key_count: int) -> Self:
         """Plan of the same rows, each of which sees another part of the key slots."""
-        return replace(self, key_starts=key_starts, key_counts=key_counts, max_key_count=max_key_count, work=None)
+        own = replace(self, key_starts=key_starts, key_counts=key_counts, max_key_count=max_key_count)
+        return replace(own, work=None, below=None)
 
     def windowed(self, window: int | None) -> Self:
         """Plan of the same rows, each of which sees the last `window` keys of its list, or all if that is None.
@@ -101,7 +105,9 @@ class Feed(NamedTuple):
     The session's own tree begins with them, and all committed tokens are cached; see ModelRunner.check."""
 
     num_below: int = 0
-    """Rows that the same forward may compute below the last one, of tokens that it finds; see FusedHead.line."""
+    """Rows that the same forward may compute below the last one, of tokens that it finds.
+
+    See FusedHead.line and ChainingDecoder.chain; all feeds of a forward have as many."""
 
     @property
     def num_proposed(self) -> int:
@@ -214,8 +220,12 @@ def build_batch(feeds: Sequence[Feed], grants: Sequence[int], device: torch.devi
     longs = np.array((*token_ids, *wanted), dtype=np.int64)
     key_starts = rows.list_starts[rows.list_of]
     longs = np.concatenate((longs[: len(slots)], rows.positions, key_starts, longs[len(slots) :]))
-    sent = _shared_plan(rows, longs, slots, tiles, device) if tiles else _plan(longs, rows.key_lists, slots, device)
-    return Batch(*sent, prefixes, ranges)
+    if not tiles:
+        return Batch(*_plan(longs, rows.key_lists, slots, device), prefixes, ranges)
+    plan, sent_wanted = _shared_plan(rows, longs, slots, tiles, device)
+    if feeds[0].num_below and not branched and len(wanted) == len(feeds):
+        plan = replace(plan, below=_below(spans, lists, feeds[0].num_below, tiles, device))
+    return Batch(plan, sent_wanted, prefixes, ranges)
 
 
 class _Span(NamedTuple):
@@ -359,6 +369,18 @@ def _shared_plan(
     key_slots = work[places.key_slots : places.key_slots + num_keys]
     own, keys = (token_ids, positions, sent_slots), (key_slots, key_starts, key_counts)
     return RowPlan(*own, *keys, int(rows.positions.max()) + 1, work, tile_rows, num_row_chunks), wanted
+
+
+def _below(
+    spans: Sequence[_Span], lists: list[NDArray[Any]], num_below: int, tiles: Sequence[int], device: torch.device
+) -> RowPlan:
+    """See RowPlan.below. Tokens and slots are yet to be found."""
+    ends = [each.start + each.num_rows - 1 + num_below for each in spans]
+    rows = _Rows.of_chains([_Span(1, end, number) for number, end in enumerate(ends)], lists)
+    unknown = np.zeros_like(rows.positions)
+    longs = np.concatenate((unknown, rows.positions, rows.list_starts))
+    plan, _ = _shared_plan(rows, longs, unknown, tiles, device)
+    return plan
 
 
 def _split(longs: Tensor, num_rows: int) -> tuple[Tensor, ...]:

@@ -4,9 +4,11 @@ import time
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from outrider.engine.batching import Feed
-from outrider.engine.cache import BLOCK_SIZE
+from outrider.engine.batching import Feed, RowPlan
+from outrider.engine.cache import BLOCK_SIZE, KVCache
+from outrider.engine.models.decoder import ChainDraws, ChainingDecoder
 from outrider.engine.runner import ForwardCounts, ModelRunner
 from outrider.engine.session import Session
 from outrider.token_tree import EMPTY, TokenTree
@@ -57,15 +59,24 @@ def warm_up(runner: ModelRunner) -> None:
             _try([(runner.open([0], 1), TokenTree.chain([0] * (length - 1))) for length in lengths], runner)
     if shapes:
         _try([(runner.open([0] * min(runner.max_rows, room), 1), EMPTY)], runner)
+        _try([(runner.open([0], 1), EMPTY)], runner, num_below=1)
     runner.forward_counts = ForwardCounts()
 
 
-def _try(texts: Sequence[tuple[Session, TokenTree]], runner: ModelRunner) -> None:
+def _try(texts: Sequence[tuple[Session, TokenTree]], runner: ModelRunner, num_below: int = 0) -> None:
+    model = runner.model
+
+    def compute(plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
+        keys = torch.zeros(1 + num_below, len(wanted), dtype=torch.int64, device=runner.device)
+        temperatures = torch.ones(len(wanted), dtype=torch.float64, device=runner.device)
+        if num_below and isinstance(model, ChainingDecoder):
+            model.chain(plan, cache, wanted, ChainDraws(temperatures, keys, runner.vocabulary_size))
+        logits = model.forward(plan, cache, wanted)
+        runner.ops.choose(logits, temperatures, keys[0], runner.vocabulary_size)
+        return logits
+
     try:
-        logits = runner.forward([Feed(*each) for each in texts]).logits
-        keys = torch.zeros(len(logits), dtype=torch.int64, device=runner.device)
-        temperatures = torch.ones(len(logits), dtype=torch.float64, device=runner.device)
-        runner.ops.choose(logits, temperatures, keys, runner.vocabulary_size)
+        runner.forward([Feed(*each, num_below=num_below) for each in texts], compute=compute)
     finally:
         for session, _ in texts:
             session.free()

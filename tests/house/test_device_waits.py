@@ -22,6 +22,8 @@ READS: dict[str, tuple[int, str]] = {
     "heads/chain_layouts.py:read_hydra": (1, "of a setting in a file"),
     "heads/feature_checkpoint.py:FeatureCheckpoint.load": (5, LOADING),
     "heads/layouts.py:one_layer": (1, "of a name's parts"),
+    "models/fused.py:FusedTransformer.chain": (1, ON_CPU),
+    "models/graphed.py:GraphedTransformer.chain": (1, "the tokens of several steps, after the last of them"),
     "models/gguf.py:_numbers": (1, LOADING),
     "models/gguf.py:_gguf_shape": (1, "of a name's parts"),
     "models/experts.py:ExpertRooms.take": (1, "of a name's parts"),

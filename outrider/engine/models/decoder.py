@@ -124,12 +124,12 @@ class ChainingDecoder(Decoder):
     """A decoder that makes several steps in one call."""
 
     @abstractmethod
-    def chain(self, plan: RowPlan, cache: KVCache, wanted: Tensor, draws: ChainDraws) -> Tensor:
+    def chain(self, plan: RowPlan, cache: KVCache, wanted: Tensor, draws: ChainDraws) -> list[list[int]]:
         """Computes rows like `forward`, and below each wanted one a row of the token that is drawn after the row above.
 
-        Ids [S, W] int64 on the CPU, drawn in S steps: as many as there are keys for, or fewer where a row has nothing to
-        draw, or none where steps are to be made one by one. The lists of wanted rows go on with the slots of the rows
-        below; see Feed.num_below.
+        The W tokens that are drawn in each step: of as many steps as there are keys for, or fewer where a row has
+        nothing to draw, or none where they are to be made one by one. The lists of wanted rows go on with the slots of
+        the rows below; see Feed.num_below.
         """
 
 

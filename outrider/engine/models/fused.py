@@ -83,7 +83,7 @@ class FusedTransformer(LayeredDecoder, ProbedDecoder, ChainingDecoder):
         self.ops.functions.outrider_forward(self.ops.pool, model, ctypes.addressof(fields), *places, *rooms)
         return logits
 
-    def chain(self, plan: RowPlan, cache: KVCache, wanted: Tensor, draws: ChainDraws) -> Tensor:
+    def chain(self, plan: RowPlan, cache: KVCache, wanted: Tensor, draws: ChainDraws) -> list[list[int]]:
         depth, num_wanted = len(draws.keys), wanted.shape[0]
         expect("temperatures", draws.temperatures, torch.float64, (num_wanted,))
         expect("keys", draws.keys, torch.int64, (depth, num_wanted))
@@ -97,7 +97,8 @@ class FusedTransformer(LayeredDecoder, ProbedDecoder, ChainingDecoder):
         num_steps: int = self.ops.functions.outrider_forward_line(
             self.ops.pool, model, ctypes.addressof(fields), *windows, *places, *rooms, *inputs
         )
-        return ids[:num_steps]
+        found: list[list[int]] = ids[:num_steps].tolist()
+        return found
 
     def _plans(self, plan: RowPlan, cache: KVCache) -> list[RowPlan]:
         """A plan of the same rows for each window, the whole one first; makes sure of addresses and room for them."""

@@ -5,7 +5,7 @@ lengths nor sessions nor trees are part of a graph, because the kernels read the
 rows launches the same kernels one by one, which is no slower where each has much to do.
 """
 
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import structlog
 import torch
@@ -15,11 +15,11 @@ from torch import Tensor
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
 from outrider.engine.models.config import ModelConfig
-from outrider.engine.models.decoder import LayeredDecoder, ProbedDecoder
+from outrider.engine.models.decoder import ChainDraws, ChainingDecoder, LayeredDecoder, ProbedDecoder
 from outrider.engine.models.transformer import Linear, Transformer
 from outrider.engine.ops import Weight
 from outrider.engine.ops.triton import layers
-from outrider.engine.ops.triton_ops import PARTIAL_FLOATS, TritonOps, norm_options
+from outrider.engine.ops.triton_ops import OPTIONS, PARTIAL_FLOATS, TritonOps, norm_options
 from outrider.engine.row_check import differing_operations
 
 log = structlog.get_logger()
@@ -34,7 +34,7 @@ WIDE_TILES = (16,)
 WORK_NUMBERS = 1 << 22
 
 
-class GraphedTransformer(LayeredDecoder, ProbedDecoder):
+class GraphedTransformer(LayeredDecoder, ProbedDecoder, ChainingDecoder):
     """Computes what its Transformer would; belongs to one thread, because the activations are kept between calls."""
 
     def __init__(self, model: Transformer, ops: TritonOps) -> None:
@@ -110,6 +110,22 @@ class GraphedTransformer(LayeredDecoder, ProbedDecoder):
         if not wanted.shape[0]:
             return x.new_empty(0, self.config.vocab_size)
         return self._logits(x if wanted.shape[0] == plan.num_rows else x.index_select(0, wanted))
+
+    def chain(self, plan: RowPlan, cache: KVCache, wanted: Tensor, draws: ChainDraws) -> list[list[int]]:
+        below, (depth, num_wanted) = plan.below, draws.keys.shape
+        if below is None or below.work is None:
+            return []
+        found = torch.empty_like(draws.keys)
+        logits, every = self.forward(plan, cache, wanted), torch.arange(num_wanted, device=wanted.device)
+        for step in range(depth):
+            if step:
+                by = 2 - depth if step == 1 else 1
+                layers.go_down[(num_wanted,)](below.work, found[step - 1], by, **OPTIONS)
+                logits = self.forward(below, cache, every)
+            found[step] = self.ops.choose(logits, draws.temperatures, draws.keys[step], draws.num_tokens)
+        # Only now the device is waited for.
+        levels: list[list[int]] = found.tolist()
+        return [*takewhile(lambda level: min(level) >= 0, levels)]
 
     def forward_layers(self, plan: RowPlan, cache: KVCache, wanted: Tensor, layers: range) -> Tensor:
         return self._model.forward_layers(plan, cache, wanted, layers)

@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from outrider.engine.batching import RowPlan
 from outrider.engine.models.graphed import TILES, WIDE_TILES
 from outrider.engine.ops.triton import layers
-from outrider.engine.ops.triton_ops import TritonOps, norm_options
+from outrider.engine.ops.triton_ops import OPTIONS, TritonOps, norm_options
 
 META = torch.device("meta")
 TYPES = {
@@ -149,6 +149,7 @@ def launch(ops: TritonOps, dtype: torch.dtype, shape: tuple[int, int, int, int, 
     layers.multiply_silu[num_rows, 9](
         parts, parts, empty(num_rows, mlp, dtype=dtype), num_rows, mlp, **flags, **ops.options
     )
+    layers.go_down[rows](work, empty(num_rows, dtype=torch.int64), 1, **OPTIONS)
     layers.store_rows[num_rows, 4](x, work, hidden, size, 0, size, BLOCK=1024, **ops.options)
     one_by_one(ops, x, query.float(), cache, mlp)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.drafters.drafter import DrafterProposal, GuessLimits
 from outrider.drafters.hosted import HostedModel, host_head
-from outrider.drafters.lines import Line
+from outrider.drafters.lines import StepLine
 from outrider.drafters.scales import Scales
 from outrider.engine.batching import Feed, RowPlan
 from outrider.engine.cache import KVCache
@@ -106,7 +106,7 @@ def test_proposals_are_those_of_single_steps(
     together = [each.tree for each in proposals(target, hosting, texts, limits)]
     alone = [[each.tree for each in proposals(target, hosting, [text], limits)] for text in texts]
     assert sorted(map(repr, together)) == sorted(repr(tree) for trees in alone for tree in trees)
-    monkeypatch.setattr(Line, "of", lambda *_: None)
+    monkeypatch.setattr(StepLine, "of", lambda *_: None)
     assert [each.tree for each in proposals(target, hosting, texts, limits)] == together
     assert all(len(tree) for tree in together)
 

@@ -7,7 +7,17 @@ fill a graph up: they repeat its last row, and are stored nowhere.
 import triton
 import triton.language as tl
 
-from outrider.engine.ops.triton.launch import NUM_ROWS, POSITIONS, SLOTS, TOKEN_IDS, begin
+from outrider.engine.ops.triton.launch import (
+    COUNTS,
+    ITEMS,
+    KEY_SLOTS,
+    NUM_ROWS,
+    POSITIONS,
+    ROW_CHUNKS,
+    SLOTS,
+    TOKEN_IDS,
+    begin,
+)
 from outrider.engine.ops.triton.linear import add_units
 from outrider.engine.ops.triton.rows import norm_factor, normed, places_of_pairs, rotated, silu
 
@@ -188,3 +198,22 @@ def store_rows(source, work, features, size, first_column, row_stride, BLOCK: tl
         values = tl.load(source + row * size + columns, mask=is_column, other=0.0)
         place = tl.load(work + tl.load(work + SLOTS) + row).to(tl.int64) * row_stride + first_column + columns
         tl.store(features + place, values, mask=is_column)
+
+
+@triton.jit(do_not_specialize=["by"], do_not_specialize_on_alignment=["work", "ids"])
+def go_down(work, ids, by):
+    """Moves rows, each with items of its own, down or up their lists in place, where the tokens ids [R] int64 are.
+
+    What is no token, because nothing could be drawn, becomes one that is there; what follows is not used.
+    """
+    row = tl.program_id(0)
+    tl.store(work + tl.load(work + TOKEN_IDS) + row, tl.maximum(tl.load(ids + row), 0).to(tl.int32))
+    position = work + tl.load(work + POSITIONS) + row
+    tl.store(position, tl.load(position) + by)
+    place = work + tl.load(work + COUNTS) + row
+    count = tl.load(place) + by
+    tl.store(place, count)
+    # Its chunks are counted in the order of its items, each of which says where its list begins.
+    item = work + tl.load(work + ITEMS) + tl.load(work + tl.load(work + ROW_CHUNKS) + row) * 4
+    keys = work + tl.load(work + KEY_SLOTS) + tl.load(item + 2)
+    tl.store(work + tl.load(work + SLOTS) + row, tl.load(keys + count - 1))

@@ -29,6 +29,7 @@ from support.models.engine_cases import (
     rotate,
 )
 from support.models.tiny_models import write_tiny_model
+from support.services.stepped_draft import Draft
 from support.services.stepped_target import PROMPT, VOCABULARY_SIZE, OwnTarget, plain
 from torch import Tensor
 from torch.nn import functional
@@ -437,6 +438,22 @@ def test_drafters_change_no_token(
     assert sum(len(answer.content.hosted.tree) for answer in answers) > 0
     own.table.clear()
     check_empty(runner.pool)
+
+
+@EVERYWHERE
+def test_chains_are_those_of_single_steps(runner: ModelRunner) -> None:
+    """Seven guesses in one call, over the edge of a chunk of keys too."""
+    for length in (len(PROMPT), 254):
+        spec, found = spec_of(tuple(random_ids(length, 1, VOCABULARY_SIZE)), 300, eos=(), temperature=1.0), []
+        for line_s in (0.0, 10.0):
+            draft = Draft(runner, line_s=line_s)
+            draft.open(spec, 1)
+            first = draft.guesses()
+            draft.advance(1, length + 1, first, 7)
+            found.append((*first, *draft.guesses()))
+            draft.table.clear()
+        assert found[0] == found[1]
+        assert len(found[0]) == 8
 
 
 @pytest.mark.parametrize("place", ON_CARDS)

@@ -17,10 +17,11 @@ from support.models.model_cases import PARTIAL
 from support.models.tiny_models import write_tiny_model
 from torch import Tensor
 
-from outrider.engine.batching import Feed
+from outrider.engine.batching import Feed, RowPlan
+from outrider.engine.cache import KVCache
 from outrider.engine.models import graphed
 from outrider.engine.models.config import ModelConfig
-from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.decoder import ChainDraws, Decoder
 from outrider.engine.models.graphed import GraphedTransformer
 from outrider.engine.models.transformer import Transformer
 from outrider.engine.models.weights import load_tensors
@@ -29,7 +30,7 @@ from outrider.engine.ops.reference import ReferenceOps
 from outrider.engine.ops.triton import layers, linear
 from outrider.engine.runner import ModelIdentity, ModelRunner
 from outrider.model_service import row_costs
-from outrider.token_tree import TokenTree
+from outrider.token_tree import EMPTY, TokenTree
 
 pytestmark = pytest.mark.early
 
@@ -37,6 +38,8 @@ BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
 SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 CHAIN = TokenTree.chain((7, 8, 9, 10))
 CHECK_ROWS = GraphedTransformer.check_rows
+# No token, and no fault.
+UNMADE = -9
 # How a recording computes, in the source.
 COMPUTE = "def compute() -> Tensor:\n            return self._logits(self._compute(self._work"
 FROZEN = f"work = self._work.clone()\n\n        {COMPUTE}".replace("compute(self._work", "compute(work")
@@ -327,8 +330,95 @@ def test_rows_that_fill_up_and_are_stored_are_found(
         check_few(folder)
 
 
+def chained(runner: ModelRunner, lengths: Sequence[int], depth: int, *, one_by_one: bool) -> list[Tensor]:
+    """Ids [depth, W] that are drawn after texts of these lengths, hot and not, in one call or one by one.
+
+    Then keys and values of the texts and of what was drawn.
+    """
+    model, num_texts = runner.model, len(lengths)
+    assert isinstance(model, GraphedTransformer)
+    sessions = [runner.open(random_ids(length, length, 100), length) for length in lengths]
+    for session in sessions:
+        session.reserve()
+        slots = session.table.slots(0, len(session) - 1)
+        for seed, cache in enumerate((*runner.cache.keys, *runner.cache.values)):
+            cache[slots] = torch.randn(cache[slots].shape, generator=torch.Generator().manual_seed(seed))
+        # What is read of a long text takes the interpreter minutes.
+        session.advance(len(session) - 1, EMPTY)
+    temperatures = torch.arange(num_texts).double() / 2
+    keys = torch.arange(100, 100 + depth * num_texts).view(depth, num_texts)
+    found = torch.full_like(keys, UNMADE)
+
+    def chain(plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
+        for step, ids in enumerate(model.chain(plan, cache, wanted, ChainDraws(temperatures, keys, 100))):
+            found[step] = torch.tensor(ids)
+        return torch.empty(num_texts, 0)
+
+    if one_by_one:
+        for step in range(depth):
+            logits = runner.forward([Feed(each) for each in sessions]).logits
+            found[step] = runner.ops.choose(logits, temperatures, keys[step], 100)
+            for session, token_id in zip(sessions, found[step].tolist(), strict=True):
+                session.extend([token_id])
+    else:
+        runner.forward([Feed(each, num_below=depth - 1) for each in sessions], compute=chain)
+    slots = [session.table.slots(0, length + depth - 1) for session, length in zip(sessions, lengths, strict=True)]
+    caches = (*runner.cache.keys, *runner.cache.values)
+    stored = [cache[own].nan_to_num() for own in slots for cache in caches]
+    close(runner, *sessions)
+    return [found, *stored]
+
+
+@pytest.mark.parametrize("way", ["graphs", "kernels"])
+def test_chains_are_those_of_single_steps(
+    tmp_path: Path, way: str, graphs: list[PretendGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a chunk and over its edge, alone and among rows that fill a size up; recordings are those of any step."""
+    monkeypatch.setattr(graphed, "GRAPH_ROWS", (1, 4))
+    sizes = {"vocab_size": 100, "num_hidden_layers": 1, "context_len": 300}
+    folder = write_tiny_model(tmp_path / "model", "qwen3", **sizes, **SMALL)
+    direct, runner = load(folder, "kernels"), load(folder, way)
+    for lengths in ((3, 254, 9), (255,)):
+        for depth in (2, 4):
+            expected = chained(direct, lengths, depth, one_by_one=True)
+            same(chained(runner, lengths, depth, one_by_one=False), expected)
+    assert [graph.num_replays for graph in graphs] == ([6, 6] if way == "graphs" else [])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("tl.store(position, tl.load(position) + by)", "pass"),
+        ("tl.load(place) + by", "tl.load(place)"),
+        ("tl.load(keys + count - 1)", "tl.load(keys + count - 2)"),
+        ("tl.load(ids + row)", "tl.load(ids)"),
+    ],
+    ids=["a position", "a count", "a slot", "a token"],
+)
+def test_a_slip_on_the_way_down_is_found(
+    folder: Path, tmp_path: Path, old: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted, each alone."""
+    expected = chained(load(folder, "kernels"), (3, 9), 3, one_by_one=True)
+    runner = load(folder, "kernels")
+    monkeypatch.setattr(graphed, "layers", altered(layers, old, new, tmp_path))
+    with pytest.raises(AssertionError):
+        same(chained(runner, (3, 9), 3, one_by_one=False), expected)
+
+
+def test_a_chain_ends_before_what_cannot_be_drawn(folder: Path) -> None:
+    """A row without numbers ends the steps of all; before the first there are none."""
+    runner = load(folder, "kernels")
+    ids, *_ = chained(runner, (3, 9), 3, one_by_one=True)
+    broken = load(folder, "kernels")
+    assert isinstance(broken.model.embedding, Tensor)
+    broken.model.embedding[ids[1, 1]] = torch.nan
+    found, *_ = chained(broken, (3, 9), 4, one_by_one=False)
+    assert found.tolist() == [*ids[:2].tolist(), *[[UNMADE] * 2] * 2]
+
+
 def check_warm(folder: Path, card: Card) -> None:
-    """A prompt in pieces, trees, steps and choices need no kernel that the warm-up did not have."""
+    """A prompt in pieces, trees, steps, choices and chains need no kernel that the warm-up did not have."""
     runner = load(folder, "graphs")
     runner.max_rows = 12
     row_costs.warm_up(runner)
@@ -336,6 +426,7 @@ def check_warm(folder: Path, card: Card) -> None:
     for logits in short(runner):
         rows = torch.zeros(len(logits))
         runner.ops.choose(logits, rows.double(), rows.long(), 100)
+    chained(runner, (3, 9), 3, one_by_one=False)
     assert known
     assert card.compiled == known
 
@@ -353,10 +444,10 @@ def test_after_the_warm_up_nothing_is_compiled(folder: Path, card: Card, monkeyp
     [
         # A constant that follows the number of rows.
         (graphed, "BLOCK=1024", "BLOCK=1024 << num_rows % 2"),
-        # Draws are not among what is made before.
-        (row_costs, "runner.ops.choose(logits, temperatures, keys, runner.vocabulary_size)", "pass"),
+        # Chains, and their draws, are not among what is made before.
+        (row_costs, "isinstance(model, ChainingDecoder)", "False"),
     ],
-    ids=["a constant", "a draw"],
+    ids=["a constant", "a chain"],
 )
 def test_a_kernel_of_later_is_found(
     folder: Path, tmp_path: Path, card: Card, module: ModuleType, old: str, new: str, monkeypatch: pytest.MonkeyPatch

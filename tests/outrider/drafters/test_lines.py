@@ -60,7 +60,9 @@ def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     real = FusedTransformer.chain
 
-    def chain(model: FusedTransformer, plan: RowPlan, cache: KVCache, wanted: Tensor, draws: ChainDraws) -> Tensor:
+    def chain(
+        model: FusedTransformer, plan: RowPlan, cache: KVCache, wanted: Tensor, draws: ChainDraws
+    ) -> list[list[int]]:
         calls.append(len(draws.keys))
         return real(model, plan, cache, wanted, draws)
 
@@ -210,7 +212,9 @@ def test_noise_of_another_place_is_found(runner: ModelRunner, monkeypatch: pytes
     texts, real = specs(1.0), FusedTransformer.chain
     expected = guesses_of_all(Draft(runner, line_s=LONG_S), texts, 4)
 
-    def chain(model: FusedTransformer, plan: RowPlan, cache: KVCache, wanted: Tensor, draws: ChainDraws) -> Tensor:
+    def chain(
+        model: FusedTransformer, plan: RowPlan, cache: KVCache, wanted: Tensor, draws: ChainDraws
+    ) -> list[list[int]]:
         return real(model, plan, cache, wanted, draws._replace(keys=draws.keys.roll(1, 0).contiguous()))
 
     monkeypatch.setattr(FusedTransformer, "chain", chain)
@@ -222,7 +226,9 @@ def test_a_row_that_lies_elsewhere_is_found(runner: ModelRunner, monkeypatch: py
     texts, real = specs(1.0), FusedTransformer.chain
     expected = guesses_of_all(Draft(runner, line_s=LONG_S), texts, 4)
 
-    def chain(model: FusedTransformer, plan: RowPlan, cache: KVCache, wanted: Tensor, draws: ChainDraws) -> Tensor:
+    def chain(
+        model: FusedTransformer, plan: RowPlan, cache: KVCache, wanted: Tensor, draws: ChainDraws
+    ) -> list[list[int]]:
         key_slots = plan.key_slots.clone()
         for start, count in zip(plan.key_starts[wanted].tolist(), plan.key_counts[wanted].tolist(), strict=True):
             below = slice(start + count, start + count + len(draws.keys) - 1)
@@ -238,7 +244,9 @@ def test_what_cannot_be_drawn_ends_a_line(runner: ModelRunner, monkeypatch: pyte
     texts, real, kept = specs(0.7), FusedTransformer.chain, [0]
     expected = guesses_of_all(Draft(runner), texts, 4)
 
-    def chain(model: FusedTransformer, plan: RowPlan, cache: KVCache, wanted: Tensor, draws: ChainDraws) -> Tensor:
+    def chain(
+        model: FusedTransformer, plan: RowPlan, cache: KVCache, wanted: Tensor, draws: ChainDraws
+    ) -> list[list[int]]:
         return real(model, plan, cache, wanted, draws)[: kept[0]]
 
     monkeypatch.setattr(FusedTransformer, "chain", chain)
