@@ -65,7 +65,7 @@ class TargetVerdict(NamedTuple):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """One entry for each token of the prompt but the first, where the request asked for them and this comes first."""
     prefix_len: int = 0
-    """Tokens found in the prefix cache, where this is the first verdict of an opening."""
+    """Tokens found in the prefix cache, at the opening or while others read them, where this is its first verdict."""
     hosted: DrafterProposal = NO_PROPOSAL
     """Proposal of the session's own drafter; accepted_rows counts its rows."""
     beam_steps: tuple[BeamStep, ...] = ()

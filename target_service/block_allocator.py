@@ -19,6 +19,7 @@ from typing import Any
 from outrider.engine.batching import Feed
 from outrider.engine.runner import ModelRunner, reserve
 from outrider.engine.session import Session
+from outrider.engine.sharing import ReadOnce
 from outrider.errors import CacheFull, PromptTooLong
 from outrider.model_service.leases import LeaseTable
 from outrider.token_tree import EMPTY, TokenTree
@@ -76,11 +77,13 @@ class BlockAllocator:
         self._step = 0
         # Fewest blocks that were missing to a session that was refused in this step; see _preempt.
         self._min_refused = sys.maxsize
+        self.read_once = ReadOnce()
+        """Prompts of this step."""
 
     def begin_step(self) -> dict[Session, int]:
         """Place of each session in the order of the first opens. Sessions have to ask in this order."""
         self._step += 1
-        self._min_refused = sys.maxsize
+        self._min_refused, self.read_once = sys.maxsize, ReadOnce()
         ages = {}
         for age, held in enumerate(self._table):
             ages[held.session] = age

@@ -221,8 +221,14 @@ class TargetSessions(SessionStore[TargetState]):
 
     def _on_verdict(self, session_id: bytes, held: TargetState, verdict: TargetVerdict, times: ComputeTimes) -> None:
         fence = Fence(session_id, held.epoch, verdict.base_len)
-        if held.prefix_len:
-            verdict, held.prefix_len = verdict._replace(prefix_len=held.prefix_len), 0
+        if held.is_new:
+            # What was found when it was opened, and while it waited.
+            self._prefix_hit_tokens += verdict.prefix_len
+            verdict = verdict._replace(prefix_len=held.prefix_len + verdict.prefix_len)
+            held.is_new = False
+        elif verdict.prefix_len:
+            # It had lost what it had.
+            verdict = verdict._replace(prefix_len=0)
         held.finish_reason = verdict.finish_reason
         held.go_on(verdict)
         verdict = verdict._replace(goes_on=held.task is not None)

@@ -83,6 +83,8 @@ class TargetState(SessionState[TargetTask]):
     limit: int = 0
     """Committed length up to which the target goes on unasked."""
     finish_reason: FinishReason | None = None
+    is_new: bool = True
+    """Whether there was no verdict yet."""
     tells_reading: bool = field(default=False, kw_only=True)
     told_len: int = 0
     """Tokens of which it was said that they are read, where that is said."""

@@ -59,6 +59,10 @@ class VerifyTask:
     """Whether the tree was there before it was known what it would follow."""
     done: bool = False
     stopped: bool = False
+    found_len: int = 0
+    """Tokens that others have read for it while it waited for its first verdict."""
+    most_cached: int = 0
+    """The most that it has had cached before a step, which may be lost again."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Entries known so far of those that the first verdict carries; entry i came from the row of token i."""
 
@@ -97,11 +101,14 @@ class VerifyTask:
         self.guess_limits, self.proposal, self.is_drafting, self.is_of_branch = guess_limits, None, False, False
 
     def reserve(self, allocator: BlockAllocator) -> bool:
-        """Takes the blocks of its step, without its proposal when that finds no room; returns whether it has them."""
+        """Takes the blocks of its step, without its proposal when that finds no room; returns whether it has them.
+
+        A session that is to read what another one reads in this step waits for that.
+        """
         session = self.session
         # A session that has nothing because it gave way looks for what is left of it; while it waits, it has nothing
         # again.
-        had_nothing = not session.cached_len
+        had_nothing, waits = not session.cached_len, False
         if self.wants_prompt:
             # The forward begins at the first row whose number is missing. A cache that is ahead of them is computed
             # again: the session had it before its prompt was asked about, or a step has failed. One that was lost takes
@@ -109,10 +116,13 @@ class VerifyTask:
             if session.next_position > len(self.prompt_logprobs):
                 session.free()
             del self.prompt_logprobs[session.next_position :]
-        elif had_nothing:
-            session.take_prefix()
+        else:
+            most = max(self.most_cached, session.cached_len)
+            waits = allocator.read_once.waits(session)
+            self.most_cached = max(most, session.cached_len)
+            self.found_len += self.most_cached - most
         try:
-            feed = allocator.reserve(session, self.tree)
+            feed = None if waits else allocator.reserve(session, self.tree)
         except OutriderError as error:
             self.fail(error)
             return False
@@ -120,6 +130,7 @@ class VerifyTask:
             if had_nothing:
                 session.free()
             return False
+        allocator.read_once.begin(session)
         self.tree = feed.tree
         return True
 
@@ -127,7 +138,8 @@ class VerifyTask:
         """Commits a verdict, and hands it on."""
         commit(self.session, verdict)
         self.prompt_logprobs = []
-        self.on_verdict(verdict, self.meter.times())
+        found_len, self.found_len = self.found_len, 0
+        self.on_verdict(verdict._replace(prefix_len=found_len) if found_len else verdict, self.meter.times())
 
     def fail(self, error: OutriderError) -> None:
         self.done = True

@@ -413,6 +413,17 @@ class BlockTable:
         self._num_published = len(self._blocks)
         return len(self._blocks) * size
 
+    def coming(self, token_ids: Sequence[int], start: int, count: int) -> tuple[int, tuple[int, ...]] | None:
+        """The next `count` tokens from the block of `start` on, and the published block that they come after.
+
+        Tables of one salt for which it is equal are about to hold the same. None where that block is not published.
+        """
+        full = start // self.pool.block_size
+        if self._num_published < full:
+            return None
+        first = full * self.pool.block_size
+        return self._parent(full), tuple(token_ids[first : first + count])
+
     def _parent(self, index: int) -> int:
         return self._blocks[index - 1] if index else ROOT
 

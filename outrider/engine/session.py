@@ -5,7 +5,7 @@ hold the rows of the last forward's tree, which are provisional until keep, exte
 list is the truth, the cache can always be rebuilt from it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from outrider.engine.cache import BlockTable
 from outrider.errors import CacheFull, InvalidRequest
@@ -105,6 +105,16 @@ class Session:
         before = self.cached_len
         self.advance(self.table.take(self.salt, self.token_ids, before), EMPTY)
         return self.cached_len - before
+
+    def coming(self, count: int) -> Hashable:
+        """What a session is about to read, at least so many tokens; equal for two that are about to read the same.
+
+        None for one that reads fewer, or shares nothing. Those of another owner are others, whose turns are their own.
+        """
+        if self.salt is None or len(self.token_ids) - self.cached_len <= count:
+            return None
+        found = self.table.coming(self.token_ids, self.cached_len, count)
+        return None if found is None else (id(self.owner), self.salt, *found)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Commits tokens, to be cached by the next forward; drops the tree's rows."""

@@ -10,10 +10,11 @@ computes.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from statistics import median
 
 from outrider.engine.batching import Feed
+from outrider.engine.cache import BLOCK_SIZE
 from outrider.engine.session import Session
 from outrider.estimates.row_costs import NUM_SAMPLES, Line, RecentMedian
 
@@ -21,6 +22,8 @@ from outrider.estimates.row_costs import NUM_SAMPLES, Line, RecentMedian
 MIN_PROMPT_ROWS = 4
 # How long a step with rows of prompts may take, in steps without.
 MAX_SLOWDOWN = 1.5
+# For whose rows it pays to wait for a forward more; two prompts of one template begin alike for some ten tokens.
+COMMON_TOKENS = 64
 # Of so many steps one has no rows of prompts, while others run, and shows how long such a step takes now.
 PROBE_STEPS = 16
 # A session that waits for its draft, or for its client, has no part in some steps, and is running all the same.
@@ -80,6 +83,28 @@ def share_rows(
             for index in queue:
                 grant(index, limit - sum(grants[each] for each in queue))
     return grants
+
+
+class ReadOnce:
+    """Sessions that are about to read the same tokens: one reads, and the others take what it has cached of them.
+
+    For the sessions of one step, in the order in which they are asked about.
+    """
+
+    def __init__(self) -> None:
+        self._begun: set[Hashable] = set()
+
+    def waits(self, session: Session) -> bool:
+        """Whether one of those that have begun reads what it would; before, it takes what others have published."""
+        if len(session) - session.cached_len > BLOCK_SIZE:
+            session.take_prefix()
+        return session.coming(COMMON_TOKENS) in self._begun
+
+    def begin(self, session: Session) -> None:
+        """It has a part in the step."""
+        coming = session.coming(COMMON_TOKENS)
+        if coming is not None:
+            self._begun.add(coming)
 
 
 class PlainSteps:

@@ -426,7 +426,9 @@ class Verdict(_message.Message):
     at most. For a chain these are the tokens tested; rows behind a rejection or the end are not.
     """
     prefix_len: _builtins.int
-    """Tokens of the session whose keys and values were found in the prefix cache when it was opened, on the first verdict."""
+    """Tokens of the session whose keys and values were found in the prefix cache when it was opened, or were read for others
+    while it waited, on the first verdict.
+    """
     goes_on: _builtins.bool
     """Whether the target is at the next verdict already, by a branch, within a plain_budget, or plainly after a miss."""
     is_of_branch: _builtins.bool

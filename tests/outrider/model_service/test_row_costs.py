@@ -12,6 +12,7 @@ from draft_service.server import DraftSettings
 from draft_service.server import start as start_draft
 from outrider.engine.batching import RowPlan
 from outrider.engine.cache import KVCache
+from outrider.engine.models.decoder import ChainDraws
 from outrider.engine.runner import ModelRunner
 from outrider.model_service.row_costs import MOST_ROWS, measure_rows, warm_up
 from outrider.v1 import model_service_pb2 as pb
@@ -62,18 +63,26 @@ async def test_services_say_what_they_have_measured(tmp_path: Path) -> None:
 
 
 def test_what_costs_more_the_first_time_is_made_before(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each number of rows that the model names, divided among sessions, and a prompt; nothing of it stays."""
+    """Each number of rows that the model names, divided among sessions, a prompt, and a chain; nothing of it stays."""
     shapes = [(1, 1), (5, 5), (9, 4)]
     monkeypatch.setattr(type(runner.model), "step_shapes", shapes)
-    plans, forward = [], runner.model.forward
+    plans, chains, forward = [], [], runner.model.forward
 
     def noted(plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
         plans.append((plan.num_rows, plan.max_key_count))
         return forward(plan, cache, wanted)
 
+    def chained(plan: RowPlan, cache: KVCache, wanted: Tensor, draws: ChainDraws) -> list[list[int]]:
+        chains.append((plan.num_rows, len(draws.keys), len(plan.key_slots)))
+        return []
+
     monkeypatch.setattr(runner.model, "forward", noted)
+    monkeypatch.setattr(runner.model, "chain", chained)
     warm_up(runner)
-    assert plans == [*shapes, (min(runner.max_rows, runner.context_len), min(runner.max_rows, runner.context_len))]
+    whole = min(runner.max_rows, runner.context_len)
+    assert plans == [*shapes, (whole, whole), (1, 1)]
+    # With a slot for the row below.
+    assert chains == [(1, 2, 2)]
     assert runner.pool.num_used == 0
     assert runner.forward_counts.num_rows == 0
 
