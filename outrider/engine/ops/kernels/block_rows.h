@@ -83,7 +83,11 @@ TARGET INLINE void NAMED(add_group)(const block_kind *kind, const uint8_t *head,
                         const int number = (4 * half + quad) % most;
                         const shorts found = pairs(weights, inputs, is_wide);
                         narrow[r][plane] = number == 0 ? found : narrow[r][plane] + found;
-                        if (number == most - 1) products[r][plane] += widen(narrow[r][plane]);
+                        KEEP_IN_REGISTER(narrow[r][plane]);
+                        if (number == most - 1) {
+                            products[r][plane] += widen(narrow[r][plane]);
+                            KEEP_IN_REGISTER(products[r][plane]);
+                        }
 #else
                         const int32_t inputs = four_bytes(rows[r]->inputs[plane] + GROUP / 2 * half + 4 * quad);
                         products[r][plane] = dot(products[r][plane], weights, inputs, is_wide);
