@@ -310,6 +310,7 @@ class ModelDrafter:
             # All else is once a proposal, however many steps it has, and no part of what one more costs.
             ended_ns, num_rows = started_ns + line.computed_ns, result.num_rows + (line.num_steps - 1) * len(tasks)
             cost = started_ns, ended_ns, num_rows, 0, line.num_steps
+            self._runner.forward_counts.go_on(line.num_steps - 1, len(tasks))
             self._runner.finish()
         else:
             ready = [(task, rows) for task, rows in zip(tasks, result.ranges, strict=True) if rows is not None]

@@ -59,21 +59,28 @@ class ForwardCounts:
     batch_sizes: dict[int, int] = field(default_factory=dict)
     """Number of forwards by their number of sessions."""
     last: tuple[float, int] = 0.0, 0
-    """Seconds and rows of the last forward."""
+    """Seconds and rows of the last forward, of several in one call of one of them."""
     reading_row_s: float = 0.0
     """Seconds of a row where prompts are read in large pieces, lately; 0 before the first of these."""
     _begun: tuple[int, int] = 0, 0
+    _num_steps: int = 1
 
     def add(self, num_sessions: int, num_rows: int, num_prompt_rows: int = 0) -> None:
         self.num_rows += num_rows
         self.batch_sizes[num_sessions] = self.batch_sizes.get(num_sessions, 0) + 1
-        self._begun = num_rows, num_prompt_rows
+        self._begun, self._num_steps = (num_rows, num_prompt_rows), 1
+
+    def go_on(self, num_steps: int, num_sessions: int) -> None:
+        """Adds forwards that the last call has made after its first, each of a row of every session."""
+        self.num_rows += num_steps * num_sessions
+        self.batch_sizes[num_sessions] = self.batch_sizes.get(num_sessions, 0) + num_steps
+        self._num_steps += num_steps
 
     def end(self, seconds: float) -> None:
         """Counts the time of the forward that was added last."""
         num_rows, num_prompt_rows = self._begun
         self.busy_s += seconds
-        self.last = seconds, num_rows
+        self.last = seconds / self._num_steps, num_rows
         if num_prompt_rows >= max(MIN_READING_ROWS, num_rows / 2):
             row_s = seconds / num_rows
             self.reading_row_s += (READING_MOVES if self.reading_row_s else 1.0) * (row_s - self.reading_row_s)

@@ -127,8 +127,12 @@ def test_a_proposal_counts_its_steps(draft: Draft, depths: list[int]) -> None:
     draft.open(SPEC, 1)
     guesses = draft.guesses()
     draft.advance(1, 6, guesses, 5)
+    counts = draft.runner.forward_counts
+    before = counts.num_rows, counts.batch_sizes[1]
     [answer] = draft.run()
     assert (answer.times.forward_count, answer.times.row_count, depths) == (5, 5, [5])
+    assert (counts.num_rows - before[0], counts.batch_sizes[1] - before[1]) == (5, 5)
+    assert counts.last[0] * 5 <= counts.busy_s
 
 
 def test_a_line_has_as_many_steps_as_there_is_time_for(runner: ModelRunner, depths: list[int]) -> None:
