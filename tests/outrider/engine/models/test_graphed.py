@@ -365,7 +365,8 @@ def chained(runner: ModelRunner, lengths: Sequence[int], depth: int, *, one_by_o
     slots = [session.table.slots(0, length + depth - 1) for session, length in zip(sessions, lengths, strict=True)]
     caches = (*runner.cache.keys, *runner.cache.values)
     stored = [cache[own].nan_to_num() for own in slots for cache in caches]
-    close(runner, *sessions)
+    for session in sessions:
+        session.free()
     return [found, *stored]
 
 
