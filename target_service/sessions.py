@@ -221,17 +221,12 @@ class TargetSessions(SessionStore[TargetState]):
 
     def _on_verdict(self, session_id: bytes, held: TargetState, verdict: TargetVerdict, times: ComputeTimes) -> None:
         fence = Fence(session_id, held.epoch, verdict.base_len)
-        if held.is_new:
-            # What was found when it was opened, and while it waited.
-            self._prefix_hit_tokens += verdict.prefix_len
-            verdict = verdict._replace(prefix_len=held.prefix_len + verdict.prefix_len)
-            held.is_new = False
-        elif verdict.prefix_len:
-            # It had lost what it had.
-            verdict = verdict._replace(prefix_len=0)
-        held.finish_reason = verdict.finish_reason
+        # Later it finds what it had and has lost.
+        found_len, prefix_len = (verdict.prefix_len, held.prefix_len) if held.is_new else (0, 0)
+        self._prefix_hit_tokens += found_len
+        held.is_new, held.finish_reason = False, verdict.finish_reason
         held.go_on(verdict)
-        verdict = verdict._replace(goes_on=held.task is not None)
+        verdict = verdict._replace(goes_on=held.task is not None, prefix_len=prefix_len + found_len)
         answer = SessionAnswer(fence, verdict, verdict.base_len, held.cached_len, times)
         held.verdicts.append(answer)
         held.tells_reading = False

@@ -10,18 +10,18 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from bench.gpu.records import Recorder
 from bench.gpu.sizes import Sizes
 from bench.gpu.subjects import KV_ROOM, Variant, cached_session, chain_of, load_shaped, tree_of, variants
 from bench.gpu.timing import median_ms, synchronize
 from outrider.cli.bench.common import spec_of
-from outrider.engine.batching import Feed, RowPlan, build_batch
-from outrider.engine.cache import BLOCK_SIZE, KVCache
+from outrider.engine.batching import Feed, build_batch
+from outrider.engine.cache import BLOCK_SIZE
 from outrider.engine.models.decoder import ChainDraws, ChainingDecoder
 from outrider.engine.runner import ForwardResult, ModelRunner
 from outrider.engine.sampling.draw import DrawInput, Drawn, draw_each
+from outrider.model_service.row_costs import make_chain
 
 PROFILED_KERNELS, PROFILED_FUNCTIONS, WATCHED_STEPS = 14, 16, 20
 # Where nothing else is said: a chain of so many rows is profiled; trees of many sessions have so many.
@@ -112,28 +112,21 @@ def _forward_and_draw(runner: ModelRunner, feeds: list[Feed]) -> list[Drawn]:
 
 def _chain(recorder: Recorder, sizes: Sizes, runner: ModelRunner, name: str) -> None:
     """Steps of a chain in one call, for one session and for many, beside as many single steps with their draws."""
-    model, device = runner.model, runner.device
-    if not isinstance(model, ChainingDecoder):
+    if not isinstance(runner.model, ChainingDecoder):
         return
+    device = runner.device
     for count in (1, min(MANY_SESSIONS, max(sizes.step_rows))):
         sessions = [cached_session(runner, sizes.step_lengths[0]) for _ in range(count)]
         keys = torch.arange(CHAIN_STEPS * count, device=device).view(CHAIN_STEPS, count)
         temperatures = torch.full((count,), 0.7, dtype=torch.float64, device=device)
         draws = ChainDraws(temperatures, keys, runner.vocabulary_size)
-        made: list[int] = []
-
-        def compute(plan: RowPlan, cache: KVCache, wanted: Tensor, draws: ChainDraws, made: list[int]) -> Tensor:
-            made.append(len(model.chain(plan, cache, wanted, draws)))
-            return wanted
-
-        chained = [Feed(session, num_below=CHAIN_STEPS - 1) for session in sessions]
-        call = partial(runner.forward, chained, compute=partial(compute, draws=draws, made=made))
-        chain_ms, _ = median_ms(device, call, sizes.repeats)
+        num_made = len(make_chain(runner, sessions, draws))
+        chain_ms, _ = median_ms(device, partial(make_chain, runner, sessions, draws), sizes.repeats)
         step_ms, _ = median_ms(
             device, partial(_forward_and_draw, runner, [Feed(session) for session in sessions]), sizes.repeats
         )
         what = f"sessions={count}/steps={CHAIN_STEPS}/{name}"
-        recorder.add(f"chain/{what}", chain_ms, "ms", least_steps=min(made))
+        recorder.add(f"chain/{what}", chain_ms, "ms", num_steps=num_made)
         recorder.add(f"chain by single steps/{what}", chain_ms / (CHAIN_STEPS * step_ms), step_ms=step_ms)
         for session in sessions:
             session.free()

@@ -59,27 +59,41 @@ def warm_up(runner: ModelRunner) -> None:
             _try([(runner.open([0], 1), TokenTree.chain([0] * (length - 1))) for length in lengths], runner)
     if shapes:
         _try([(runner.open([0] * min(runner.max_rows, room), 1), EMPTY)], runner)
-        _try([(runner.open([0], 1), EMPTY)], runner, num_below=1)
+        session = runner.open([0], 1)
+        try:
+            make_chain(runner, [session], _draws(runner, 2, 1))
+        finally:
+            session.free()
     runner.forward_counts = ForwardCounts()
 
 
-def _try(texts: Sequence[tuple[Session, TokenTree]], runner: ModelRunner, num_below: int = 0) -> None:
-    model = runner.model
+def make_chain(runner: ModelRunner, sessions: Sequence[Session], draws: ChainDraws) -> list[list[int]]:
+    """The tokens of a chain below each session, by step, made in one call; none by a model that makes no chains."""
+    model, found = runner.model, list[list[int]]()
 
     def compute(plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
-        keys = torch.zeros(1 + num_below, len(wanted), dtype=torch.int64, device=runner.device)
-        temperatures = torch.ones(len(wanted), dtype=torch.float64, device=runner.device)
-        if num_below and isinstance(model, ChainingDecoder):
-            model.chain(plan, cache, wanted, ChainDraws(temperatures, keys, runner.vocabulary_size))
-        logits = model.forward(plan, cache, wanted)
-        runner.ops.choose(logits, temperatures, keys[0], runner.vocabulary_size)
-        return logits
+        if isinstance(model, ChainingDecoder):
+            found.extend(model.chain(plan, cache, wanted, draws))
+        return torch.empty(len(wanted), 0)
 
+    runner.forward([Feed(session, num_below=len(draws.keys) - 1) for session in sessions], compute=compute)
+    return found
+
+
+def _try(texts: Sequence[tuple[Session, TokenTree]], runner: ModelRunner) -> None:
     try:
-        runner.forward([Feed(*each, num_below=num_below) for each in texts], compute=compute)
+        logits = runner.forward([Feed(*each) for each in texts]).logits
+        draws = _draws(runner, 1, len(logits))
+        runner.ops.choose(logits, draws.temperatures, draws.keys[0], draws.num_tokens)
     finally:
         for session, _ in texts:
             session.free()
+
+
+def _draws(runner: ModelRunner, depth: int, num_rows: int) -> ChainDraws:
+    keys = torch.zeros(depth, num_rows, dtype=torch.int64, device=runner.device)
+    temperatures = torch.ones(num_rows, dtype=torch.float64, device=runner.device)
+    return ChainDraws(temperatures, keys, runner.vocabulary_size)
 
 
 def _forward_us(runner: ModelRunner, token_ids: list[int]) -> int:

@@ -1,6 +1,6 @@
 """Prompts that begin alike and come at once: what they have in common is read for one, and the others take it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,16 +23,8 @@ COMMON = tuple(range(1, 101))
 
 @pytest.fixture
 def runner(folder: Path) -> ModelRunner:
+    """One whose cache has seen nothing."""
     return ModelRunner.load(str(folder), dtype="float32", kv_tokens=2048)
-
-
-@pytest.fixture
-def target(runner: ModelRunner) -> Iterator[Target]:
-    """A target whose cache has seen nothing."""
-    made = Target(runner)
-    yield made
-    made.table.clear()
-    check_empty(runner.pool)
 
 
 def texts(count: int, common: Sequence[int] = COMMON) -> list[SessionSpec]:

@@ -80,7 +80,7 @@ def test_what_costs_more_the_first_time_is_made_before(runner: ModelRunner, monk
     monkeypatch.setattr(runner.model, "chain", chained)
     warm_up(runner)
     whole = min(runner.max_rows, runner.context_len)
-    assert plans == [*shapes, (whole, whole), (1, 1)]
+    assert plans == [*shapes, (whole, whole)]
     # With a slot for the row below.
     assert chains == [(1, 2, 2)]
     assert runner.pool.num_used == 0

@@ -17,8 +17,7 @@ from support.models.model_cases import PARTIAL
 from support.models.tiny_models import write_tiny_model
 from torch import Tensor
 
-from outrider.engine.batching import Feed, RowPlan
-from outrider.engine.cache import KVCache
+from outrider.engine.batching import Feed
 from outrider.engine.models import graphed
 from outrider.engine.models.config import ModelConfig
 from outrider.engine.models.decoder import ChainDraws, Decoder
@@ -335,8 +334,7 @@ def chained(runner: ModelRunner, lengths: Sequence[int], depth: int, *, one_by_o
 
     Then keys and values of the texts and of what was drawn.
     """
-    model, num_texts = runner.model, len(lengths)
-    assert isinstance(model, GraphedTransformer)
+    num_texts = len(lengths)
     sessions = [runner.open(random_ids(length, length, 100), length) for length in lengths]
     for session in sessions:
         session.reserve()
@@ -349,11 +347,6 @@ def chained(runner: ModelRunner, lengths: Sequence[int], depth: int, *, one_by_o
     keys = torch.arange(100, 100 + depth * num_texts).view(depth, num_texts)
     found = torch.full_like(keys, UNMADE)
 
-    def chain(plan: RowPlan, cache: KVCache, wanted: Tensor) -> Tensor:
-        for step, ids in enumerate(model.chain(plan, cache, wanted, ChainDraws(temperatures, keys, 100))):
-            found[step] = torch.tensor(ids)
-        return torch.empty(num_texts, 0)
-
     if one_by_one:
         for step in range(depth):
             logits = runner.forward([Feed(each) for each in sessions]).logits
@@ -361,7 +354,8 @@ def chained(runner: ModelRunner, lengths: Sequence[int], depth: int, *, one_by_o
             for session, token_id in zip(sessions, found[step].tolist(), strict=True):
                 session.extend([token_id])
     else:
-        runner.forward([Feed(each, num_below=depth - 1) for each in sessions], compute=chain)
+        for step, ids in enumerate(row_costs.make_chain(runner, sessions, ChainDraws(temperatures, keys, 100))):
+            found[step] = torch.tensor(ids)
     slots = [session.table.slots(0, length + depth - 1) for session, length in zip(sessions, lengths, strict=True)]
     caches = (*runner.cache.keys, *runner.cache.values)
     stored = [cache[own].nan_to_num() for own in slots for cache in caches]
